@@ -1,0 +1,235 @@
+"""A model as data: the manifest, its parts, and the flat vectors laid out by it.
+
+A bundle is a folder: `manifest.json` and the parts it names with their SHA-256 (`train.onnx`, `eval.onnx`,
+`weights.safetensors`, `model.pt2`). Its digest is the SHA-256 of the manifest's bytes. Nothing in it is code.
+All parameters lie in one float32 vector of length `manifest.d`, in the order of the parameter table; batch-norm
+statistics in a second one of length `manifest.buffers_d`. What builds a bundle is `edge_export`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from edge_kernels import counter
+from edge_kernels.channels import ChannelGroup, LayerKind
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from edge_client.errors import BundleError
+
+F32 = NDArray[np.float32]
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Init(_Data):
+    """How a seed makes one tensor: `uniform` in [-scale, scale), `sign` in {-scale, +scale}, or `constant` scale."""
+
+    kind: Literal["uniform", "sign", "constant"]
+    scale: float
+
+
+class Tensor(_Data):
+    """One row of the parameter or buffer table: `size` float32 values from `offset` of its flat vector."""
+
+    name: str
+    shape: tuple[Annotated[int, Field(gt=0)], ...]
+    offset: Annotated[int, Field(ge=0)]
+    init: Init
+    trainable: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of float32 values."""
+        return prod(self.shape)
+
+    @property
+    def span(self) -> slice:
+        """Where the tensor lies in its flat vector."""
+        return slice(self.offset, self.offset + self.size)
+
+
+class Layer(_Data):
+    """A maskable layer, in forward order: its weights (an LSTM has two) and bias-like parameters by name.
+
+    `gates` names the equal blocks along axis 0 of every weight (`("i", "f", "g", "o")` for an LSTM), else empty.
+    """
+
+    name: str
+    kind: LayerKind
+    weights: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+
+
+class Input(_Data):
+    """One sample: its shape without the batch axis, and its dtype."""
+
+    shape: tuple[Annotated[int, Field(gt=0)], ...]
+    dtype: Literal["float32", "int64"] = "float32"
+
+
+class Part(_Data):
+    """A file of the bundle, content-addressed."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0)]
+
+
+class Manifest(_Data):
+    """Everything about a model that is not weights or graph."""
+
+    format: Literal[1] = 1
+    name: str
+    input: Input
+    classes: Annotated[int, Field(gt=1)]
+    loss: Literal["cross_entropy"] = "cross_entropy"
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...] = ()
+    layers: tuple[Layer, ...]
+    groups: tuple[ChannelGroup, ...] = ()
+    seed: int | None = None
+    """The weights' seed; None when part `weights.safetensors` holds them."""
+    parts: dict[str, Part] = {}
+
+    @model_validator(mode="after")
+    def _tables_tile_their_vectors(self) -> Manifest:
+        for table in (self.parameters, self.buffers):
+            end = 0
+            for tensor in table:
+                if tensor.offset != end:
+                    raise ValueError(
+                        f"tensor {tensor.name!r} starts at {tensor.offset}, the one before it ends at {end}"
+                    )
+                end += tensor.size
+        names = [t.name for t in (*self.parameters, *self.buffers)]
+        if len(set(names)) != len(names):
+            raise ValueError("two tensors have the same name")
+        unknown = {n for layer in self.layers for n in (*layer.weights, *layer.biases)} - set(names)
+        if unknown:
+            raise ValueError(f"layers name tensors that no table has: {sorted(unknown)}")
+        return self
+
+    @property
+    def d(self) -> int:
+        """Number of parameters."""
+        return sum(t.size for t in self.parameters)
+
+    @property
+    def buffers_d(self) -> int:
+        """Number of batch-norm statistics."""
+        return sum(t.size for t in self.buffers)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every row of both tables by name."""
+        return {t.name: t for t in (*self.parameters, *self.buffers)}
+
+    def to_bytes(self) -> bytes:
+        """The manifest's canonical JSON."""
+        return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a method sees of a bundle: the manifest and the initial (or frozen) values, read-only.
+
+    `parameters` is float32[d], `buffers` float32[buffers_d].
+    """
+
+    manifest: Manifest
+    parameters: F32
+    buffers: F32
+
+
+def views(table: tuple[Tensor, ...], flat: F32) -> dict[str, F32]:
+    """Each tensor of `table` as a view into `flat`, shaped."""
+    return {t.name: flat[t.span].reshape(t.shape) for t in table}
+
+
+def generate(table: tuple[Tensor, ...], seed: int) -> F32:
+    """The flat vector that `seed` stands for: tensor `name` is drawn from stream ``key(seed, "weights", name)``."""
+    flat = np.empty(sum(t.size for t in table), np.float32)
+    for t in table:
+        stream = counter.key(seed, "weights", t.name)
+        if t.init.kind == "constant":
+            flat[t.span] = t.init.scale
+        elif t.init.kind == "uniform":
+            flat[t.span] = t.init.scale * (2.0 * counter.uniform(stream, t.size) - 1.0)
+        else:
+            flat[t.span] = np.where(counter.uint64(stream, t.size) >> np.uint64(63), -t.init.scale, t.init.scale)
+    return flat
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read a manifest. Raises BundleError."""
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"]) or "manifest"
+        raise BundleError(f"the manifest is malformed at {where}: {first['msg']}; export the bundle again") from None
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hex, the address of a part, a payload or a manifest."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle's folder. Parts are checked against their digest each time they are read."""
+
+    manifest: Manifest
+    folder: Path
+
+    @staticmethod
+    def open(folder: Path) -> Bundle:
+        """The bundle in `folder`. Raises BundleError when there is none or it is malformed."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise BundleError(f"{folder} holds no {MANIFEST}; name a folder written by `maskfleet bundle export`")
+        return Bundle(parse_manifest(path.read_bytes()), folder)
+
+    def part(self, name: str) -> Path:
+        """Path of a part whose bytes match the manifest. Raises BundleError."""
+        path, entry = self.folder / name, self.manifest.parts.get(name)
+        if entry is None:
+            raise BundleError(
+                f"bundle {self.manifest.name!r} has no part {name!r}; it has {sorted(self.manifest.parts)}"
+            )
+        if not path.is_file() or digest(path.read_bytes()) != entry.sha256:
+            raise BundleError(f"{path} is missing or does not match its SHA-256; fetch or export the bundle again")
+        return path
+
+    def model(self) -> Model:
+        """Initial values from the seed or from the weights part."""
+        m = self.manifest
+        if m.seed is not None:
+            return Model(m, generate(m.parameters, m.seed), generate(m.buffers, m.seed))
+        try:
+            stored = load_file(self.part(WEIGHTS))
+        except SafetensorError as error:
+            raise BundleError(f"{WEIGHTS} does not open: {error}; export the bundle again") from None
+        flats = []
+        for table in (m.parameters, m.buffers):
+            flat = np.empty(sum(t.size for t in table), np.float32)
+            for t in table:
+                value = stored.get(t.name)
+                if value is None or value.shape != t.shape or value.dtype != np.float32:
+                    raise BundleError(f"{WEIGHTS} lacks float32 tensor {t.name!r} of shape {t.shape}")
+                flat[t.span] = value.reshape(-1)
+            flats.append(flat)
+        return Model(m, *flats)

@@ -1,0 +1,50 @@
+"""Every error this project raises on purpose.
+
+    MaskfleetError
+    |-- BundleError      a model bundle is malformed, incomplete or does not match its digests
+    |-- DataError        a device's data file does not fit the bundle (shape, labels, NaN)
+    |-- PayloadError     bytes from the network are not the payload they should be
+    |-- ConfigError      a configuration names something unknown or out of range
+    |-- ServerError      the coordinator refused a request (carries the problem+json)
+    `-- CompactionError  a compact model could not be shown equal to its masked model
+
+A message says what happened, with which value, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class MaskfleetError(Exception):
+    """Base of all errors raised on purpose; its text is meant for the person at the keyboard."""
+
+
+class BundleError(MaskfleetError):
+    """A bundle is malformed, incomplete, or a part's bytes do not match its SHA-256."""
+
+
+class DataError(MaskfleetError):
+    """A device's data does not fit the bundle's input shape, dtype or classes."""
+
+
+class PayloadError(MaskfleetError):
+    """Bytes from the network do not decode to the payload that was due."""
+
+
+class ConfigError(MaskfleetError):
+    """A configuration value is unknown or out of range."""
+
+
+class CompactionError(MaskfleetError):
+    """A compact model differs from the masked model it was cut from."""
+
+
+class ServerError(MaskfleetError):
+    """The coordinator answered with an RFC 9457 problem.
+
+    `status` is the HTTP status, `kind` the last part of the problem's type ("wrong-round", ...).
+    """
+
+    def __init__(self, message: str, status: int, kind: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind

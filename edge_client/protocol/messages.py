@@ -1,0 +1,219 @@
+"""Every JSON message of the REST API, as pydantic models: the one place where a field's name and range are written.
+
+Times are seconds, sizes are bytes, rounds count from 1, digests are SHA-256 in lower-case hex.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Message(BaseModel):
+    """Base: unknown fields are refused, values are immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem. `type` ends in a fixed word ("wrong-round"); `detail` says what, which value, what to do."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
+class FederationConfig(Message):
+    """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
+
+    name: Name
+    bundle: Sha256
+    method: dict[str, Any]
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)]
+    cohort: Annotated[int, Field(ge=1, le=1_000_000)]
+    """Devices asked in each round."""
+    min_devices: Annotated[int, Field(ge=1)] = 1
+    """The federation starts by itself once so many devices have enrolled."""
+    min_updates: Annotated[int, Field(ge=1)] = 1
+    """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
+    deadline_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    backend: str | None = None
+    """Training backend the devices are asked to use; None leaves it to each device."""
+
+
+Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
+
+
+class Federation(Message):
+    """A federation as it stands."""
+
+    id: str
+    config: FederationConfig
+    phase: Phase
+    round: int
+    """The round under way (or about to start), 0 while recruiting, `rounds` when finished."""
+    devices: int
+    updates: int
+    """Updates acknowledged in the round under way."""
+
+
+class TokenRequest(Message):
+    """Ask for a join token."""
+
+    uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    expires_in: Annotated[float, Field(gt=0)] = 7 * 86400.0
+
+
+class JoinToken(Message):
+    """A token a device enrols with. Shown once."""
+
+    token: str
+    federation: str
+    uses: int
+    expires_at: float
+
+
+class Enrol(Message):
+    """A device presents a join token and the credential it made for itself (256 random bits, hex).
+
+    Sending the same name and credential again is harmless, so a lost answer loses nothing.
+    """
+
+    token: str
+    device: Name
+    credential: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Enrolled(Message):
+    """What the device needs to take part."""
+
+    federation: str
+    device: str
+    bundle: Sha256
+    method: dict[str, Any]
+    rounds: int
+    seed: int
+    backend: str | None = None
+
+
+class Train(Message):
+    """Work: fetch `downlink`, train round `round`, PUT the update with this lease before `deadline_in` seconds."""
+
+    status: Literal["train"] = "train"
+    round: int
+    lease: str
+    downlink: Sha256
+    downlink_size: int
+    deadline_in: float
+
+
+class Wait(Message):
+    """No work now: ask again after `poll_after` seconds. `reason` is for the person watching."""
+
+    status: Literal["wait"] = "wait"
+    reason: str
+    poll_after: float
+
+
+class Finish(Message):
+    """The rounds are over: fetch `downlink`, make the personal model, PUT a report."""
+
+    status: Literal["finish"] = "finish"
+    round: int
+    downlink: Sha256
+    downlink_size: int
+
+
+class Stopped(Message):
+    """The operator stopped the federation; nothing is to be done any more."""
+
+    status: Literal["stopped"] = "stopped"
+    reason: str
+
+
+Work = Annotated[Train | Wait | Finish | Stopped, Field(discriminator="status")]
+
+
+class Receipt(Message):
+    """The update is safe on disk and will be counted exactly once."""
+
+    federation: str
+    round: int
+    device: str
+    sha256: Sha256
+    size: int
+
+
+class Report(Message):
+    """A device's last word: its personal model on its own test data."""
+
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    test_samples: Annotated[int, Field(ge=0)]
+    parameters_dense: Annotated[int, Field(ge=0)]
+    parameters_compact: Annotated[int, Field(ge=0)]
+    latency_dense_ms: float | None = None
+    latency_compact_ms: float | None = None
+    max_abs_diff: float | None = None
+
+
+class DeviceMetrics(Message):
+    """What one device said of one round (the metadata of its update)."""
+
+    samples: int
+    test_samples: int
+    loss: float
+    accuracy_before: float
+    accuracy_after: float
+    seconds: float = 0.0
+
+
+class Traffic(Message):
+    """Bytes of one round, all its devices together, by kind.
+
+    Kinds: the names of the payload's arrays, and "header" for the container's own bytes.
+    """
+
+    up: dict[str, int] = {}
+    down: dict[str, int] = {}
+    one_time_up: dict[str, int] = {}
+
+
+class Accuracy(Message):
+    """Local-test accuracy over devices: the mean is weighted by test samples."""
+
+    mean: float
+    worst: float
+    p10: float
+    best: float
+
+
+class Round(Message):
+    """The record of one finished round."""
+
+    round: int
+    devices: list[str]
+    traffic: Traffic
+    bits_per_parameter_up: float
+    bits_per_parameter_down: float
+    loss: float
+    accuracy_before: Accuracy
+    accuracy_after: Accuracy
+    seconds: float
+
+
+class Device(Message):
+    """A device as the operator sees it."""
+
+    device: str
+    enrolled_at: float
+    last_seen_at: float
+    updates: int
+    bytes_up: int
+    bytes_down: int
+    report: Report | None = None

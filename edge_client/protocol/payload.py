@@ -1,0 +1,65 @@
+"""The payload container: named arrays and a few words about them, as one safetensors file.
+
+A reader in any language opens it. All metadata sits under one key, ``maskfleet``, as canonical JSON, because
+the format does not order its metadata and the same payload must be the same bytes. What the arrays mean is the
+method's business; this module only guarantees that bytes from the network become arrays or a PayloadError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from edge_client.errors import PayloadError
+
+FORMAT = 1
+MEDIA_TYPE = "application/x-safetensors"
+HEADER_BYTES = 4096  # room a payload's header may take beside its arrays
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "U8": np.uint8, "I8": np.int8, "U16": np.uint16,
+           "U32": np.uint32, "U64": np.uint64, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one message carries. `meta` values are JSON scalars: counts, accuracies, codec parameters."""
+
+    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    meta: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+def encode(payload: Payload) -> bytes:
+    """The payload's bytes; equal payloads give equal bytes."""
+    meta = {"format": FORMAT, **payload.meta}
+    arrays = {name: np.ascontiguousarray(a) for name, a in payload.arrays.items()}
+    return save(arrays, {"maskfleet": json.dumps(meta, sort_keys=True, separators=(",", ":"), allow_nan=False)})
+
+
+def decode(data: bytes) -> Payload:
+    """Read a payload. Raises PayloadError for anything that `encode` could not have written."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        meta = json.loads(header["__metadata__"]["maskfleet"])
+        entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise PayloadError(f"these {len(data)} bytes are not a maskfleet payload: {error}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise PayloadError("the payload's metadata is not of format 1; use a matching maskfleet version")
+    if not all(isinstance(v, (str, int, float)) for v in meta.values()):
+        raise PayloadError("the payload's metadata holds something that is not a text or a number")
+    arrays: Arrays = {}
+    for name, entry in entries:
+        if entry["dtype"] not in _DTYPES:
+            raise PayloadError(f"array {name!r} has dtype {entry['dtype']}, which payloads do not use")
+        flat: np.ndarray[Any, Any] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
+        arrays[name] = flat.reshape(entry["shape"])
+    meta.pop("format")
+    return Payload(arrays, meta)

@@ -1,0 +1,56 @@
+"""Loss, gradients and logits of a bundle: one contract, several engines.
+
+A trainer is opened on a bundle and is a pure function of what it is given: it holds a session, never weights.
+Engines are entry points of the group `maskfleet.trainers`; `onnxruntime` is the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Bundle, Manifest
+from edge_client.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One batch's mean loss, its gradient float32[d] and the batch-norm statistics after it, float32[buffers_d].
+
+    The gradient is zero at parameters that are not trainable. Both arrays may be overwritten by the next call.
+    """
+
+    loss: float
+    parameters: F32
+    buffers: F32
+
+
+class Trainer(Protocol):
+    """What every backend gives. Batches may have any size from 1 up; the last one of an epoch is smaller."""
+
+    manifest: Manifest
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        """Training-mode forward and backward. `x` is [n, *input.shape], `y` int64[n], `parameters` float32[d]."""
+        ...
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        """Evaluation-mode forward, float32[n, classes]."""
+        ...
+
+
+def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
+    """The trainer `backend` ("onnxruntime", "torch") on `bundle`. Raises ConfigError for an unknown backend."""
+    found = {e.name: e for e in entry_points(group="maskfleet.trainers")}
+    if backend not in found:
+        raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}")
+    try:
+        opened = found[backend].load()
+    except ImportError as error:
+        raise ConfigError(f"backend {backend!r} needs a package that is not installed: {error}") from None
+    trainer: Trainer = opened(bundle, threads)
+    return trainer

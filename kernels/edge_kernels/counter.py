@@ -1,0 +1,65 @@
+"""Counter-based randomness that another language repeats in ten lines.
+
+The generator is SplitMix64 used as a hash (Steele, Lea, Flood 2014): number `i` of the stream with 64-bit
+key `k` is ``mix(k + (i + 1) * G mod 2**64)``, so any slice of a stream is computed without the ones before it.
+
+    G      = 0x9E3779B97F4A7C15
+    mix(z) : z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
+
+A key is folded from words, which are integers (taken mod 2**64) or texts (the first eight bytes, little
+endian, of their UTF-8 SHA-256): start from ``k = 0`` and for each word ``k = mix((k ^ word) + G)``.
+A uniform number in [0, 1) is ``(u >> 11) * 2**-53`` in float64. Nothing here uses a transcendental
+function, so the same seed gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BLOCK = 1 << 15  # numbers mixed at a time: the five passes stay in the cache
+
+
+def key(*words: int | str) -> int:
+    """Fold `words` into one 64-bit stream key, e.g. ``key(seed, "cohort", round)``."""
+    k = 0
+    for word in words:
+        if isinstance(word, str):
+            word = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little")
+        z = ((k ^ (word & _MASK)) + _GAMMA) & _MASK
+        z = ((z ^ (z >> 30)) * _A) & _MASK
+        z = ((z ^ (z >> 27)) * _B) & _MASK
+        k = z ^ (z >> 31)
+    return k
+
+
+def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
+    """Numbers `start` .. `start + count - 1` of the stream, uint64[count]."""
+    out = np.empty(count, np.uint64)
+    for low in range(0, count, _BLOCK):
+        z = out[low : low + _BLOCK]
+        base = (stream + (start + low + 1) * _GAMMA) & _MASK
+        np.multiply(np.arange(len(z), dtype=np.uint64), np.uint64(_GAMMA), out=z)
+        z += np.uint64(base)
+        z ^= z >> np.uint64(30)
+        z *= np.uint64(_A)
+        z ^= z >> np.uint64(27)
+        z *= np.uint64(_B)
+        z ^= z >> np.uint64(31)
+    return out
+
+
+def uniform(stream: int, count: int, start: int = 0) -> NDArray[np.float64]:
+    """Numbers of the stream as float64[count] in [0, 1), exact multiples of 2**-53."""
+    numbers: NDArray[np.float64] = (uint64(stream, count, start) >> np.uint64(11)) * 2.0**-53
+    return numbers
+
+
+def permutation(stream: int, count: int) -> NDArray[np.int64]:
+    """A permutation of ``range(count)``: the stable order of the stream's first `count` numbers."""
+    return np.argsort(uint64(stream, count), kind="stable").astype(np.int64)
