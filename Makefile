@@ -1,0 +1,51 @@
+# Everything starts from a fresh clone with Python >= 3.10 and git; nothing outside .venv is touched.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One thread a process: the demo and the tests run many processes on few cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint pytest bundles clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      a coordinator and ten devices on this machine: FedMask, FedAvg, Standalone, one table"
+	@echo "make test      ruff, mypy --strict, import contracts, pytest"
+	@echo "make bundles   rebuild the demo's two bundles (needs torch: uses the test environment)"
+	@echo "make clean     remove .venv and caches"
+
+demo: $(VENV)/.demo
+	$(BIN)/maskfleet demo $(ARGS)
+
+test: lint pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+pytest: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+bundles: $(VENV)/.test
+	$(BIN)/python -m edge_export.demo_bundles
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "installing maskfleet into $(VENV) (about a minute)"
+	$(PIP) -e '.[server,bench]'
+	@touch $@
+
+# torch by its exact pin and first: a range would bring a GPU build of several GB.
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "installing torch and the development tools into $(VENV) (about two minutes)"
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
