@@ -1,0 +1,77 @@
+"""A device's data file: what is accepted, and what each mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_bundle import small_manifest
+
+from edge_client.data import load, split
+from edge_client.errors import DataError
+
+X = np.arange(60, dtype=np.float64).reshape(20, 3)
+Y = np.arange(20) % 2
+
+
+def saved(folder: Path, **arrays: np.ndarray) -> Path:
+    np.savez(folder / "d.npz", **arrays)
+    return folder / "d.npz"
+
+
+def test_a_fifth_is_kept_for_testing_when_the_file_has_no_test_samples(tmp_path: Path) -> None:
+    data = load(saved(tmp_path, x=X, y=Y), small_manifest())
+    assert (len(data.y), len(data.y_test)) == (16, 4)
+    assert data.x.dtype == np.float32
+    assert sorted(np.concatenate([data.x, data.x_test])[:, 0].tolist()) == X[:, 0].tolist()
+
+
+def test_the_same_seed_gives_the_same_split_and_another_seed_another(tmp_path: Path) -> None:
+    path = saved(tmp_path, x=X, y=Y)
+    first, again, other = (load(path, small_manifest(), seed).x_test for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_the_file_s_own_test_samples_are_used(tmp_path: Path) -> None:
+    data = load(saved(tmp_path, x=X, y=Y, x_test=X[:3], y_test=Y[:3]), small_manifest())
+    assert (len(data.y), len(data.y_test)) == (20, 3)
+
+
+def test_no_group_is_on_both_sides_of_the_split() -> None:
+    group = np.repeat(np.arange(10), 2)
+    data = split(group[:, None].astype(np.float32), Y.astype(np.int64), group, seed=0)
+    assert not set(data.x[:, 0].tolist()) & set(data.x_test[:, 0].tolist())
+    assert len(data.y_test) == 4
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"x": X}, "lacks ['y']"),
+        ({"x": X[:, :2], "y": Y}, "shape (2,), the model takes (3,)"),
+        ({"x": X, "y": Y[:5]}, "one label a sample"),
+        ({"x": X, "y": Y + 1}, "label 2 at index 1 is outside 0..1"),
+        ({"x": X, "y": Y - 1}, "label -1 at index 0"),
+        ({"x": X, "y": Y.astype(float)}, "give integers 0..1"),
+        ({"x": np.where(X == 7, np.nan, X), "y": Y}, "sample 2 holds NaN"),
+        ({"x": X.astype("S3"), "y": Y}, "give numbers"),
+        ({"x": X[:1], "y": Y[:1]}, "at least 2"),
+        ({"x": X, "y": Y, "group": Y[:3]}, "one group a sample"),
+    ],
+)
+def test_each_mistake_is_named_with_its_value(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        load(saved(tmp_path, **arrays), small_manifest())
+    assert said in str(error.value)
+
+
+def test_a_missing_a_broken_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no data file"):
+        load(tmp_path / "none.npz", small_manifest())
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 nonsense")
+    with pytest.raises(DataError, match="not a readable"):
+        load(tmp_path / "broken.npz", small_manifest())
+    with pytest.raises(DataError, match="not a readable"):
+        load(saved(tmp_path, x=np.array([{}], dtype=object), y=Y), small_manifest())
