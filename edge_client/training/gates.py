@@ -1,0 +1,225 @@
+"""Gates: how a real-valued score decides what becomes of a frozen weight, and the gradient that moves the score.
+
+A gate has two kernels on equally long, contiguous float32[n] vectors (a whole model, a span, or one layer):
+
+    effective(weights, scores, out)                   out = weights * gate(scores)
+    score_gradient(weights, scores, gradient, out)    out = gradient * weights * (backward rule of the gate)
+
+`gradient` is the loss gradient with respect to the EFFECTIVE weights, as a trainer gives it; `out` may be `gradient`
+(or `weights`) itself. Which layers are gated, optimisers and the loss are not known here.
+
+A score of -inf is DEAD under the sigmoid gates: gate 0, gradient 0, no part in the group lasso, and SGD without
+weight decay leaves it where it is. That is how a pruned structure stays frozen at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32
+
+BLOCK = 1 << 14  # values per pass: the operands and scratch of a block stay in the second-level cache
+_ONE = np.float32(1)
+
+
+class Gate(Protocol):
+    """What every gate gives."""
+
+    def effective(self, weights: F32, scores: F32, out: F32) -> None:
+        """Write the effective weights into `out`."""
+        ...
+
+    def score_gradient(self, weights: F32, scores: F32, gradient: F32, out: F32) -> None:
+        """Write the gradient with respect to the scores into `out`."""
+        ...
+
+
+def _blocks(*vectors: F32) -> Iterator[slice]:
+    size = vectors[0].size
+    if any(v.shape != (size,) for v in vectors):
+        raise ValueError(f"a gate needs vectors of one length, got {[v.shape for v in vectors]}")
+    for low in range(0, size, BLOCK):
+        yield slice(low, min(low + BLOCK, size))
+
+
+def sigmoid(scores: F32, out: F32) -> None:
+    """``out = 1 / (1 + exp(-scores))``, float32, without overflow warnings; 0 at -inf."""
+    with np.errstate(over="ignore"):
+        np.negative(scores, out=out)
+        np.exp(out, out=out)
+        out += _ONE
+        np.divide(_ONE, out, out=out)
+
+
+def sigmoid_slope(scores: F32, out: F32) -> None:
+    """Psi of FedMask eq. 8, ``out = sigmoid(s) * (1 - sigmoid(s))`` = e / (1 + e)^2 with e = exp(-|s|); 0 at +-inf."""
+    np.abs(scores, out=out)
+    np.negative(out, out=out)
+    np.exp(out, out=out)
+    e = out.copy()
+    out += _ONE
+    np.multiply(out, out, out=out)
+    np.divide(e, out, out=out)
+
+
+@dataclass(frozen=True)
+class NoGate:
+    """The scores are the parameters: plain training. `weights` is not read."""
+
+    def effective(self, weights: F32, scores: F32, out: F32) -> None:
+        """``out = scores``."""
+        out[:] = scores
+
+    def score_gradient(self, weights: F32, scores: F32, gradient: F32, out: F32) -> None:
+        """``out = gradient``."""
+        if out is not gradient:
+            out[:] = gradient
+
+
+@dataclass(frozen=True)
+class SigmoidThreshold:
+    """FedMask eq. 3-8: forward ``1[sigmoid(s) >= 1/2] = 1[s >= 0]``, backward Psi(s)."""
+
+    def effective(self, weights: F32, scores: F32, out: F32) -> None:
+        """``out = weights where scores >= 0, else 0``."""
+        bits = np.empty(min(scores.size, BLOCK), np.bool_)
+        for s in _blocks(weights, scores, out):
+            b = bits[: s.stop - s.start]
+            np.greater_equal(scores[s], 0, out=b)
+            np.multiply(weights[s], b, out=out[s])
+
+    def score_gradient(self, weights: F32, scores: F32, gradient: F32, out: F32) -> None:
+        """``out = gradient * weights * Psi(scores)``."""
+        scratch = np.empty(min(scores.size, BLOCK), np.float32)
+        for s in _blocks(weights, scores, gradient, out):
+            psi = scratch[: s.stop - s.start]
+            sigmoid_slope(scores[s], psi)
+            psi *= weights[s]
+            np.multiply(psi, gradient[s], out=out[s])
+
+
+@dataclass(frozen=True)
+class SignTanh:
+    """HideNseek: forward sign(s) with sign(0) = +1, backward ``1 - tanh(s)^2``."""
+
+    def effective(self, weights: F32, scores: F32, out: F32) -> None:
+        """``out = weights where scores >= 0, else -weights``."""
+        for s in _blocks(weights, scores, out):
+            np.multiply(weights[s], np.where(scores[s] >= 0, _ONE, -_ONE), out=out[s])
+
+    def score_gradient(self, weights: F32, scores: F32, gradient: F32, out: F32) -> None:
+        """``out = gradient * weights * (1 - tanh(scores)^2)``, where 1 - tanh(s)^2 = 4 Psi(2 s)."""
+        scratch = np.empty((2, min(scores.size, BLOCK)), np.float32)
+        for s in _blocks(weights, scores, gradient, out):
+            twice, slope = scratch[:, : s.stop - s.start]
+            np.add(scores[s], scores[s], out=twice)
+            sigmoid_slope(twice, slope)
+            slope *= np.float32(4)
+            slope *= weights[s]
+            np.multiply(slope, gradient[s], out=out[s])
+
+
+@dataclass(frozen=True)
+class BernoulliSigmoid:
+    """FedPM and DeltaMask: forward the given draw of Bernoulli(sigmoid(s)), backward straight through the draw.
+
+    `sample` is bool[n], drawn by the caller (from the stream both sides share) and as long as the vectors given to
+    the kernels; make a new gate for each draw. `ste` is "identity" (the gradient of the draw goes to the probability
+    p as it is) or "ref" (times p, as the published FedPM code has it); both then multiply by the sigmoid's slope.
+    """
+
+    sample: NDArray[np.bool_]
+    ste: Literal["identity", "ref"] = "identity"
+
+    def effective(self, weights: F32, scores: F32, out: F32) -> None:
+        """``out = weights where sample, else 0``. `scores` is not read: the sample is their draw."""
+        for s in _blocks(weights, scores, out):
+            np.multiply(weights[s], self.sample[s], out=out[s])
+
+    def score_gradient(self, weights: F32, scores: F32, gradient: F32, out: F32) -> None:
+        """``out = gradient * weights * Psi(scores)``, times ``sigmoid(scores)`` for ``ste="ref"``."""
+        scratch = np.empty((2, min(scores.size, BLOCK)), np.float32)
+        for s in _blocks(weights, scores, gradient, out):
+            psi, p = scratch[:, : s.stop - s.start]
+            sigmoid_slope(scores[s], psi)
+            if self.ste == "ref":
+                sigmoid(scores[s], p)
+                psi *= p
+            psi *= weights[s]
+            np.multiply(psi, gradient[s], out=out[s])
+
+
+def group_lasso(scores: F32, shape: tuple[int, ...], strength: float, out: F32) -> float:
+    """Add the gradient of ``strength * R_g`` to `out` (float32[n], with respect to the scores); returns strength * R_g.
+
+    R_g (FedMask eq. 9) is the sum of Euclidean norms of ``sigmoid(scores)`` over the layer's rows and columns (`shape`
+    = [out, in]) or filters and channels (`shape` = [out, in, height, width]). `scores` is the layer's float32[n] span.
+    """
+    rows, columns = shape[0], shape[1]
+    soft = np.empty(scores.size, np.float32)
+    row_norm, column_norm = _norms(scores, soft, rows, columns)
+    row_scale, column_scale = _scales(row_norm, column_norm, scores.size // (rows * columns), strength)
+    height = max(1, BLOCK // (scores.size // rows))
+    for low in range(0, rows, height):
+        m = soft.reshape(rows, -1)[low : low + height]
+        pull = row_scale[low : low + height, None] + column_scale
+        pull *= m
+        pull *= m
+        pull *= _ONE - m
+        out.reshape(rows, -1)[low : low + height] += pull
+    return strength * float(row_norm.sum() + column_norm.sum())
+
+
+def lasso_score_gradient(
+    weights: F32, scores: F32, gradient: F32, shape: tuple[int, ...], strength: float, out: F32
+) -> float:
+    """`SigmoidThreshold.score_gradient` and `group_lasso` of one layer in one go; returns ``strength * R_g``.
+
+    The sigmoid is computed once: ``out = Psi(s) * (gradient * weights + strength * dR_g / dsigmoid)``.
+    """
+    rows, columns = shape[0], shape[1]
+    soft = np.empty(scores.size, np.float32)
+    row_norm, column_norm = _norms(scores, soft, rows, columns)
+    row_scale, column_scale = _scales(row_norm, column_norm, scores.size // (rows * columns), strength)
+    height = max(1, BLOCK // (scores.size // rows))
+    w2, g2, out2, soft2 = (a.reshape(rows, -1) for a in (weights, gradient, out, soft))
+    for low in range(0, rows, height):
+        s = slice(low, low + height)
+        m = soft2[s]
+        pull = row_scale[s, None] + column_scale
+        pull *= m
+        pull += w2[s] * g2[s]
+        pull *= m
+        np.subtract(_ONE, m, out=m)
+        np.multiply(pull, m, out=out2[s])
+    return strength * float(row_norm.sum() + column_norm.sum())
+
+
+def _norms(scores: F32, soft: F32, rows: int, columns: int) -> tuple[F32, F32]:
+    """Write ``sigmoid(scores)`` into `soft`; Euclidean norms of its rows float32[rows] and columns float32[columns]."""
+    width = scores.size // rows
+    row_square, column_square = np.empty(rows, np.float32), np.zeros(width, np.float32)
+    height = max(1, BLOCK // width)
+    for low in range(0, rows, height):
+        high = min(low + height, rows)
+        m = soft[low * width : high * width]
+        sigmoid(scores[low * width : high * width], m)
+        square = (m * m).reshape(-1, width)
+        row_square[low:high] = square.sum(axis=1)
+        column_square += square.sum(axis=0)
+    return np.sqrt(row_square), np.sqrt(column_square.reshape(columns, -1).sum(axis=1))
+
+
+def _scales(row_norm: F32, column_norm: F32, kernel: int, strength: float) -> tuple[F32, F32]:
+    """``strength / norm`` (0 for a group that is wholly dead), the column scales repeated over the kernel."""
+    scales = []
+    for norm in (row_norm, column_norm):
+        scale = np.zeros_like(norm)
+        np.divide(np.float32(strength), norm, out=scale, where=norm > 0)
+        scales.append(scale)
+    return scales[0], np.repeat(scales[1], kernel)
