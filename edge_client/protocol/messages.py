@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -39,12 +39,20 @@ class FederationConfig(Message):
     """Devices asked in each round."""
     min_devices: Annotated[int, Field(ge=1)] = 1
     """The federation starts by itself once so many devices have enrolled."""
+    start: Literal["auto", "manual"] = "auto"
+    """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Annotated[int, Field(ge=1)] = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 3600.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: str | None = None
     """Training backend the devices are asked to use; None leaves it to each device."""
+
+    @model_validator(mode="after")
+    def _rounds_can_close(self) -> FederationConfig:
+        if self.min_updates > self.cohort:
+            raise ValueError(f"min_updates {self.min_updates} is more than the cohort of {self.cohort}; lower it")
+        return self
 
 
 Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
@@ -165,12 +173,12 @@ class Report(Message):
 class DeviceMetrics(Message):
     """What one device said of one round (the metadata of its update)."""
 
-    samples: int
-    test_samples: int
-    loss: float
-    accuracy_before: float
-    accuracy_after: float
-    seconds: float = 0.0
+    samples: Annotated[int, Field(ge=0)]
+    test_samples: Annotated[int, Field(ge=0)]
+    loss: FiniteFloat
+    accuracy_before: Annotated[float, Field(ge=0, le=1)]
+    accuracy_after: Annotated[float, Field(ge=0, le=1)]
+    seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
 
 
 class Traffic(Message):

@@ -1,0 +1,192 @@
+"""A method's server half, driven over bytes: downlinks out, updates checked, a round folded into the next state.
+
+Pure functions over values, shared by the coordinator and the simulator, so both get the same bits. Updates are
+folded one at a time in the order of their device names, never in the order of arrival and never all in memory.
+What is stored where, and when a round closes, is not decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import ValidationError
+
+from edge_client.bundle import Model
+from edge_client.errors import PayloadError
+from edge_client.methods import Assignment, Method
+from edge_client.protocol import payload
+from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
+from edge_client.protocol.payload import Arrays, Payload
+
+HEADER = "header"  # the kind under which a payload's bytes outside its arrays are counted
+
+
+@dataclass(frozen=True)
+class Course:
+    """What stays the same through a federation."""
+
+    method: Method
+    model: Model
+    seed: int
+    rounds: int
+
+    def assignment(self, round_: int, device: str) -> Assignment:
+        """One device's part in one round."""
+        return Assignment(self.model, self.seed, self.rounds, round_, device)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An update that is what it should be: decoded arrays, the device's figures, bytes by kind."""
+
+    arrays: Arrays
+    metrics: DeviceMetrics
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One acknowledged update on its way into the round.
+
+    `downlink` is the bytes by kind that the device received; `record` what the server keeps of it, {} at first.
+    """
+
+    device: str
+    data: bytes
+    record: Arrays
+    downlink: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A closed round: the next global state and the round's record."""
+
+    state: Arrays
+    record: Round
+
+
+def sizes(data: bytes, content: Payload) -> dict[str, int]:
+    """Bytes of a payload by kind: each array, and "header" for the rest. They add up to ``len(data)``."""
+    parts = {name: a.nbytes for name, a in sorted(content.arrays.items())}
+    return {**parts, HEADER: len(data) - sum(parts.values())}
+
+
+def downlink(course: Course, round_: int, device: str, state: Arrays, record: Arrays) -> tuple[bytes, dict[str, int]]:
+    """The payload `device` receives in `round_` (``rounds + 1`` after the last), and its bytes by kind.
+
+    When the method's downlink is shared it is the same for every device; ask once with any of them.
+    """
+    content = course.method.downlink(course.assignment(round_, device), state, record)
+    data = payload.encode(content)
+    return data, sizes(data, content)
+
+
+def metrics(content: Payload) -> DeviceMetrics:
+    """The figures in an update's metadata. Raises PayloadError."""
+    said = {k: content.meta[k] for k in DeviceMetrics.model_fields if k in content.meta}
+    try:
+        return DeviceMetrics.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        value = "" if first["type"] == "missing" else f" = {first['input']!r}"
+        raise PayloadError(f"the update's metadata, {where}{value}: {first['msg']}; train the round again") from None
+
+
+def check_update(course: Course, round_: int, device: str, state: Arrays, record: Arrays, data: bytes) -> Checked:
+    """Decode an update and check everything that can be wrong with it. Raises PayloadError."""
+    content = payload.decode(data)
+    figures = metrics(content)
+    arrays = course.method.read_update(course.assignment(round_, device), state, record, content)
+    return Checked(arrays, figures, sizes(data, content))
+
+
+def update_limit(course: Course) -> int:
+    """The most bytes a whole update may have, header included."""
+    return course.method.update_limit(course.model) + payload.HEADER_BYTES
+
+
+def pack(arrays: Arrays) -> bytes:
+    """A state or record as bytes for the store; equal arrays give equal bytes."""
+    return payload.encode(Payload(arrays))
+
+
+def unpack(data: bytes) -> Arrays:
+    """The arrays that `pack` wrote."""
+    return dict(payload.decode(data).arrays)
+
+
+@dataclass
+class _Bill:
+    """Running sums of a round's bytes."""
+
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    one_time_up: dict[str, int] = field(default_factory=dict)
+
+    def add(self, one_time: frozenset[str], up: Mapping[str, int], down: Mapping[str, int]) -> None:
+        for kind, count in up.items():
+            side = self.one_time_up if kind in one_time else self.up
+            side[kind] = side.get(kind, 0) + count
+        for kind, count in down.items():
+            self.down[kind] = self.down.get(kind, 0) + count
+
+
+def accuracy(values: list[float], weights: list[int]) -> Accuracy:
+    """Statistics over the devices that have test samples; the mean is weighted by them. All 0.0 when none has."""
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if w > 0]
+    if not pairs:
+        return Accuracy(mean=0.0, worst=0.0, p10=0.0, best=0.0)
+    mean = math.fsum(v * w for v, w in pairs) / sum(w for _, w in pairs)
+    plain = [v for v, _ in pairs]
+    return Accuracy(mean=mean, worst=min(plain), p10=float(np.percentile(plain, 10)), best=max(plain))
+
+
+def close_round(
+    course: Course,
+    round_: int,
+    state: Arrays,
+    contributions: Iterable[Contribution],
+    keep: Callable[[str, Arrays], None],
+    seconds: float,
+) -> Closed:
+    """Fold the round's updates, sorted by device name, into the next state.
+
+    `contributions` is read one at a time, so it may load each from disk; `keep` receives each device's new record
+    when it has one (or had one). Traffic, loss and accuracies are of the devices that contributed. Raises PayloadError
+    when an update does not pass the check it passed on arrival, ValueError when the devices are not in order.
+    """
+    method, bill, figures, devices = course.method, _Bill(), [], list[str]()
+    total: Arrays = {}
+    for c in contributions:
+        if devices and c.device <= devices[-1]:
+            raise ValueError(f"device {c.device!r} comes after {devices[-1]!r}; sort contributions by device name")
+        checked = check_update(course, round_, c.device, state, c.record, c.data)
+        total, record = method.fold(course.assignment(round_, c.device), state, total, checked.arrays, c.record)
+        if record or c.record:
+            keep(c.device, record)
+        bill.add(method.one_time, checked.sizes, c.downlink)
+        figures.append(checked.metrics)
+        devices.append(c.device)
+    if not devices:
+        raise ValueError(f"round {round_} has no update to aggregate")
+    exchanged = method.exchanged(course.model) * len(devices)
+    weights = [f.test_samples for f in figures]
+    samples = sum(f.samples for f in figures)
+    return Closed(
+        state=method.finish(course.model, round_, state, total),
+        record=Round(
+            round=round_,
+            devices=devices,
+            traffic=Traffic(up=bill.up, down=bill.down, one_time_up=bill.one_time_up),
+            bits_per_parameter_up=8 * sum(bill.up.values()) / exchanged if exchanged else 0.0,
+            bits_per_parameter_down=8 * sum(bill.down.values()) / exchanged if exchanged else 0.0,
+            loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else 0.0,
+            accuracy_before=accuracy([f.accuracy_before for f in figures], weights),
+            accuracy_after=accuracy([f.accuracy_after for f in figures], weights),
+            seconds=seconds,
+        ),
+    )
