@@ -6,6 +6,8 @@
     |-- PayloadError     bytes from the network are not the payload they should be
     |-- ConfigError      a configuration names something unknown or out of range
     |-- ServerError      the coordinator refused a request (carries the problem+json)
+    |-- UnreachableError the coordinator gave no usable answer for longer than the client's patience
+    |-- StateError       a state folder cannot be written, read back or locked
     `-- CompactionError  a compact model could not be shown equal to its masked model
 
 A message says what happened, with which value, and what to do next.
@@ -36,6 +38,14 @@ class ConfigError(MaskfleetError):
 
 class CompactionError(MaskfleetError):
     """A compact model differs from the masked model it was cut from."""
+
+
+class UnreachableError(MaskfleetError):
+    """The coordinator gave no usable answer for longer than the client's patience."""
+
+
+class StateError(MaskfleetError):
+    """A state folder cannot be written (disk full, read-only), read back, or is in use by another process."""
 
 
 class ServerError(MaskfleetError):
