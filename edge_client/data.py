@@ -53,11 +53,16 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
 
 
 def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int) -> DeviceData:
-    """Whole groups go to the test side, in an order drawn from `seed`, until it holds a fifth of the samples."""
+    """Whole groups go to the test side, in an order drawn from `seed`, until it holds a fifth of the samples.
+
+    When every group is larger than that the smallest one goes. Raises DataError when there is only one group.
+    """
     ids, member, counts = np.unique(group, return_inverse=True, return_counts=True)
+    if len(ids) < 2:
+        raise DataError("all samples are of one group, so none can be kept for testing; give x_test and y_test")
     order = counter.permutation(counter.key(seed, "test split"), len(ids))
     chosen = order[np.cumsum(counts[order]) <= max(len(y) // 5, 1)]
-    test = np.isin(member, chosen)
+    test = np.isin(member, chosen if len(chosen) else [counts.argmin()])
     return DeviceData(x[~test], y[~test], x[test], y[test])
 
 

@@ -46,6 +46,14 @@ def test_no_group_is_on_both_sides_of_the_split() -> None:
     assert len(data.y_test) == 4
 
 
+def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_group_is_refused() -> None:
+    group = np.repeat([3, 5], [12, 8])
+    data = split(X, Y.astype(np.int64), group, seed=0)
+    assert (len(data.y), len(data.y_test)) == (12, 8)
+    with pytest.raises(DataError, match="one group"):
+        split(X, Y.astype(np.int64), np.zeros(20), seed=0)
+
+
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
