@@ -1,0 +1,436 @@
+"""FedMask: frozen random weights, a personal binary mask, one bit per element both ways.
+
+Li, Sun, Zeng, Zhang, Li, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated
+Learning via Heterogeneous Masks", SenSys 2021. Where the paper is silent or contradicts itself, the default here is
+the reading argued in docs/methods/fedmask.md and the other one is a field.
+
+- The weights W never change: both sides make them from the bundle. What is learned is one bit per weight,
+  ``1[sigmoid(s) >= 1/2]`` of a real score s (eq. 3-8); the group lasso pulls whole rows and columns to zero (eq. 9).
+- In its first round a device prunes once: one epoch of score SGD, then of the last layers it keeps the `keep`
+  largest ``|W * (s_after - s_before)|``. That STRUCTURE is its own and stays; it is sent once, and from then on
+  only the bits of live elements travel.
+- The server averages an element over the devices of the round that hold it in their structure, when two or more
+  do; an element that fewer hold stays as each device has it.
+- An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device;
+  so do the head (`head="local"`) and biases and every other tensor outside the masked layers (`biases="local"`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from edge_kernels import bits as bitset
+from edge_kernels import counter
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from edge_client.bundle import F32, Manifest, Model, digest
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.training.gates import SigmoidThreshold, lasso_score_gradient
+from edge_client.training.loop import train
+from edge_client.training.sgd import Sgd
+
+Bits = NDArray[np.bool_]
+GATE = SigmoidThreshold()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A masked matrix (of an LSTM, one gate's rows): its span among the parameters and among the mask elements."""
+
+    span: slice
+    at: slice
+    shape: tuple[int, ...]
+    pruned: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who owns which parameter. `real` and `local` are indices int64 into the flat parameter vector.
+
+    `prunable` is bool[masked], True for elements of layers that the one-shot pruning thins; `kept` counts those
+    that each device keeps, for each block or (ranked together) in all.
+    """
+
+    blocks: tuple[Block, ...]
+    prunable: Bits
+    kept: tuple[int, ...]
+    real: NDArray[np.int64]
+    local: NDArray[np.int64]
+
+    @property
+    def masked(self) -> int:
+        """Number of mask elements."""
+        return self.prunable.size
+
+    @property
+    def live(self) -> int:
+        """Number of mask elements in every device's structure."""
+        return self.masked - int(self.prunable.sum()) + sum(self.kept)
+
+    def expand(self, structure: Bits) -> Bits:
+        """bool[masked] of live elements from a structure, bool over the prunable ones."""
+        live = np.ones(self.masked, np.bool_)
+        live[self.prunable] = structure
+        return live
+
+
+def structure_digest(packed: NDArray[np.uint8]) -> str:
+    """A structure's 64-bit name, 16 hex digits."""
+    return digest(packed.tobytes())[:16]
+
+
+class FedMask(Method):
+    """Personal binary masks on frozen weights."""
+
+    name: ClassVar[str] = "fedmask"
+    one_time: ClassVar[frozenset[str]] = frozenset({"structure"})
+    shared_downlink: ClassVar[bool] = False
+
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Part of the pruned layers' weights that a device keeps (the paper's p_r)."""
+    prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
+    """The last so many masked layers, or layers by name."""
+    rank: Literal["layer", "together"] = "layer"
+    """Keep the largest of each layer, or of all pruned layers together."""
+    group_lasso: Annotated[float, Field(ge=0, le=100)] = 2e-4
+    radius: Annotated[float, Field(gt=0, le=100)] = 0.1
+    """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
+    restart: Literal["radius", "latent"] = "radius"
+    """`latent`: a device keeps its own score where the received bit is the one it had."""
+    initial_mask: Literal["ones", "random"] = "ones"
+    down: Literal["bit", "count"] = "bit"
+    """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
+    state: Literal["global", "client"] = "global"
+    """`global`: one tensor that every holder reads; `client`: a device sees only the averages it took part in."""
+    head: Literal["masked", "local"] = "masked"
+    """`local`: the last layer is float32, trained and kept on the device."""
+    biases: Literal["frozen", "local"] = "local"
+    """Biases, batch-norm scale and shift, and tensors of no maskable layer: as drawn, or trained on the device."""
+    real_gates: tuple[Literal["i", "f", "g", "o"], ...] = ("o",)
+    """LSTM gates that are trained and sent as float32 instead of masked."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
+    """Learning rate of the scores: their gradients carry a factor W / 4, hence the size."""
+    local_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    """Learning rate of everything trained as float32."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    @model_validator(mode="after")
+    def _client_state_is_bits(self) -> FedMask:
+        if self.state == "client" and self.down == "count":
+            raise ValueError('state="client" keeps one bit per element and device; use down="bit"')
+        return self
+
+    def layout(self, m: Manifest) -> Layout:
+        """How this configuration divides the model. Raises ConfigError when it names layers that are not there."""
+        layers = m.layers[:-1] if self.head == "local" else m.layers
+        names = [layer.name for layer in layers]
+        if isinstance(self.prune_layers, int):
+            pruned = set(names[len(names) - self.prune_layers :])
+        else:
+            pruned = set(self.prune_layers)
+        wanted = self.prune_layers if isinstance(self.prune_layers, int) else len(pruned & set(names))
+        if not names or len(pruned) != wanted:
+            raise ConfigError(f"prune_layers = {self.prune_layers!r}, but the masked layers are {names}; name some")
+        owner = np.zeros(m.d, np.int8)  # 0 frozen, 1 masked, 2 real, 3 local
+        for t in m.parameters:
+            in_head = self.head == "local" and t.name in (*m.layers[-1].weights, *m.layers[-1].biases)
+            owner[t.span] = 3 if t.trainable and (in_head or self.biases == "local") else 0
+        blocks: list[Block] = []
+        end = 0
+        for layer in layers:
+            for weight in layer.weights:
+                t = m.tensors[weight]
+                rows = t.shape[0] // max(len(layer.gates), 1)
+                size = t.size // max(len(layer.gates), 1)
+                for i, gate in enumerate(layer.gates or ("",)):
+                    span = slice(t.offset + i * size, t.offset + (i + 1) * size)
+                    owner[span] = 2 if gate in self.real_gates else 1
+                    if gate not in self.real_gates:
+                        shape = (rows, *t.shape[1:])
+                        blocks.append(Block(span, slice(end, end + size), shape, layer.name in pruned))
+                        end += size
+        prunable = np.zeros(end, np.bool_)
+        for b in blocks:
+            prunable[b.at] = b.pruned
+        sizes = [b.at.stop - b.at.start for b in blocks if b.pruned]
+        sizes = [sum(sizes)] if sizes and self.rank == "together" else sizes
+        kept = tuple(max(1, round(self.keep * s)) for s in sizes)
+        return Layout(tuple(blocks), prunable, kept, np.flatnonzero(owner == 2), np.flatnonzero(owner == 3))
+
+    # --- server half
+
+    def start(self, model: Model, seed: int) -> Arrays:
+        """The tensor m: `share` float32[masked] in 0..1, the round each element was last averaged in, the real gates.
+
+        `levels` is the largest cohort so far: every share is a multiple of one over a cohort.
+        """
+        layout = self.layout(model.manifest)
+        return {
+            "share": self._first_mask(layout, seed).astype(np.float32),
+            "averaged": np.zeros(layout.masked, np.uint32),
+            "levels": np.ones(1, np.uint32),
+            "real": model.parameters[layout.real],
+        }
+
+    def _first_mask(self, layout: Layout, seed: int) -> Bits:
+        if self.initial_mask == "ones":
+            return np.ones(layout.masked, np.bool_)
+        top = counter.uint64(counter.key(seed, "fedmask", "first mask"), layout.masked) >> np.uint64(63)
+        return top.astype(np.bool_)
+
+    def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
+        """The live elements of the structure the server has of this device, which it names; all of them if none."""
+        layout = self.layout(a.model.manifest)
+        share, named = state["share"], ""
+        if record:
+            named = structure_digest(record["structure"])
+            live = layout.expand(bitset.unpack(record["structure"], int(layout.prunable.sum())))
+            if self.state == "client":
+                share = bitset.unpack(state[f"mask.{a.device}"], layout.masked)[live].astype(np.float32)
+            else:
+                own = bitset.unpack(record["bits"], layout.live)
+                share = np.where(state["averaged"][live] >= record["round"], share[live], own)
+        levels = int(state["levels"][0]) if self.down == "count" else 1
+        steps = np.floor(share.astype(np.float64) * levels + 0.5).astype(np.uint32)
+        arrays: Arrays = {"mask": bitset.pack_planes(steps, levels.bit_length())}
+        if layout.real.size:
+            arrays["real"] = state["real"]
+        return Payload(arrays, {"structure": named, "levels": levels})
+
+    def exchanged(self, model: Model) -> int:
+        """Mask elements and real gates."""
+        layout = self.layout(model.manifest)
+        return layout.masked + layout.real.size
+
+    def update_limit(self, model: Model) -> int:
+        """Live bits, the structure, the real gates."""
+        layout = self.layout(model.manifest)
+        return bitset.size(layout.live) + bitset.size(int(layout.prunable.sum())) + 4 * layout.real.size
+
+    def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
+        """`bits` packed over the live elements, `structure` packed over the prunable ones, `real` float32."""
+        layout = self.layout(a.model.manifest)
+        due = {"mask", "real"} if layout.real.size else {"mask"}
+        if set(update.arrays) - {"structure"} != due:
+            raise PayloadError(f"the payload holds arrays {sorted(update.arrays)}; FedMask sends {sorted(due)}")
+        structure = update.arrays.get("structure", record.get("structure"))
+        if structure is None:
+            raise PayloadError("the server has no structure of this device yet; send `structure` with the update")
+        try:
+            held = bitset.unpack(structure, int(layout.prunable.sum()))
+            bitset.unpack(update.arrays["mask"], layout.live)
+        except ValueError as error:
+            raise PayloadError(f"a bit array of the update is malformed: {error}") from None
+        if not np.array_equal(self._kept_counts(layout, held), layout.kept):
+            counts = self._kept_counts(layout, held).tolist()
+            raise PayloadError(f"the structure keeps {counts} elements; these settings keep {list(layout.kept)}")
+        if update.meta.get("structure") != structure_digest(structure):
+            raise PayloadError(
+                f"the update is for structure {update.meta.get('structure')!r}, the server has "
+                f"{structure_digest(structure)!r}; send the structure again"
+            )
+        real = update.arrays.get("real", np.zeros(0, np.float32))
+        if real.dtype != np.float32 or real.shape != layout.real.shape or not np.isfinite(real).all():
+            raise PayloadError(f"`real` must be {layout.real.size} finite float32 values")
+        return {"bits": update.arrays["mask"], "structure": structure, "real": real}
+
+    def _kept_counts(self, layout: Layout, structure: Bits) -> NDArray[np.int64]:
+        """How many elements a structure keeps, in each pruned block or in all."""
+        if self.rank == "together" or not layout.kept:
+            return np.array([structure.sum()] if layout.kept else [], np.int64)
+        live = layout.expand(structure)
+        return np.array([live[b.at].sum() for b in layout.blocks if b.pruned], np.int64)
+
+    def fold(
+        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Count ones and holders of every element; remember the device's structure and bits."""
+        layout = self.layout(a.model.manifest)
+        if not total:
+            total = {
+                "ones": np.zeros(layout.masked, np.uint32),
+                "holders": np.zeros(layout.masked, np.uint32),
+                "real": np.zeros(layout.real.size, np.float64),
+                "updates": np.zeros(1, np.uint32),
+            }
+        live = layout.expand(bitset.unpack(update["structure"], int(layout.prunable.sum())))
+        dense = np.zeros(layout.masked, np.bool_)
+        dense[live] = bitset.unpack(update["bits"], layout.live)
+        total["ones"] += dense
+        total["holders"] += live
+        total["real"] += update["real"]
+        total["updates"] += np.uint32(1)
+        if self.state == "client":
+            total[f"mask.{a.device}"] = bitset.pack(dense)
+        record = {"structure": update["structure"], "bits": update["bits"], "round": np.array([a.round], np.uint32)}
+        return total, record
+
+    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+        """Average what two or more devices hold; everything else stays."""
+        if not total:
+            return state
+        shared = total["holders"] >= 2
+        mean = total["ones"] / np.maximum(total["holders"], 1)
+        state = {
+            **state,
+            "real": (total["real"] / total["updates"][0]).astype(np.float32),
+            "levels": np.maximum(state["levels"], total["updates"]),
+        }
+        if self.state == "global":
+            state["share"] = np.where(shared, mean, state["share"]).astype(np.float32)
+            state["averaged"] = np.where(shared, round_, state["averaged"]).astype(np.uint32)
+        for name in (n for n in total if n.startswith("mask.")):
+            own = bitset.unpack(total[name], shared.size)
+            state[name] = bitset.pack(np.where(shared, mean >= 0.5, own))
+        return state
+
+    # --- client half
+
+    def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
+        """Prune if this is the first round, then a few epochs of score SGD from the received bits."""
+        layout = self.layout(task.assignment.model.manifest)
+        share = self._received(task, layout, kept, downlink)
+        values, buffers = self._values(task, layout, kept, downlink)
+        if "structure" in kept:
+            structure = kept["structure"]
+        else:
+            structure = bitset.pack(self._prune(task, layout, values, buffers, share))
+        live = layout.expand(bitset.unpack(structure, int(layout.prunable.sum())))
+        scores = self._scores(kept, share, live)
+        loss = self._train(task, layout, values, buffers, scores, self.epochs, "train")
+        mask = scores >= 0
+
+        named = structure_digest(structure)
+        arrays: Arrays = {"mask": bitset.pack(mask[live])}
+        if downlink.meta["structure"] != named:
+            arrays["structure"] = structure
+        if layout.real.size:
+            arrays["real"] = values[layout.real]
+        keep: Arrays = {"structure": structure, "bits": arrays["mask"], "local": values[layout.local]}
+        keep["buffers"] = buffers
+        if self.restart == "latent":
+            keep["scores"] = scores
+        trained = self._personal(task, layout, values, buffers, mask)
+        return Local(keep, Payload(arrays, {"structure": named}), trained, loss)
+
+    def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
+        """The frozen weights under the received mask, within the device's structure when it has one."""
+        layout = self.layout(task.assignment.model.manifest)
+        share = self._received(task, layout, kept, downlink)
+        return self._personal(task, layout, *self._values(task, layout, kept, downlink), share >= 0.5)
+
+    def _received(self, task: Task, layout: Layout, kept: Arrays, downlink: Payload) -> F32:
+        """The share of every mask element, float32[masked], 0 outside the device's own structure.
+
+        A downlink is coded for the structure that the server has of this device. When that is another one (the
+        device's storage was wiped, say) it cannot be read: the device goes on from its own bits, or afresh.
+        """
+        structure, named, levels = kept.get("structure"), downlink.meta.get("structure"), downlink.meta.get("levels")
+        live = np.ones(layout.masked, np.bool_)
+        if structure is not None:
+            live = layout.expand(bitset.unpack(structure, int(layout.prunable.sum())))
+        share = np.zeros(layout.masked, np.float32)
+        if named and (structure is None or named != structure_digest(structure)):
+            first = self._first_mask(layout, task.assignment.seed)
+            share[live] = first if structure is None else bitset.unpack(kept["bits"], layout.live)
+            return share
+        if not isinstance(levels, int) or not 1 <= levels < 2**20 or "mask" not in downlink.arrays:
+            raise PayloadError(
+                f"the downlink has levels {levels!r} and arrays {sorted(downlink.arrays)}; fetch it again"
+            )
+        try:
+            count = layout.live if named else layout.masked
+            steps = bitset.unpack_planes(downlink.arrays["mask"], levels.bit_length(), count)
+        except ValueError as error:
+            raise PayloadError(f"the downlink's mask is malformed: {error}; fetch it again") from None
+        received = np.minimum(steps / np.float32(levels), np.float32(1)).astype(np.float32)
+        share[live] = received if named else received[live]
+        return share
+
+    def _values(self, task: Task, layout: Layout, kept: Arrays, downlink: Payload) -> tuple[F32, F32]:
+        """Copies of all parameters (masked ones as drawn) and statistics: the device's own, the server's real gates."""
+        model = task.assignment.model
+        values = model.parameters.copy()
+        if layout.real.size:
+            real = downlink.arrays.get("real")
+            if real is None or real.dtype != np.float32 or real.shape != layout.real.shape:
+                raise PayloadError(f"the downlink lacks `real`, {layout.real.size} float32 values; fetch it again")
+            values[layout.real] = real
+        if "local" in kept:
+            values[layout.local] = kept["local"]
+        return values, kept.get("buffers", model.buffers).copy()
+
+    def _scores(self, kept: Arrays, share: F32, live: Bits) -> F32:
+        """Real scores from received shares; -inf is dead: its bit is 0 and no gradient reaches it."""
+        scores: F32 = np.float32(self.radius) * (2 * share - 1)
+        if "scores" in kept and self.restart == "latent":
+            own = kept["scores"]
+            scores = np.where((own >= 0) == (share >= 0.5), own, scores)
+        scores[~live] = -np.inf
+        return scores
+
+    def _prune(self, task: Task, layout: Layout, values: F32, buffers: F32, share: F32) -> Bits:
+        """The device's structure, bool over the prunable elements: the largest |W (s_after - s_before)| of one epoch.
+
+        Ties go to the lower index. What stays on the device (head, biases, statistics) profits from the epoch too.
+        """
+        if not layout.kept:
+            return np.zeros(0, np.bool_)
+        live = np.ones(layout.masked, np.bool_)
+        scores = self._scores({}, share, live)
+        before = scores.copy()
+        self._train(task, layout, values, buffers, scores, 1, "prune")
+        change = np.abs(scores - before)
+        weights = task.assignment.model.parameters
+        for b in layout.blocks:
+            change[b.at] *= np.abs(weights[b.span])
+        candidates = [np.flatnonzero(layout.prunable)]
+        if self.rank == "layer":
+            candidates = [np.arange(b.at.start, b.at.stop) for b in layout.blocks if b.pruned]
+        live[layout.prunable] = False
+        for index, count in zip(candidates, layout.kept, strict=True):
+            live[index[np.argsort(-change[index], kind="stable")[:count]]] = True
+        return live[layout.prunable]
+
+    def _train(
+        self, task: Task, layout: Layout, values: F32, buffers: F32, scores: F32, epochs: int, phase: str
+    ) -> float:
+        """SGD on `scores` and on the float32 parameters in `values`, in place; the masked spans of it are scratch."""
+        frozen = task.assignment.model.parameters
+        free = np.concatenate([layout.real, layout.local])
+        score_sgd, free_sgd = Sgd(scores.size, self.lr, self.momentum), Sgd(free.size, self.local_lr, self.momentum)
+        slope = np.empty_like(scores)
+
+        def effective() -> F32:
+            for b in layout.blocks:
+                GATE.effective(frozen[b.span], scores[b.at], values[b.span])
+            return values
+
+        def step(gradient: F32) -> None:
+            for b in layout.blocks:
+                given = frozen[b.span], scores[b.at], gradient[b.span]
+                if self.group_lasso:
+                    lasso_score_gradient(*given, b.shape, self.group_lasso, slope[b.at])
+                else:
+                    GATE.score_gradient(*given, slope[b.at])
+            score_sgd.step(scores, slope)
+            moved = values[free]
+            free_sgd.step(moved, gradient[free])
+            values[free] = moved
+
+        return train(task, buffers, effective, step, epochs, self.batch, phase)
+
+    def _personal(self, task: Task, layout: Layout, values: F32, buffers: F32, mask: Bits) -> Personal:
+        frozen, values = task.assignment.model.parameters, values.copy()
+        alive = np.ones(values.size, np.bool_)
+        for b in layout.blocks:
+            alive[b.span] = mask[b.at]
+            values[b.span] = frozen[b.span] * mask[b.at]
+        return Personal(values, buffers, alive)
