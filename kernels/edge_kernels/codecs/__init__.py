@@ -1,0 +1,74 @@
+"""Codecs: a set of positions out of d, counts, signs, floats or samples as bytes, and back, in numpy.
+
+Set codecs have names and one interface, here: ``encode(name, positions or mask, d)`` and ``decode(name, data, d)``.
+`contexts` (unsigned integers[d] that both sides know) lower the cost of `entropy` and `auto`; the others ignore what
+they cannot use. `values`, `counts` and `klms` code other things and are called by their own functions. The bytes are
+specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises `CodecError`, in memory bounded by d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels.codecs import bits
+from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
+
+__all__ = ["CODECS", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "decode", "decode_mask", "encode",
+           "mask_of", "names"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SetCodec:
+    """One way to write a set. `exact`: what is decoded is what was encoded (a filter adds false positives)."""
+
+    name: str
+    exact: bool
+    encode: Callable[[Positions, int, Contexts | None], bytes]
+    decode: Callable[[bytes, int, Contexts | None], Positions]
+
+
+def _plain(name: str, exact: bool, enc: Callable[[Positions, int], bytes],
+           dec: Callable[[bytes, int], Positions]) -> SetCodec:  # fmt: skip
+    """A codec that has no use for contexts."""
+    return SetCodec(name, exact, lambda positions, d, _: enc(positions, d), lambda data, d, _: dec(data, d))
+
+
+CODECS: Mapping[str, SetCodec] = {codec.name: codec for codec in (_plain("bits", True, bits.encode, bits.decode),)}
+
+
+def names(exact_only: bool = False) -> list[str]:
+    """Names of the set codecs."""
+    return [name for name, codec in CODECS.items() if codec.exact or not exact_only]
+
+
+def encode(name: str, what: NDArray[Any], d: int, contexts: Contexts | None = None) -> bytes:
+    """The set `what` (sorted distinct positions, or bool[d]) as bytes. Raises CodecError for what is no set below d."""
+    return _codec(name).encode(as_positions(what, d), d, _checked(contexts, d))
+
+
+def decode(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
+    """The set in `data` as sorted uint32 positions. `d` and `contexts` as at encoding. Raises CodecError."""
+    check_size(d)
+    return _codec(name).decode(data, d, _checked(contexts, d))
+
+
+def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> NDArray[np.bool_]:
+    """The set in `data` as bool[d]. Raises CodecError."""
+    return mask_of(decode(name, data, d, contexts), d)
+
+
+def _codec(name: str) -> SetCodec:
+    if name not in CODECS:
+        raise CodecError(f"no set codec is called {name!r}; there are {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+def _checked(contexts: Contexts | None, d: int) -> Contexts | None:
+    if contexts is not None and (contexts.shape != (d,) or contexts.dtype.kind != "u"):
+        raise CodecError(f"contexts are unsigned integers of shape ({d},), not {contexts.dtype}{contexts.shape}")
+    return contexts
