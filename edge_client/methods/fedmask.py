@@ -183,7 +183,8 @@ class FedMask(Method):
         if self.initial_mask == "ones":
             return np.ones(layout.masked, np.bool_)
         top = counter.uint64(counter.key(seed, "fedmask", "first mask"), layout.masked) >> np.uint64(63)
-        return top.astype(np.bool_)
+        first: Bits = top.astype(np.bool_)
+        return first
 
     def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
         """The live elements of the structure the server has of this device, which it names; all of them if none."""
