@@ -1,0 +1,219 @@
+"""From a device's mask to its own small model: `personal.onnx`, shown equal to the masked model before it is written.
+
+Numpy, onnx and onnxruntime only. Which channels go is decided by `edge_kernels.compaction`, how the graph is edited by
+`edge_client.onnx_surgery`; here lie the proof and the file.
+
+Equal means: on every probe, for every sample, the largest difference of two logits is at most
+`TOLERANCE * max(1, largest absolute logit of that sample)`. Probes are random inputs (and the samples given) and
+extreme ones: zeros, ones, large values of both signs, single spikes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from edge_kernels.compaction import compact
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.errors import BundleError, CompactionError, StateError
+from edge_client.methods import Personal
+from edge_client.onnx_surgery import freeze
+
+TOLERANCE = 1e-5
+EVAL = "eval.onnx"
+PROBES = 16  # samples of each kind of probe
+LARGE = 100.0  # the extreme inputs' magnitude; trained models see about 1
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """How many of a channel group's channels are left."""
+
+    name: str
+    channels_dense: int
+    channels_compact: int
+
+
+@dataclass(frozen=True)
+class PersonalReport:
+    """What compaction did. Parameters count weights and biases, not batch-norm statistics.
+
+    `parameters_live` of the dense model's are not zero. `max_abs_diff` is the largest difference of two logits on
+    ordinary inputs, `max_scaled_diff` that on all probes after division by max(1, largest absolute logit).
+    """
+
+    parameters_dense: int
+    parameters_live: int
+    parameters_compact: int
+    groups: tuple[GroupReport, ...]
+    bytes_compact: int
+    max_abs_diff: float
+    max_scaled_diff: float
+
+
+def write_personal(
+    bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None
+) -> PersonalReport:
+    """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
+
+    `samples` [n, *input] joins the probes, and must be given for a model of integers. The file appears whole or not
+    at all. Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do
+    not fit the bundle, StateError when the file cannot be written.
+    """
+    manifest = bundle.manifest
+    tensors = _effective(manifest, personal)
+    try:
+        result = compact(tensors, manifest.groups)
+    except ValueError as error:
+        raise CompactionError(str(error)) from None
+    data = freeze(_read_eval(bundle), result.tensors, result.biases).SerializeToString()
+    largest, scaled = _prove(bundle, tensors, data, samples)
+    _write_whole(path, data)
+    statistics = {t.name for t in manifest.buffers}
+    return PersonalReport(
+        parameters_dense=manifest.d,
+        parameters_live=int(np.count_nonzero(personal.parameters)),
+        parameters_compact=sum(t.size for name, t in result.tensors.items() if name not in statistics)
+        + sum(b.size for b in result.biases.values()),
+        groups=tuple(GroupReport(g.name, g.size, len(result.kept[g.name])) for g in manifest.groups),
+        bytes_compact=len(data),
+        max_abs_diff=largest,
+        max_scaled_diff=scaled,
+    )
+
+
+def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> int:
+    """Write `personal` with all its channels, as the yardstick of the compact one's latency; returns its bytes.
+
+    Built and checked just as the compact model, so that the two differ in nothing but channels. Same errors.
+    """
+    tensors = _effective(bundle.manifest, personal)
+    data = freeze(_read_eval(bundle), tensors, {}).SerializeToString()
+    _prove(bundle, tensors, data, samples)
+    _write_whole(path, data)
+    return len(data)
+
+
+def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
+    """Every tensor by name, after checking that the values fit the manifest and the mask is applied."""
+    for what, flat, size in (
+        ("parameters", personal.parameters, manifest.d),
+        ("buffers", personal.buffers, manifest.buffers_d),
+    ):
+        if flat.shape != (size,) or flat.dtype != np.float32:
+            raise CompactionError(
+                f"the personal model has {what} {flat.dtype}{list(flat.shape)}, the bundle float32[{size}]"
+            )
+        if not np.isfinite(flat).all():
+            raise CompactionError(f"{int((~np.isfinite(flat)).sum())} of the {what} are NaN or infinite; train again")
+    mask = personal.mask
+    if mask is not None:
+        if mask.shape != (manifest.d,) or mask.dtype != np.bool_:
+            raise CompactionError(f"the mask is {mask.dtype}{list(mask.shape)}, the bundle needs bool[{manifest.d}]")
+        wrong = int(np.count_nonzero(personal.parameters[~mask]))
+        if wrong:
+            raise CompactionError(f"{wrong} parameters are masked away and not zero; apply the mask first")
+    return {**views(manifest.parameters, personal.parameters), **views(manifest.buffers, personal.buffers)}
+
+
+def _read_eval(bundle: Bundle) -> onnx.ModelProto:
+    try:
+        return onnx.load(bundle.part(EVAL))
+    except BundleError:
+        raise
+    except Exception as error:  # protobuf's own error class depends on its version
+        raise BundleError(f"{EVAL} does not open: {error}; export the bundle again") from None
+
+
+def _prove(
+    bundle: Bundle, tensors: Mapping[str, F32], data: bytes, samples: NDArray[Any] | None
+) -> tuple[float, float]:
+    """Largest absolute difference on ordinary probes, largest scaled difference on all. Raises CompactionError."""
+    try:
+        onnx.checker.check_model(data, full_check=True)
+        frozen = _session(data)
+        masked = _session(str(bundle.part(EVAL)))
+    except BundleError:
+        raise
+    except Exception as error:  # onnx and onnxruntime raise a class of their own for every status
+        raise CompactionError(f"the compact model is not valid ONNX: {error}; export the bundle again") from None
+    names = {i.name for i in masked.get_inputs()}
+    feed = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name in names}
+    (x_name,) = (i.name for i in frozen.get_inputs())
+    largest = worst = 0.0
+    for probe, ordinary, x in _probes(bundle.manifest, samples):
+        expected = np.asarray(masked.run(None, {**feed, x_name: x})[0], np.float64)
+        found = np.asarray(frozen.run(None, {x_name: x})[0], np.float64)
+        difference = np.abs(found - expected).max(axis=1)
+        scaled = float((difference / np.maximum(1.0, np.abs(expected).max(axis=1))).max())
+        if not scaled <= TOLERANCE:  # a NaN fails too
+            raise CompactionError(
+                f"on {probe} the compact model's logits differ from the masked model's by {difference.max():.3g} "
+                f"({scaled:.3g} of their size, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
+            )
+        worst = max(worst, scaled)
+        if ordinary:
+            largest = max(largest, float(difference.max()))
+    return largest, worst
+
+
+def _session(model: str | bytes) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[str, bool, NDArray[Any]]]:
+    """(what it is, whether it is ordinary, a batch) for every probe; the same ones each time."""
+    shape = (PROBES, *manifest.input.shape)
+    if samples is not None and len(samples):
+        yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
+    elif manifest.input.dtype != "float32":
+        raise CompactionError(
+            "this model reads integers whose range the bundle does not tell: give samples to check on"
+        )
+    if manifest.input.dtype != "float32":
+        return
+    random = np.random.default_rng(0)
+    normal = random.standard_normal(shape, np.float32)
+    spikes = np.zeros((PROBES, int(np.prod(manifest.input.shape))), np.float32)
+    spikes[np.arange(PROBES), random.integers(0, spikes.shape[1], PROBES)] = random.choice([-LARGE, LARGE], PROBES)
+    yield "normal inputs", True, normal
+    yield "uniform inputs", True, random.random(shape, np.float32)
+    yield "zeros", False, np.zeros((1, *shape[1:]), np.float32)
+    yield "ones", False, np.ones((1, *shape[1:]), np.float32)
+    yield "large inputs", False, np.float32(LARGE) * normal
+    yield "large signs", False, np.where(normal < 0, np.float32(-LARGE), np.float32(LARGE))
+    yield "single spikes", False, spikes.reshape(shape)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is complete whenever it is there, even after a power cut. Raises StateError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise StateError(
+            f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+        ) from None

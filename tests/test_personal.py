@@ -1,0 +1,228 @@
+"""A personal model in ONNX: equal to the masked model, smaller, written whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from edge_kernels.compaction import Compact, compact
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sequential_bundle import (
+    Act,
+    Conv,
+    Flatten,
+    Linear,
+    Norm,
+    Pool,
+    Step,
+    personal_of,
+    random_personal,
+    sequential_bundle,
+)
+
+import edge_client.personal as personal_module
+from edge_client.bundle import views
+from edge_client.errors import BundleError, CompactionError, StateError
+from edge_client.methods import Personal
+from edge_client.personal import TOLERANCE, write_dense, write_personal
+
+
+def run(path: Path, x: np.ndarray) -> np.ndarray:
+    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+
+
+MLP = (Linear(3), Act(), Linear(2))
+MLP_VALUES = {
+    "linear0.weight": [[1, 2], [0, 0], [3, -1]],  # unit 1 has no inputs and a bias of 2
+    "linear0.bias": [0.5, 2, 0],
+    "linear1.weight": [[1, 10, 0], [0, -20, 0]],  # nobody reads unit 2
+    "linear1.bias": [0.25, 0],
+}
+
+
+def test_an_mlp_loses_a_constant_unit_and_an_unread_one(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    report = write_personal(bundle, personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx")
+    assert report.parameters_dense == 3 * 2 + 3 + 2 * 3 + 2
+    assert report.parameters_live == 4 + 2 + 3 + 1
+    assert report.parameters_compact == 2 + 1 + 2 + 2
+    assert [(g.name, g.channels_dense, g.channels_compact) for g in report.groups] == [("linear0", 3, 1)]
+    # by hand: h = relu(1*1 + 2*1 + .5) = 3.5; logits = [3.5 + 10*2 + .25, -20*2]
+    np.testing.assert_allclose(run(tmp_path / "personal.onnx", np.ones((1, 2), np.float32)), [[23.75, -40.0]])
+
+
+def test_dropping_the_constant_instead_of_folding_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a compactor that forgets biases does: the difference is 20 here, and no file appears."""
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+
+    def forgetful(tensors: dict[str, np.ndarray], groups: object) -> Compact:
+        result = compact(tensors, groups)  # type: ignore[arg-type]
+        return replace(result, tensors={**result.tensors, "linear1.bias": tensors["linear1.bias"]})
+
+    monkeypatch.setattr(personal_module, "compact", forgetful)
+    with pytest.raises(CompactionError, match=r"differ from the masked model's by \d+"):
+        write_personal(bundle, personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.onnx", "manifest.json"]
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_constant_dropped_from_a_cnn_would_be_wrong_by_more_than_a_tenth(tmp_path: Path, padding: int) -> None:
+    steps = (Conv(4, padding=1), Norm(), Act(), Conv(3, padding=padding), Act(), Pool("avg", 2), Flatten(), Linear(2))
+    bundle = sequential_bundle(tmp_path, (1, 6, 6), steps)
+    personal = random_personal(bundle, 5, 1.0, 1.0)
+    tensors = views(bundle.manifest.parameters, personal.parameters)
+    tensors["conv0.weight"][:3] = 0
+    tensors["norm1.weight"][:] = 1
+    tensors["conv0.bias"][:], tensors["norm1.bias"][:] = 0.0, [0.5, 1.0, -1.0, 0.1]
+    personal.buffers[:4], personal.buffers[4:] = 0.0, 1.0
+    personal = replace(personal, mask=None)
+    report = write_personal(bundle, personal, tmp_path / "personal.onnx")
+    # unpadded: only the live filter stays; padded: the largest constant too, and -1 dies behind the ReLU
+    assert report.groups[0].channels_compact == (1 if padding == 0 else 2)
+    tensors["norm1.bias"][:3] = 0.0  # the constants forgotten
+    write_dense(bundle, personal, tmp_path / "wrong.onnx")
+    x = np.random.default_rng(0).standard_normal((8, 1, 6, 6)).astype(np.float32)
+    assert np.abs(run(tmp_path / "wrong.onnx", x) - run(tmp_path / "personal.onnx", x)).max() > 0.1
+
+
+def test_a_layer_without_bias_gets_one_only_when_a_constant_is_folded_into_it(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), (Linear(3), Act(), Linear(2, bias=False)))
+    values = {k: v for k, v in MLP_VALUES.items() if k != "linear1.bias"}
+    report = write_personal(bundle, personal_of(bundle, values), tmp_path / "with.onnx")
+    assert report.parameters_compact == 2 + 1 + 2 + 2
+    np.testing.assert_allclose(run(tmp_path / "with.onnx", np.ones((1, 2), np.float32)), [[23.5, -40.0]])
+    write_personal(bundle, personal_of(bundle, {**values, "linear0.bias": [0.5, -2, 0]}), tmp_path / "without.onnx")
+    gemms = [n for n in onnx.load(tmp_path / "without.onnx").graph.node if n.op_type == "Gemm"]
+    assert [len(n.input) for n in gemms] == [3, 2]
+
+
+def test_batch_norm_becomes_part_of_the_layer_before_it(tmp_path: Path) -> None:
+    bundle = sequential_bundle(
+        tmp_path, (1, 6, 6), (Conv(4, bias=False), Norm(), Act(), Flatten(), Linear(3), Norm(), Act(), Linear(2))
+    )
+    write_personal(bundle, random_personal(bundle, 1, 1.0, 1.0), tmp_path / "personal.onnx")
+    graph = onnx.load(tmp_path / "personal.onnx").graph
+    assert [n.op_type for n in graph.node] == ["Conv", "Relu", "Flatten", "Gemm", "Relu", "Gemm"]
+    assert [i.name for i in graph.input] == ["x"]
+    assert not graph.value_info
+
+
+def test_a_model_whose_layers_die_keeps_one_channel_and_its_constant_logits(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (1, 6, 6), (Conv(4, padding=1), Act(), Conv(4), Act(), Flatten(), Linear(2)))
+    personal = personal_of(bundle, {"conv1.bias": [1, 2, 3, -4], "linear2.weight": np.ones((2, 64))})
+    report = write_personal(bundle, personal, tmp_path / "personal.onnx")
+    assert [g.channels_compact for g in report.groups] == [1, 1]
+    logits = run(tmp_path / "personal.onnx", np.ones((3, 1, 6, 6), np.float32))
+    np.testing.assert_allclose(logits, np.full((3, 2), (1 + 2 + 3) * 16))
+
+
+def test_the_dense_model_has_the_same_logits_and_every_channel(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    personal = personal_of(bundle, MLP_VALUES)
+    size = write_dense(bundle, personal, tmp_path / "dense.onnx")
+    write_personal(bundle, personal, tmp_path / "personal.onnx")
+    assert size == (tmp_path / "dense.onnx").stat().st_size > (tmp_path / "personal.onnx").stat().st_size
+    x = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32)
+    np.testing.assert_allclose(run(tmp_path / "dense.onnx", x), run(tmp_path / "personal.onnx", x), atol=1e-5)
+    weights = {t.name: tuple(t.dims) for t in onnx.load(tmp_path / "dense.onnx").graph.initializer}
+    assert weights["linear0.weight"] == (3, 2)
+
+
+def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    good = personal_of(bundle, MLP_VALUES)
+    path = tmp_path / "personal.onnx"
+    with pytest.raises(CompactionError, match=r"float32\[16\], the bundle float32\[17\]"):
+        write_personal(bundle, replace(good, parameters=good.parameters[:-1]), path)
+    bad = good.parameters.copy()
+    bad[0] = np.nan
+    with pytest.raises(CompactionError, match="1 of the parameters are NaN"):
+        write_personal(bundle, Personal(bad, good.buffers), path)
+    with pytest.raises(CompactionError, match="masked away and not zero"):
+        write_personal(bundle, replace(good, mask=np.zeros(17, bool)), path)
+    with pytest.raises(CompactionError, match="mask is bool"):
+        write_personal(bundle, replace(good, mask=np.zeros(3, bool)), path)
+    with pytest.raises(StateError, match="cannot write"):
+        write_personal(bundle, good, tmp_path / "no such folder" / "personal.onnx")
+    assert not path.exists()
+    (tmp_path / "eval.onnx").write_bytes(b"x")
+    with pytest.raises(BundleError, match="SHA-256"):
+        write_personal(bundle, good, path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    path = tmp_path / "personal.onnx"
+    path.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(personal_module.os, "fsync", full)
+    with pytest.raises(StateError, match="No space left"):
+        write_personal(bundle, personal_of(bundle, MLP_VALUES), path)
+    assert path.read_bytes() == b"old"
+    assert not list(tmp_path.glob(".*"))
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Step, ...]]:
+    """A random MLP or CNN on small inputs."""
+    act = st.sampled_from(["relu", "relu6", "leaky_relu", "tanh", "sigmoid"]).map(Act)
+    size, steps = 9, list[Step]()
+    shape: tuple[int, ...] = (draw(st.integers(1, 6)),)
+    if draw(st.booleans()):
+        shape = (draw(st.integers(1, 2)), size, size)
+        for _ in range(draw(st.integers(1, 3))):
+            conv = Conv(
+                draw(st.integers(1, 6)),
+                draw(st.sampled_from([1, 2, 3])),
+                draw(st.integers(1, 2)) if size > 6 else 1,
+                draw(st.integers(0, 2)),
+                draw(st.integers(1, 2)) if size > 6 else 1,
+                draw(st.booleans()),
+            )
+            reach = conv.dilation * (conv.kernel - 1)
+            if size + 2 * conv.padding <= reach:
+                continue
+            size = (size + 2 * conv.padding - reach - 1) // conv.stride + 1
+            steps += [conv, *draw(st.sampled_from([[], [Norm()]])), draw(act)]
+            if size >= 4 and draw(st.booleans()):
+                pool = Pool(draw(st.sampled_from(["max", "avg"])), 2, draw(st.integers(0, 1)), draw(st.booleans()))
+                steps.append(pool)
+                size = (size + 2 * pool.padding - 2) // 2 + 1
+        steps.append(Flatten())
+    for _ in range(draw(st.integers(0, 2))):
+        steps += [
+            Linear(draw(st.integers(1, 8)), draw(st.booleans())),
+            *draw(st.sampled_from([[], [Norm()]])),
+            draw(act),
+        ]
+    return shape, (*steps, Linear(draw(st.integers(2, 4)), draw(st.booleans())))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(networks(), st.integers(0, 2**32), st.sampled_from([0.3, 0.6, 1.0]), st.sampled_from([0.1, 0.5, 1.0]))
+def test_any_compact_model_equals_its_masked_model(
+    network: tuple[tuple[int, ...], tuple[Step, ...]], seed: int, unit_keep: float, weight_keep: float
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = sequential_bundle(Path(folder), *network)
+        personal = random_personal(bundle, seed, unit_keep, weight_keep)
+        report = write_personal(bundle, personal, Path(folder) / "personal.onnx")
+    assert report.max_abs_diff <= TOLERANCE * 10
+    assert report.max_scaled_diff <= TOLERANCE
+    assert all(1 <= g.channels_compact <= g.channels_dense for g in report.groups)
+    assert report.parameters_compact <= report.parameters_dense + sum(
+        t.shape[0] for t in bundle.manifest.parameters if len(t.shape) > 1
+    )
