@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels.codecs import bits
+from edge_kernels.codecs import bits, entropy, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
 
 __all__ = ["CODECS", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "decode", "decode_mask", "encode",
@@ -38,7 +38,14 @@ def _plain(name: str, exact: bool, enc: Callable[[Positions, int], bytes],
     return SetCodec(name, exact, lambda positions, d, _: enc(positions, d), lambda data, d, _: dec(data, d))
 
 
-CODECS: Mapping[str, SetCodec] = {codec.name: codec for codec in (_plain("bits", True, bits.encode, bits.decode),)}
+CODECS: Mapping[str, SetCodec] = {
+    codec.name: codec
+    for codec in (
+        _plain("bits", True, bits.encode, bits.decode),
+        _plain("rice", True, rice.encode, rice.decode),
+        SetCodec("entropy", True, entropy.encode, entropy.decode),
+    )
+}
 
 
 def names(exact_only: bool = False) -> list[str]:
