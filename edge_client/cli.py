@@ -1,0 +1,326 @@
+"""The command `maskfleet`: `join` and `bundle inspect` live here, other rooms add theirs by entry point.
+
+An entry point of the group `maskfleet.commands` is a function with typer annotations, or a typer.Typer; a name
+with a dot ("bundle.export") puts it into a group. Nothing of another room is imported until its command is called:
+the list in `--help` reads the first line of its docstring from the source file. Every MaskfleetError of any command
+becomes its message and its exit code here, so no command prints a traceback.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode, exit_code
+
+if TYPE_CHECKING:
+    from edge_client.bundle import Manifest
+    from edge_client.events import Event
+
+EXTRA_OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench"}
+EXTRA_OF_MODULE = {"sklearn": "bench", "scikit-learn": "bench"}
+QUIET = 30.0  # seconds: the same wait is said again after so long where lines cannot be overwritten
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+# --- join
+
+
+class _Plain:
+    """One line an event, for logs and pipes; a wait that only goes on is not repeated at once."""
+
+    def __init__(self) -> None:
+        self._said, self._at = "", 0.0
+
+    def __call__(self, event: Event) -> None:
+        subject = event.text.partition(";")[0]
+        if event.kind == "wait" and subject == self._said and time.monotonic() < self._at + QUIET:
+            return
+        self._said, self._at = subject, time.monotonic()
+        print(f"{time.strftime('%H:%M:%S')} {event.text}", flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Terminal:
+    """Events as lines, the present wait or training in one live line below them with the time it ends."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False)
+        self._status = self._console.status("starting")
+        self._status.start()
+
+    def __call__(self, event: Event) -> None:
+        from rich.markup import escape
+
+        if event.kind in ("wait", "training"):
+            until = "" if event.seconds is None else time.strftime(" (%H:%M:%S)", time.localtime(_end(event.seconds)))
+            self._status.update(escape(event.text) + until)
+        else:
+            mark = {"sent": "green", "done": "bold green", "dropped": "yellow"}.get(event.kind, "none")
+            self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] [{mark}]{escape(event.text)}[/]")
+
+    def close(self) -> None:
+        """Take the live line away."""
+        self._status.stop()
+
+
+def _end(seconds: float) -> float:
+    return time.time() + seconds
+
+
+def join(
+    url: Annotated[str, typer.Argument(help="The coordinator's address, like https://fleet.example.org.")],
+    token: Annotated[str, typer.Option(help="The join token.", envvar="MASKFLEET_TOKEN")],
+    data: Annotated[Path, typer.Option(help="This device's data: an .npz file with x and y.")],
+    device: Annotated[str | None, typer.Option(help="This device's name. [default: host name and six digits]")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="State folder. [default: ~/.local/state/maskfleet/..., one for each token]")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Training backend. [default: the federation's, else onnxruntime]")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Ask for work once, do what there is, and end.")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="End after so many rounds. [default: the last]")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads for training.")] = 1,
+    poll: Annotated[
+        float, typer.Option(min=0.0, max=600.0, help="Seconds the coordinator may hold a question for work.")
+    ] = 25.0,
+    patience: Annotated[
+        float, typer.Option(min=0.0, help="Seconds without a usable answer before giving up.")
+    ] = 3600.0,
+    personal: Annotated[
+        Path | None, typer.Option(help="Where the personal model goes. [default: personal.onnx in the state folder]")
+    ] = None,
+) -> None:
+    """Take part in a federation with this device's data, and end with its personal model.
+
+    Can be stopped at any time, by Ctrl-C or by pulling the plug: the same command goes on where it was.
+    """
+    from edge_client.client import Client  # numpy and httpx only now: --help stays fast
+
+    say = _Terminal() if sys.stdout.isatty() else _Plain()
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        result = Client(
+            url,
+            token,
+            data,
+            device=device,
+            state=state,
+            backend=backend,
+            threads=threads,
+            patience=patience,
+            poll=poll,
+            personal=personal,
+        ).run(rounds, once, say)
+    except KeyboardInterrupt as stop:
+        say.close()
+        print("stopped; nothing is lost: the same command resumes the round", file=sys.stderr, flush=True)
+        code = ExitCode.TERMINATED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
+        raise typer.Exit(code) from None
+    finally:
+        say.close()
+    if result.report is not None:
+        r = result.report
+        print(
+            f"accuracy {r.accuracy:.1%} on {r.test_samples} test samples; "
+            f"{r.parameters_dense} -> {r.parameters_compact} parameters; model in {result.personal}"
+        )
+    if result.ended == "stopped":
+        raise typer.Exit(ExitCode.STOPPED)
+
+
+# --- bundle inspect
+
+
+def inspect(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
+    """Show what a bundle holds, and check its parts against their digests."""
+    from edge_client.bundle import MANIFEST, Bundle, digest
+
+    bundle = Bundle.open(folder)
+    _print_manifest(bundle.manifest, digest((folder / MANIFEST).read_bytes()))
+    for name in bundle.manifest.parts:
+        bundle.part(name)
+    typer.echo("all parts match their digests")
+
+
+def _print_manifest(m: Manifest, address: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    weights = "in weights.safetensors" if m.seed is None else f"from seed {m.seed}"
+    console.print(f"[bold]{m.name}[/]  {address}")
+    console.print(f"input {m.input.dtype}{list(m.input.shape)}, {m.classes} classes, loss {m.loss}")
+    console.print(f"{m.d} parameters, {m.buffers_d} statistics; values {weights}")
+    layer_of = {n: layer for layer in m.layers for n in (*layer.weights, *layer.biases)}
+    table = Table("tensor", "shape", "from", "init", "trained", "layer", title="parameters", title_justify="left")
+    for t in m.parameters:
+        layer = layer_of.get(t.name)
+        where = "" if layer is None else f"{layer.name} ({layer.kind})"
+        init = f"{t.init.kind} {t.init.scale:.4g}"
+        table.add_row(t.name, "x".join(map(str, t.shape)), str(t.offset), init, "yes" if t.trainable else "", where)
+    console.print(table)
+    groups = Table("channel group", "channels", title="groups that are compacted together", title_justify="left")
+    for group in m.groups:
+        groups.add_row(group.name, str(group.size))
+    console.print(groups)
+    parts = Table("part", "bytes", "SHA-256", title="parts", title_justify="left")
+    for name, part in m.parts.items():
+        parts.add_row(name, str(part.size), part.sha256[:16] + "...")
+    console.print(parts)
+
+
+# --- the other rooms' commands
+
+
+def _summary(entry: EntryPoint) -> str:
+    """First line of a command's docstring (or a typer.Typer's help), read from its source without running it."""
+    try:
+        spec = find_spec(entry.module)
+        source = None if spec is None or spec.origin is None else Path(spec.origin).read_bytes()
+        tree = ast.parse(source or b"")
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return ""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            named = any(isinstance(t, ast.Name) and t.id == entry.attr for t in node.targets)
+            texts = [k.value for k in node.value.keywords if k.arg == "help"]
+            if named and texts and isinstance(texts[0], ast.Constant):
+                return str(texts[0].value).partition("\n")[0]
+    return ""
+
+
+def _extra(package: str, missing: str | None) -> str:
+    """Which extra brings module `missing` in, else the one that `package` needs anyway."""
+    module = (missing or "").partition(".")[0]
+    if module in EXTRA_OF_MODULE:
+        return EXTRA_OF_MODULE[module]
+    for line in requires("maskfleet") or []:
+        name, _, marker = line.partition(";")
+        bare = name.strip().lower()
+        if "extra ==" in marker and module and bare.startswith(module.lower()) and not bare[len(module)].isalnum():
+            return marker.rpartition("==")[2].strip(" '\"")
+    return EXTRA_OF_PACKAGE.get(package, "all")
+
+
+def _needs(command: str, package: str, error: ImportError) -> ConfigError:
+    extra = _extra(package, error.name)
+    return ConfigError(
+        f"`maskfleet {command}` needs {error.name or error}, which is not installed; "
+        f"run: pip install 'maskfleet[{extra}]'"
+    )
+
+
+def _stub(entry: EntryPoint) -> Callable[[], None]:
+    def run() -> None:
+        raise ConfigError(f"`maskfleet {entry.name}` was not loaded; report this as a fault of maskfleet")
+
+    return run
+
+
+def build(arguments: list[str]) -> typer.Typer:
+    """The application. Of the other rooms' commands only the one that `arguments` calls is imported."""
+    app = typer.Typer(
+        name="maskfleet",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(help="Federated learning of personal subnetworks for small devices.")(_version_option)
+    app.command("join")(join)
+    groups = {"bundle": typer.Typer(no_args_is_help=True, help="Look at model bundles, and build them.")}
+    groups["bundle"].command("inspect")(inspect)
+    called = [a for a in arguments if not a.startswith("-")]
+    for entry in sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.name):
+        words = entry.name.split(".")
+        target = app
+        if len(words) == 2:
+            if words[0] not in groups:
+                groups[words[0]] = typer.Typer(no_args_is_help=True, help=f"Commands about a {words[0]}.")
+            target = groups[words[0]]
+        if called[: len(words)] != words:
+            target.command(words[-1], help=_summary(entry))(_stub(entry))
+            continue
+        loaded = _load(entry)
+        if isinstance(loaded, typer.Typer):
+            target.add_typer(loaded, name=words[-1])
+        else:
+            target.command(words[-1])(loaded)
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
+    return app
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except ImportError as error:
+        raise _needs(entry.name.replace(".", " "), entry.module.partition(".")[0], error) from None
+
+
+def _print_version(show: bool) -> None:
+    if show:
+        typer.echo(f"maskfleet {version('maskfleet')}")
+        raise typer.Exit
+
+
+def _version_option(
+    show: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """The console script. Ends the process with a code of `edge_client.exit_codes`."""
+    arguments = sys.argv[1:]
+    try:
+        build(arguments)()
+    except MaskfleetError as error:
+        print(f"maskfleet: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except ImportError as error:
+        missing = _needs(arguments[0] if arguments else "", "", error)
+        print(f"maskfleet: {missing}", file=sys.stderr)
+        sys.exit(ExitCode.CONFIG)
+    except Exception as error:
+        if os.environ.get("MASKFLEET_DEBUG"):
+            raise
+        print(
+            f"maskfleet: a fault of maskfleet itself: {type(error).__name__}: {error}; "
+            "set MASKFLEET_DEBUG=1 to see where, and report it",
+            file=sys.stderr,
+        )
+        sys.exit(ExitCode.INTERNAL)
+
+
+if __name__ == "__main__":
+    main()
