@@ -1,0 +1,93 @@
+"""The default backend: stock ONNX Runtime runs the bundle's forward-and-backward graph.
+
+Parameters go in as views of the flat vector and gradients come out into views of one, nothing is copied between.
+`train.onnx` is opened at the first gradient and `eval.onnx` at the first logits: a device that only trains holds one.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
+from edge_client.errors import BundleError
+from edge_client.training import Gradient
+
+
+class OnnxRuntimeTrainer:
+    """See :class:`edge_client.training.Trainer`. Not for several threads at once: the gradient buffer is its own."""
+
+    def __init__(self, bundle: Bundle, threads: int = 1) -> None:
+        self.manifest: Manifest = bundle.manifest
+        self._bundle = bundle
+        self._threads = threads
+        self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
+        self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
+        self._loss: F32 = np.zeros((), np.float32)
+        # Outputs land here; views stay valid because the vectors are never replaced.
+        trainable = tuple(t for t in self.manifest.parameters if t.trainable)
+        gradients = {f"grad:{k}": v for k, v in views(trainable, self._gradient).items()}
+        statistics = {f"new:{k}": v for k, v in views(self.manifest.buffers, self._buffers).items()}
+        self._outputs = {"loss": self._loss, **gradients, **statistics}
+
+    def _session(self, part: str) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        # Spinning threads would eat a phone's battery between batches.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        try:
+            return ort.InferenceSession(self._bundle.part(part), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime's errors share no base class
+            raise BundleError(f"ONNX Runtime {ort.__version__} cannot open {part}: {error}") from error
+
+    @cached_property
+    def _train(self) -> tuple[ort.InferenceSession, ort.IOBinding]:
+        session = self._session("train.onnx")
+        binding = session.io_binding()
+        for name, value in self._outputs.items():
+            binding.bind_output(name, "cpu", 0, np.float32, value.shape, value.ctypes.data)
+        return session, binding
+
+    @cached_property
+    def _eval(self) -> tuple[ort.InferenceSession, set[str]]:
+        session = self._session("eval.onnx")
+        return session, {i.name for i in session.get_inputs()}
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
+        session, binding = self._train
+        parameters, buffers = _vector(parameters, self.manifest.d), _vector(buffers, self.manifest.buffers_d)
+        x, y = np.ascontiguousarray(x), np.ascontiguousarray(y, np.int64)
+        for table, flat in ((self.manifest.parameters, parameters), (self.manifest.buffers, buffers)):
+            _bind(binding, table, flat)
+        binding.bind_input("x", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
+        binding.bind_input("y", "cpu", 0, np.int64, y.shape, y.ctypes.data)
+        session.run_with_iobinding(binding)
+        return Gradient(float(self._loss), self._gradient, self._buffers)
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        """Evaluation-mode forward; see :class:`edge_client.training.Trainer`."""
+        session, _ = self._eval
+        m = self.manifest
+        feeds: dict[str, NDArray[Any]] = {**views(m.parameters, parameters), **views(m.buffers, buffers), "x": x}
+        logits: F32 = session.run(["logits"], feeds)[0]
+        return logits
+
+
+def _vector(flat: F32, size: int) -> F32:
+    """`flat` as the runtime reads it by address: contiguous float32 of the right length."""
+    if flat.shape != (size,):
+        raise ValueError(f"a flat vector of {size} values is due, got shape {flat.shape}")
+    return np.ascontiguousarray(flat, np.float32)
+
+
+def _bind(binding: ort.IOBinding, table: tuple[Tensor, ...], flat: F32) -> None:
+    address = flat.ctypes.data
+    for t in table:
+        binding.bind_input(t.name, "cpu", 0, np.float32, t.shape, address + 4 * t.offset)

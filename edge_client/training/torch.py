@@ -1,0 +1,79 @@
+"""The PyTorch backend: the bundle's `model.pt2`, differentiated by autograd.
+
+It needs the extra `author` (torch) and exists for machines that have PyTorch anyway, and as the independent witness
+of the exported training graph. The program in `model.pt2` is in training mode; evaluation flips the flag of every
+batch-norm in a second copy of its graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.func import functional_call
+from torch.nn import functional
+
+from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.errors import BundleError
+from edge_client.training import Gradient
+
+
+class TorchTrainer:
+    """See :class:`edge_client.training.Trainer`."""
+
+    def __init__(self, bundle: Bundle, threads: int = 1) -> None:
+        self.manifest: Manifest = bundle.manifest
+        self._bundle = bundle
+        torch.set_num_threads(threads)  # PyTorch has one setting for the whole process
+        self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
+        self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
+
+    @cached_property
+    def _train(self) -> torch.fx.GraphModule:
+        path = self._bundle.part("model.pt2")
+        try:
+            module: torch.fx.GraphModule = torch.export.load(path).module(check_guards=False)
+        except Exception as error:  # PyTorch's loader raises whatever the archive makes it raise
+            raise BundleError(f"PyTorch {torch.__version__} cannot open model.pt2: {error}") from error
+        return module
+
+    @cached_property
+    def _eval(self) -> torch.fx.GraphModule:
+        module = copy.deepcopy(self._train)
+        for node in module.graph.nodes:
+            if node.target == torch.ops.aten.batch_norm.default:
+                node.update_arg(5, False)
+            # A counter of batches means nothing in evaluation, and must not move.
+        module.recompile()
+        return module
+
+    def _state(self, parameters: F32, buffers: F32) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        m = self.manifest
+        values = {k: torch.from_numpy(v) for k, v in views(m.parameters, parameters).items()}
+        stats = {k: torch.from_numpy(v.copy()) for k, v in views(m.buffers, buffers).items()}
+        return values, stats
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
+        values, stats = self._state(parameters, buffers)
+        free = {t.name: values[t.name].requires_grad_() for t in self.manifest.parameters if t.trainable}
+        logits = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x),))
+        loss = functional.cross_entropy(logits, torch.from_numpy(y))
+        gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
+        into = views(self.manifest.parameters, self._gradient)
+        for name, gradient in zip(free, gradients, strict=True):
+            into[name][...] = 0.0 if gradient is None else gradient.numpy()
+        for name, view in views(self.manifest.buffers, self._buffers).items():
+            view[...] = stats[name].numpy()
+        return Gradient(float(loss.detach()), self._gradient, self._buffers)
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        """Evaluation-mode forward; see :class:`edge_client.training.Trainer`."""
+        values, stats = self._state(parameters, buffers)
+        with torch.no_grad():
+            made: F32 = functional_call(self._eval, {**values, **stats}, (torch.from_numpy(x),)).numpy()
+        return made

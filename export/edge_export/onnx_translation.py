@@ -1,0 +1,30 @@
+"""PyTorch's ONNX exporter, quiet, with the settings and operators that all of a bundle's graphs share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from typing import Any
+
+import onnx
+import torch
+from torch.export import ExportedProgram
+
+OPSET = 20
+
+
+def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
+    """`program` as ONNX of opset `OPSET`."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            made: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
+    finally:
+        logger.setLevel(level)
+    model: onnx.ModelProto = made.model_proto
+    return model

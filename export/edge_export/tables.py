@@ -1,0 +1,137 @@
+"""The parameter and buffer tables of a module: order, layers, and how a seed would draw each tensor.
+
+Weights of maskable layers come first, in forward order, so that the masked part of a model is few contiguous spans;
+biases, norm parameters and whatever else there is follow in the module's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from edge_client.bundle import Init, Layer
+from edge_client.bundle import Tensor as Row
+from edge_client.errors import BundleError
+
+InitScheme = Literal["he", "torch", "sign"]
+"""How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
+in +-1 / sqrt(fan_in), biases too; `sign` the constant +-sqrt(2 / fan_in) with zero biases. An LSTM's own scale is
+1 / sqrt(hidden) in all of them, an embedding has PyTorch's variance 1, a norm starts at weight 1 and bias 0."""
+
+_MASKABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM)
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the manifest says of a module's tensors."""
+
+    parameters: tuple[Row, ...]
+    buffers: tuple[Row, ...]
+    layers: tuple[Layer, ...]
+
+
+def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Collection[str] | None) -> Tables:
+    """The tables of `module`; `trainable` names the parameters that get gradients (None: those that require them)."""
+    values = dict(module.named_parameters())
+    stats = {k: b for k, b in module.named_buffers() if not k.endswith(_COUNTER) and b.is_floating_point()}
+    for name, value in (*values.items(), *stats.items()):
+        if value.dtype != torch.float32 or value.numel() == 0:
+            raise BundleError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; call module.float()")
+    layers = _layers(module, example)
+    if not layers:
+        raise BundleError("the module has no linear, convolution or LSTM layer that its forward pass runs")
+    weights = list(dict.fromkeys(name for layer in layers for name in layer.weights))
+    order = [*weights, *(name for name in values if name not in weights)]
+    free = {n for n, v in values.items() if v.requires_grad} if trainable is None else set(trainable)
+    if free - set(values) or not free:
+        raise BundleError(f"trainable names {sorted(free - set(values))}, the module's parameters are {sorted(values)}")
+    rules = _rules(module, init)
+    return Tables(
+        parameters=_rows({name: values[name] for name in order}, rules, free),
+        buffers=_rows(stats, rules, set()),
+        layers=layers,
+    )
+
+
+def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collection[str]) -> tuple[Row, ...]:
+    rows, offset = [], 0
+    for name, value in values.items():
+        # A scalar has one value: the flat vector and the graph both see it as shape (1,) or () alike.
+        shape = tuple(value.shape)
+        rule = rules.get(name) or Init(kind="uniform", scale=float(value.abs().max()))
+        rows.append(Row(name=name, shape=shape, offset=offset, init=rule, trainable=name in trainable))
+        offset += value.numel()
+    return tuple(rows)
+
+
+def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
+    names: dict[nn.Module, str] = {m: n for n, m in module.named_modules() if isinstance(m, _MASKABLE)}
+    called: list[nn.Module] = []
+    hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
+    modes = {m: m.training for m in module.modules()}
+    try:
+        with torch.no_grad():
+            module.eval()(example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for m, mode in modes.items():
+            m.training = mode
+    return tuple(_layer(names[m], m) for m in dict.fromkeys(called))
+
+
+def _layer(name: str, module: nn.Module) -> Layer:
+    prefix = f"{name}." if name else ""
+    own = [n for n, _ in module.named_parameters(recurse=False)]
+    weights = tuple(prefix + n for n in own if n.startswith("weight"))
+    biases = tuple(prefix + n for n in own if n.startswith("bias"))
+    if isinstance(module, nn.LSTM):
+        if module.proj_size:
+            raise BundleError(f"LSTM {name!r} has a projection (proj_size={module.proj_size}); use a Linear after it")
+        return Layer(name=name or "lstm", kind="lstm", weights=weights, biases=biases, gates=("i", "f", "g", "o"))
+    kind: Literal["linear", "conv"] = "linear" if isinstance(module, nn.Linear) else "conv"
+    return Layer(name=name or kind, kind=kind, weights=weights, biases=biases)
+
+
+def _rules(module: nn.Module, init: InitScheme) -> dict[str, Init]:
+    """How a seed draws each tensor that some rule covers."""
+    rules: dict[str, Init] = {}
+    for prefix, part in module.named_modules():
+        for name, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            rule = _rule(part, name, value, init)
+            if rule is not None:
+                rules.setdefault(f"{prefix}.{name}" if prefix else name, rule)
+    return rules
+
+
+def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init | None:
+    if isinstance(part, nn.LSTM):
+        bound = part.hidden_size**-0.5
+        if init == "sign" and name.startswith("weight"):
+            return Init(kind="sign", scale=bound / 3**0.5)
+        return Init(kind="uniform", scale=bound)
+    if isinstance(part, nn.Embedding):
+        return Init(kind="uniform", scale=3**0.5)
+    if isinstance(part, _MASKABLE):
+        fan_in = dict(part.named_parameters(recurse=False))["weight"][0].numel()
+        if name == "bias":
+            return Init(kind="uniform", scale=fan_in**-0.5) if init == "torch" else Init(kind="constant", scale=0)
+        if init == "sign":
+            return Init(kind="sign", scale=(2 / fan_in) ** 0.5)
+        return Init(kind="uniform", scale=((6 if init == "he" else 1) / fan_in) ** 0.5)
+    if bool((value == value.flatten()[0]).all()):  # norms, their statistics, scalars: the value they start from
+        if name.startswith("running_"):
+            return Init(kind="constant", scale=float(name == "running_var"))
+        return Init(kind="constant", scale=value.detach().flatten()[0].item())
+    return None
+
+
+def unseeded(module: nn.Module, init: InitScheme, found: Tables) -> list[str]:
+    """Tensors that no rule covers: a bundle with these must carry its weights."""
+    rules = _rules(module, init)
+    return [row.name for row in (*found.parameters, *found.buffers) if row.name not in rules]

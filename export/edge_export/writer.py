@@ -1,0 +1,153 @@
+"""A PyTorch module becomes a bundle: a folder of manifest, graphs, and weights or a seed. See `edge_client.bundle`.
+
+A seed stands for every tensor: tensor `name` is drawn from stream ``key(seed, "weights", name)`` of
+`edge_kernels.counter` by its own rule `Init` (see `tables.InitScheme`), so 8 bytes replace the weights and any
+language can repeat them. The same module exports to the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
+from edge_client.errors import BundleError
+from edge_export.channels import find_groups
+from edge_export.eval_graph import eval_graph
+from edge_export.tables import InitScheme, Tables, tables, unseeded
+from edge_export.torch_program import torch_program
+from edge_export.train_graph import train_graph
+
+
+def export_bundle(
+    module: nn.Module,
+    example_batch: Tensor,
+    folder: Path,
+    *,
+    name: str,
+    classes: int,
+    seed: int | None = None,
+    init: InitScheme = "he",
+    trainable: Collection[str] | None = None,
+    torch_part: bool = True,
+) -> Bundle:
+    """Write `module` as a bundle to `folder` and open it.
+
+    Parameters
+    ----------
+    module:
+        Any classifier: float32 parameters, logits ``[n, classes]`` from a batch ``[n, *sample]``.
+    example_batch:
+        float32 or int64, at least one sample; only shape and dtype matter.
+    name, classes:
+        The bundle's name and the number of labels.
+    seed, init:
+        With a seed the weights are those the seed draws by the rules of `init`, and no weights are stored; without
+        one the module's own values are.
+    trainable:
+        Names of the parameters that get gradients; None: those that require gradients in the module.
+    torch_part:
+        Whether to add `model.pt2`, which the PyTorch backend needs.
+
+    Raises
+    ------
+    BundleError
+        The module cannot be a bundle: what is wrong with it, and what to change.
+    """
+    example = _example(module, example_batch, classes)
+    found = tables(module, example, init, trainable)
+    if seed is not None and (missing := unseeded(module, init, found)):
+        raise BundleError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
+    parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
+    free = [r.name for r in found.parameters if r.trainable]
+    try:
+        parts = {
+            "train.onnx": train_graph(module, example, parameters, buffers, free, classes).SerializeToString(
+                deterministic=True
+            ),
+            "eval.onnx": eval_graph(module, example, parameters, buffers).SerializeToString(deterministic=True),
+        }
+        if torch_part:
+            parts["model.pt2"] = torch_program(module, example)
+    except BundleError:
+        raise
+    except Exception as error:
+        # Whatever PyTorch raises on a model it cannot trace; the cause stays attached for the author.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BundleError(f"the model cannot be traced into a graph with a dynamic batch: {first}") from error
+    if seed is None:
+        parts[WEIGHTS] = save(_stored(module, found))
+    manifest = Manifest(
+        name=name,
+        input=Input(shape=tuple(example.shape[1:]), dtype="int64" if example.dtype == torch.int64 else "float32"),
+        classes=classes,
+        parameters=found.parameters,
+        buffers=found.buffers,
+        layers=found.layers,
+        groups=find_groups(module, example),
+        seed=seed,
+        parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
+    )
+    return _write(manifest, parts, folder)
+
+
+def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:
+    """A batch for tracing, of a size no other axis has, after checking that the module is a classifier."""
+    if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
+        raise BundleError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise BundleError(f"dropout p={part.p} draws its own randomness, which no seed repeats; set p=0")
+        if isinstance(part, nn.RNNBase) and part.dropout > 0:
+            raise BundleError(f"dropout={part.dropout} of {type(part).__name__} cannot be repeated; set dropout=0")
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (
+            not part.track_running_stats or part.momentum is None
+        ):
+            raise BundleError("batch-norm needs track_running_stats=True and a number as momentum")
+    taken = {*batch.shape[1:], classes} | {n for p in module.parameters() for n in p.shape}
+    size = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67) if n not in taken)
+    example = batch.detach()[torch.arange(size) % batch.shape[0]].clone()
+    modes = {m: m.training for m in module.modules()}
+    try:
+        with torch.no_grad():
+            logits = module.eval()(example)
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
+    if not isinstance(logits, Tensor) or tuple(logits.shape) != (size, classes):
+        raise BundleError(
+            f"the module gives {tuple(getattr(logits, 'shape', ()))} for a batch of {size}, "
+            f"logits of shape {(size, classes)} were expected; check `classes` and the last layer"
+        )
+    return example
+
+
+def _stored(module: nn.Module, found: Tables) -> dict[str, Tensor]:
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {r.name: state[r.name].detach().contiguous() for r in (*found.parameters, *found.buffers)}
+
+
+def _write(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
+    """All files or none: written beside `folder`, then moved there."""
+    folder = Path(folder)
+    if folder.exists() and any(p.name not in {MANIFEST, WEIGHTS, *parts, "model.pt2"} for p in folder.iterdir()):
+        raise BundleError(f"{folder} holds other files than a bundle's; choose an empty folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
+            (fresh / part).write_bytes(data)
+        fresh.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Bundle.open(folder)
