@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import sys
 import time
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from edge_client.events import Event
 
 EXTRA_OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench"}
-EXTRA_OF_MODULE = {"sklearn": "bench", "scikit-learn": "bench"}
+EXTRA_OF_MODULE = {"sklearn": "bench"}  # imported under another name than it is installed by
+EXTRAS_OF_OTHERS = ("all", "dev")
 QUIET = 30.0  # seconds: the same wait is said again after so long where lines cannot be overwritten
 
 
@@ -199,10 +201,13 @@ def _print_manifest(m: Manifest, address: str) -> None:
 
 def _summary(entry: EntryPoint) -> str:
     """First line of a command's docstring (or a typer.Typer's help), read from its source without running it."""
+    package, *below = entry.module.split(".")
     try:
-        spec = find_spec(entry.module)
-        source = None if spec is None or spec.origin is None else Path(spec.origin).read_bytes()
-        tree = ast.parse(source or b"")
+        spec = find_spec(package)  # of a package below another, this would import the one above
+        if spec is None or spec.origin is None:
+            return ""
+        path = Path(spec.origin) if not below else Path(spec.origin).parent.joinpath(*below).with_suffix(".py")
+        tree = ast.parse(path.read_bytes())
     except (ImportError, OSError, SyntaxError, ValueError):
         return ""
     for node in tree.body:
@@ -218,14 +223,13 @@ def _summary(entry: EntryPoint) -> str:
 
 def _extra(package: str, missing: str | None) -> str:
     """Which extra brings module `missing` in, else the one that `package` needs anyway."""
-    module = (missing or "").partition(".")[0]
+    module = (missing or "").partition(".")[0].lower()
     if module in EXTRA_OF_MODULE:
         return EXTRA_OF_MODULE[module]
     for line in requires("maskfleet") or []:
-        name, _, marker = line.partition(";")
-        bare = name.strip().lower()
-        if "extra ==" in marker and module and bare.startswith(module.lower()) and not bare[len(module)].isalnum():
-            return marker.rpartition("==")[2].strip(" '\"")
+        found = re.match(r"([\w.-]+).*;.*extra == ['\"](\w+)", line)
+        if found and found[1].lower() == module and found[2] not in EXTRAS_OF_OTHERS:
+            return found[2]
     return EXTRA_OF_PACKAGE.get(package, "all")
 
 

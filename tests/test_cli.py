@@ -1,0 +1,182 @@
+"""The command line: lists all commands and imports none of them; sentences, never tracebacks; fixed exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from edge_client import cli
+from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.errors import ConfigError
+from edge_client.events import Event
+from edge_client.exit_codes import ExitCode
+
+
+def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """`maskfleet ARGUMENTS` in a process of its own, after the Python statements `code`."""
+    program = f"import sys\n{code}\nfrom edge_client.cli import main\nsys.argv = ['maskfleet', *sys.argv[1:]]\nmain()"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def with_commands(tmp_path: Path, source: str, **entries: str) -> str:
+    """Statements that install module `extra_room` with `source`, and commands NAME = "extra_room:ATTRIBUTE"."""
+    (tmp_path / "extra_room.py").write_text(textwrap.dedent(source))
+    made = [EntryPoint(name.replace("__", "."), value, "maskfleet.commands") for name, value in entries.items()]
+    pairs = [(e.name, e.value) for e in made]
+    return (
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import importlib.metadata as m\n"
+        f"found = [m.EntryPoint(n, v, 'maskfleet.commands') for n, v in {pairs!r}]\n"
+        "m.entry_points = lambda **_: found"
+    )
+
+
+def test_help_lists_every_command_with_its_summary_and_imports_none_of_them(tmp_path: Path) -> None:
+    code = with_commands(
+        tmp_path,
+        '''
+        import typer
+        raise SystemExit("imported")
+        def fly() -> None:
+            """Leave the ground."""
+        fleet = typer.Typer(help="Look at fleets.")
+        ''',
+        fly="extra_room:fly",
+        fleet="extra_room:fleet",
+    )
+    done = run("--help", code=code)
+    assert done.returncode == 0, done.stderr
+    for text in ("join", "bundle", "Leave the ground.", "Look at fleets."):
+        assert text in done.stdout
+
+
+def test_a_command_of_another_room_runs_with_its_own_options_and_errors(tmp_path: Path) -> None:
+    code = with_commands(
+        tmp_path,
+        '''
+        import typer
+        from edge_client.errors import DataError
+        fleet = typer.Typer()
+        @fleet.command()
+        def show(name: str, wide: bool = False) -> None:
+            """Show one."""
+            print(name, wide)
+        @fleet.command()
+        def sink() -> None:
+            """Fail."""
+            raise DataError("sample 3 is wet")
+        def build(size: int) -> None:
+            """Build."""
+            print("size", size)
+        def crash() -> None:
+            """Crash."""
+            print(1 // 0)
+        ''',
+        fleet="extra_room:fleet",
+        bundle__build="extra_room:build",
+        crash="extra_room:crash",
+    )
+    assert run("fleet", "show", "north", "--wide", code=code).stdout == "north True\n"
+    assert run("bundle", "build", "3", code=code).stdout == "size 3\n"
+    assert "build" in run("bundle", "--help", code=code).stdout
+    sunk = run("fleet", "sink", code=code)
+    assert (sunk.returncode, sunk.stderr) == (ExitCode.DATA, "maskfleet: sample 3 is wet\n")
+    crashed = run("crash", code=code)
+    assert crashed.returncode == ExitCode.INTERNAL
+    assert "ZeroDivisionError" in crashed.stderr
+    assert "Traceback" not in crashed.stderr
+    assert "Traceback" in run("crash", code="import os\nos.environ['MASKFLEET_DEBUG'] = '1'\n" + code).stderr
+
+
+@pytest.mark.parametrize(("module", "extra"), [("fastapi", "server"), ("torch", "author"), ("sklearn", "bench")])
+def test_a_command_whose_package_is_missing_names_the_extra_to_install(tmp_path: Path, module: str, extra: str) -> None:
+    code = with_commands(
+        tmp_path,
+        f'''
+        def now() -> None:
+            """Needs a package when called."""
+            import {module}
+        ''',
+        now="extra_room:now",
+    )
+    done = run("now", code=f"sys.modules[{module!r}] = None\n{code}")
+    assert done.returncode == ExitCode.CONFIG
+    assert f"pip install 'maskfleet[{extra}]'" in done.stderr
+    assert module in done.stderr
+
+
+def test_join_imports_no_server_and_no_torch(tmp_path: Path) -> None:
+    check = (
+        "import atexit\n"
+        "bad = {'torch', 'fastapi', 'uvicorn', 'sqlalchemy', 'sklearn', 'matplotlib', 'coord_server', 'edge_bench'}\n"
+        "atexit.register(lambda: print('BAD', sorted(bad & sys.modules.keys())))"
+    )
+    options = ("--token", "t", "--data", "none.npz", "--state", str(tmp_path / "state"), "--patience", "0")
+    done = run("join", "http://127.0.0.1:9", *options, code=check)
+    assert done.returncode == ExitCode.UNREACHABLE, done.stderr
+    assert "127.0.0.1:9 gave no usable answer" in done.stderr
+    assert "BAD []" in done.stdout
+
+
+def test_wrong_usage_ends_with_code_2() -> None:
+    assert run("join").returncode == ExitCode.CONFIG
+    assert run("nonsense").returncode == ExitCode.CONFIG
+    wrong = run("join", "fleet.example.org", "--token", "t", "--data", "d.npz")
+    assert wrong.returncode == ExitCode.CONFIG
+    assert "not the address of a coordinator" in wrong.stderr
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.split()[0], len(done.stdout.split(".")) >= 2) == (0, "maskfleet", True)
+
+
+def test_inspect_shows_a_manifest_and_finds_a_damaged_part(tmp_path: Path) -> None:
+    manifest = Manifest(
+        name="tiny",
+        input=Input(shape=(3,)),
+        classes=2,
+        parameters=(Tensor(name="out.weight", shape=(2, 3), offset=0, init=Init(kind="uniform", scale=0.5)),),
+        layers=(Layer(name="out", kind="linear", weights=("out.weight",)),),
+        seed=41,
+        parts={"eval.onnx": Part(sha256=digest(b"graph"), size=5)},
+    )
+    (tmp_path / MANIFEST).write_bytes(manifest.to_bytes())
+    (tmp_path / "eval.onnx").write_bytes(b"graph")
+    done = run("bundle", "inspect", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for text in (digest(manifest.to_bytes()), "out.weight", "2x3", "seed 41", "eval.onnx", "float32[3], 2 classes"):
+        assert text in done.stdout
+    (tmp_path / "eval.onnx").write_bytes(b"grapf")
+    assert run("bundle", "inspect", str(tmp_path)).returncode == ExitCode.DAMAGED
+    assert run("bundle", "inspect", str(tmp_path / "none")).returncode == ExitCode.DAMAGED
+
+
+def test_a_log_repeats_a_wait_only_after_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("edge_client.cli.time.monotonic", lambda: now[0])
+    say = cli._Plain()
+    for after in (0.0, 5.0, 5.0, cli.QUIET, 1.0):
+        now[0] += after
+        say(Event("wait", f"waiting: nothing; asking again in {after} s"))
+    say(Event("wait", "waiting: something else; asking again in 1 s"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("waiting: ")[2].partition(";")[0] for line in lines] == [
+        "nothing",
+        "nothing",
+        "something else",
+    ]
+
+
+def test_an_entry_point_that_never_loaded_is_said_to_be_a_fault() -> None:
+    entry = EntryPoint("ghost", "no_such_module:command", "maskfleet.commands")
+    assert cli._summary(entry) == ""
+    with pytest.raises(ConfigError, match="no_such_module"):
+        cli._load(entry)
