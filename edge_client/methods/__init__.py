@@ -103,6 +103,10 @@ class Method(BaseModel):
         """Parameters the method exchanges: what bits per parameter are counted over."""
         raise NotImplementedError
 
+    def paper_bytes(self, model: Model) -> tuple[int, int] | None:
+        """Bytes up and down per device and round as the method's paper counts them; None when it counts as we do."""
+        return None
+
     def update_limit(self, model: Model) -> int:
         """The most bytes the arrays of an update may take together; more is refused unread."""
         raise NotImplementedError
