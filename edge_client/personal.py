@@ -3,9 +3,10 @@
 Numpy, onnx and onnxruntime only. Which channels go is decided by `edge_kernels.compaction`, how the graph is edited by
 `edge_client.onnx_surgery`; here lie the proof and the file.
 
-Equal means: on every probe, for every sample, the largest difference of two logits is at most
-`TOLERANCE * max(1, largest absolute logit of that sample)`. Probes are random inputs (and the samples given) and
-extreme ones: zeros, ones, large values of both signs, single spikes.
+Equal means: the largest difference of two logits is at most `TOLERANCE` times their scale, which is
+max(1, largest absolute logit) of the sample. Probes are random inputs (and the samples given) and extreme ones:
+zeros, ones, large values of both signs, single spikes. An extreme probe's scale counts its largest input value too:
+float32 rounds in proportion to what goes through the network, even where logits then cancel.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
     `parameters_live` of the dense model's are not zero. `max_abs_diff` is the largest difference of two logits on
-    ordinary inputs, `max_scaled_diff` that on all probes after division by max(1, largest absolute logit).
+    ordinary inputs, `max_scaled_diff` that on all probes after division by the scale.
     """
 
     parameters_dense: int
@@ -154,11 +155,12 @@ def _prove(
         expected = np.asarray(masked.run(None, {**feed, x_name: x})[0], np.float64)
         found = np.asarray(frozen.run(None, {x_name: x})[0], np.float64)
         difference = np.abs(found - expected).max(axis=1)
-        scaled = float((difference / np.maximum(1.0, np.abs(expected).max(axis=1))).max())
+        floor = 1.0 if ordinary else max(1.0, float(np.abs(x).max()))
+        scaled = float((difference / np.maximum(floor, np.abs(expected).max(axis=1))).max())
         if not scaled <= TOLERANCE:  # a NaN fails too
             raise CompactionError(
                 f"on {probe} the compact model's logits differ from the masked model's by {difference.max():.3g} "
-                f"({scaled:.3g} of their size, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
+                f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
             )
         worst = max(worst, scaled)
         if ordinary:
