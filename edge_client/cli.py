@@ -54,6 +54,8 @@ class _Plain:
         self._said, self._at = "", 0.0
 
     def __call__(self, event: Event) -> None:
+        if event.kind == "asking":
+            return  # said when it comes to a wait
         subject = event.text.partition(";")[0]
         if event.kind == "wait" and subject == self._said and time.monotonic() < self._at + QUIET:
             return
@@ -77,7 +79,7 @@ class _Terminal:
     def __call__(self, event: Event) -> None:
         from rich.markup import escape
 
-        if event.kind in ("wait", "training"):
+        if event.kind in ("asking", "wait", "training"):
             until = "" if event.seconds is None else time.strftime(" (%H:%M:%S)", time.localtime(_end(event.seconds)))
             self._status.update(escape(event.text) + until)
         else:

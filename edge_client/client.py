@@ -155,8 +155,11 @@ class _Run:
             elif isinstance(work, Train):
                 done += self._round(session, work)
             elif isinstance(work, Wait) and not once:
-                text = f"waiting: {work.reason}; asking again in {work.poll_after:.0f} s"
-                self.say(Event("wait", text, seconds=work.poll_after))
+                text = (
+                    f"no work yet: {work.reason}; asking again in {work.poll_after:.0f} s, "
+                    f"for up to {self.client.poll:.0f} s"
+                )
+                self.say(Event("wait", text, seconds=work.poll_after + self.client.poll))
                 self.transport.pause(work.poll_after)
             if once:
                 if isinstance(work, Wait):
@@ -202,6 +205,7 @@ class _Run:
     # --- a round
 
     def _ask(self, session: _Session, wait: float) -> Work:
+        self.say(Event("asking", f"asking for work, for up to {wait:.0f} s", seconds=wait))
         return self.transport.ask("GET", f"{session.federation}/work", WORK, "asking for work", wait=wait)
 
     def _downlink(self, session: _Session, work: Train | Finish) -> bytes | None:
@@ -253,7 +257,7 @@ class _Run:
                     text = f"round {pending.round} went on without this update: {error}"
                     self.say(Event("dropped", text, pending.round))
                     return 0
-                if error.kind in ("wrong-digest", "digest-mismatch") and attempt < SENDS:
+                if error.kind == "bad-digest" and attempt < SENDS:
                     self.say(Event("info", f"the update arrived damaged; sending it again: {error}", pending.round))
                     continue
                 if error.status in (400, 413, 415, 422):

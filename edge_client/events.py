@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["info", "wait", "training", "trained", "sent", "dropped", "done"]
+Kind = Literal["info", "asking", "wait", "training", "trained", "sent", "dropped", "done"]
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
 A state folder serves one enrolment and one process at a time:
 
-    lock                      held (flock) while a client runs
-    device.json               name, credential, token digest, what the coordinator answered to the enrolment
-    kept-0000012.safetensors  what the method keeps after round 12; counts only up to the acknowledged round
-    pending                   the update of a round, trained and not yet acknowledged: one line of JSON, then its bytes
-    acknowledged.json         the last round whose update the coordinator has on disk
-    bundles/                  the models, see `edge_client.remote_bundle`
-    personal.onnx, done.json  the end
+    lock             held (flock) while a client runs
+    device.json      name, credential, token digest, what the coordinator answered to the enrolment
+    pending-0000013  round 13 as it was trained: one line of JSON, what the method keeps, the update's bytes
+    kept-0000012     the same of round 12, whose update the coordinator has acknowledged
+    bundles/         the models, see `edge_client.remote_bundle`
+    personal.onnx, done.json: the end
 
-Every file is written whole: temporary file, fsync, rename, fsync of the folder. The order of a round is `kept-r`,
-then `pending` (from here the round is never trained again), PUT, then `acknowledged`. Killed between any two of
-them, the next process either trains the round again from the same values, or sends the same bytes again.
+Every file is written whole: temporary file, fsync, rename, fsync of the folder. The order of a round is `pending-r`
+(from here it is never trained again), PUT, then renaming it to `kept-r`: what a method keeps counts only together
+with an update that counts. Killed between any two of them, the next process either trains the round again from the
+same values, or sends the same bytes again, which is harmless; that is why the renaming is not waited for.
 No network and no clock here.
 """
 
@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from re import sub
 from typing import IO, TypeVar
@@ -34,7 +34,7 @@ from typing import IO, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import digest
-from edge_client.errors import ConfigError, PayloadError, StateError
+from edge_client.errors import ConfigError, StateError
 from edge_client.protocol.messages import Enrolled, Report
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 
@@ -54,15 +54,14 @@ class Identity(_Stored):
     enrolled: Enrolled | None = None
 
 
-class _Acknowledged(_Stored):
-    round: int
+class _Header(_Stored):
+    """First line of a round's file. `kept` and `update` are sizes, `sha256` is of both together."""
 
-
-class _PendingHeader(_Stored):
     round: int
     lease: str
     downlink: str
-    size: int
+    kept: int
+    update: int
     sha256: str
 
 
@@ -182,81 +181,77 @@ class Journal:
         write_whole(self.folder / "device.json", identity.model_dump_json(indent=1).encode())
         return identity
 
-    # --- what the method keeps
-
-    def acknowledged(self) -> int:
-        """The last round whose update the coordinator has acknowledged, 0 for none."""
-        stored = self._read("acknowledged.json", _Acknowledged)
-        return 0 if stored is None else stored.round
+    # --- rounds
 
     def kept(self, before: int) -> Arrays:
         """What the method kept after the last acknowledged round before round `before`; {} when there is none."""
-        limit = min(self.acknowledged(), before - 1)
-        rounds = [r for r in self._kept_rounds() if r <= limit]
+        rounds = [r for r in self._rounds("kept") if r < before]
         if not rounds:
             return {}
-        path = self._kept_path(max(rounds))
-        with disk(path):
-            data = path.read_bytes()
-        try:
-            return dict(decode(data).arrays)
-        except PayloadError as error:
-            raise StateError(f"{path} is damaged ({error}); remove {self.folder} and join again") from None
-
-    def _kept_path(self, round_: int) -> Path:
-        return self.folder / f"kept-{round_:07d}.safetensors"
-
-    def _kept_rounds(self) -> list[int]:
-        return [int(p.stem[len("kept-") :]) for p in self.folder.glob("kept-*.safetensors")]
-
-    # --- the update
+        path = self._path("kept", max(rounds))
+        found = self._read_round(path)
+        if found is None:
+            raise StateError(f"{path} is damaged; remove {self.folder} and join again under another name")
+        return dict(decode(found[1]).arrays)
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
         """Note a trained round. Only after this returns may the update be sent."""
-        self._drop_kept_beyond(self.acknowledged())
-        write_whole(self._kept_path(pending.round), encode(Payload(kept, {"round": pending.round})))
-        header = _PendingHeader(
+        body = encode(Payload(kept))
+        header = _Header(
             round=pending.round,
             lease=pending.lease,
             downlink=pending.downlink,
-            size=len(pending.update),
-            sha256=digest(pending.update),
+            kept=len(body),
+            update=len(pending.update),
+            sha256=sha256(body + pending.update).hexdigest(),
         )
-        write_whole(self.folder / "pending", header.model_dump_json().encode() + b"\n", pending.update)
+        write_whole(
+            self._path("pending", pending.round), header.model_dump_json().encode() + b"\n", body, pending.update
+        )
+        self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:
         """The update not yet acknowledged. One whose bytes have decayed is None: its round is trained again."""
-        path = self.folder / "pending"
-        with disk(path):
-            if not path.is_file():
-                return None
-            line, _, update = path.read_bytes().partition(b"\n")
-        try:
-            header = _PendingHeader.model_validate_json(line)
-        except ValidationError:
+        rounds = self._rounds("pending")
+        found = self._read_round(self._path("pending", max(rounds))) if rounds else None
+        if found is None:
             return None
-        if len(update) != header.size or digest(update) != header.sha256 or header.round <= self.acknowledged():
-            return None
+        header, _, update = found
         return Pending(header.round, header.lease, header.downlink, update)
 
     def acknowledge(self, round_: int) -> None:
         """The coordinator has the update of `round_`: what the method kept in it now counts."""
-        write_whole(self.folder / "acknowledged.json", json.dumps({"round": round_}).encode())
-        self.drop_pending()
-        for old in sorted(r for r in self._kept_rounds() if r <= round_)[:-KEPT_ROUNDS]:
-            self._kept_path(old).unlink(missing_ok=True)
+        with disk(self.folder):
+            os.replace(self._path("pending", round_), self._path("kept", round_))
+        self._drop(sorted(self._rounds("kept"))[:-KEPT_ROUNDS], "kept")
 
     def drop_pending(self) -> None:
         """Forget the update that waits: its round went on without this device."""
-        with disk(self.folder):
-            (self.folder / "pending").unlink(missing_ok=True)
-        self._drop_kept_beyond(self.acknowledged())
+        self._drop(self._rounds("pending"), "pending")
 
-    def _drop_kept_beyond(self, round_: int) -> None:
+    def _path(self, kind: str, round_: int) -> Path:
+        return self.folder / f"{kind}-{round_:07d}"
+
+    def _rounds(self, kind: str) -> list[int]:
+        names = (p.name.partition("-")[2] for p in self.folder.glob(f"{kind}-*"))
+        return [int(name) for name in names if name.isdigit()]
+
+    def _drop(self, rounds: list[int], kind: str) -> None:
         with disk(self.folder):
-            for r in self._kept_rounds():
-                if r > round_:
-                    self._kept_path(r).unlink(missing_ok=True)
+            for r in rounds:
+                self._path(kind, r).unlink(missing_ok=True)
+
+    def _read_round(self, path: Path) -> tuple[_Header, bytes, bytes] | None:
+        """A round's header, kept bytes and update; None when they are not what was written."""
+        with disk(path):
+            line, _, body = path.read_bytes().partition(b"\n")
+        try:
+            header = _Header.model_validate_json(line)
+        except ValidationError:
+            return None
+        if len(body) != header.kept + header.update or digest(body) != header.sha256:
+            return None
+        return header, body[: header.kept], body[header.kept :]
 
     # --- the end
 

@@ -223,7 +223,7 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert Report.model_validate_json(coordinator.report) == result.report
     assert (tmp_path / "personal.onnx").read_bytes() == coordinator.state["parameters"].tobytes()
     assert [e.round for e in said if e.kind == "sent"] == [1, 2, 3]
-    assert not (tmp_path / "pending").exists()
+    assert not list(tmp_path.glob("pending-*"))
     # A second run of the same command asks the coordinator nothing.
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
@@ -259,7 +259,7 @@ def test_a_wait_says_for_what_and_how_long(tmp_path: Path) -> None:
     said = list[Event]()
     device(tmp_path, coordinator).run(on_event=said.append)
     assert [(e.text, e.seconds) for e in said if e.kind == "wait"] == [
-        ("waiting: 2 more devices have to join; asking again in 30 s", 30.0)
+        ("no work yet: 2 more devices have to join; asking again in 30 s, for up to 25 s", 55.0)
     ]
 
 
@@ -351,7 +351,7 @@ def test_a_round_that_went_on_without_the_device_is_dropped_with_what_it_kept(tm
     result = device(tmp_path, coordinator).run(on_event=said.append)
     assert (result.rounds, sorted(coordinator.updates)) == (2, [1, 3])
     assert [e.round for e in said if e.kind == "dropped"] == [2]
-    assert sorted(p.name for p in tmp_path.glob("kept-*")) == ["kept-0000001.safetensors", "kept-0000003.safetensors"]
+    assert sorted(p.name for p in tmp_path.glob("kept-*")) == ["kept-0000001", "kept-0000003"]
 
 
 # --- requests
@@ -518,7 +518,7 @@ def test_an_update_that_the_coordinator_calls_invalid_ends_the_run_and_is_not_se
     )
     with pytest.raises(ServerError, match="NaN"):
         device(tmp_path, coordinator).run()
-    assert not (tmp_path / "pending").exists()
+    assert not list(tmp_path.glob("pending-*"))
 
 
 def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:
@@ -527,7 +527,7 @@ def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:
     def flip(request: httpx.Request) -> httpx.Response | None:
         if "/rounds/" in request.url.path and damaged:
             damaged.clear()
-            return problem(400, "digest-mismatch", "the body does not match its Content-Digest")
+            return problem(422, "bad-digest", "the body does not match its Content-Digest")
         return None
 
     coordinator.fault = flip
@@ -575,7 +575,7 @@ def test_a_decayed_pending_update_is_trained_again_never_sent(
         update = Pending(1, "lease", "0" * 64, bytes(200))
         journal.trained({"a": np.ones(3, np.float32)}, update)
         assert journal.pending() == update
-        path = journal.folder / "pending"
+        path = journal.folder / "pending-0000001"
         data = bytearray(path.read_bytes())
         data[flip % len(data)] ^= byte
         path.write_bytes(bytes(data))
@@ -618,7 +618,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
         pending = journal.pending()
         assert pending is not None
         assert pending.update == b"small"
-        assert not (tmp_path / "pending.new").exists()
+        assert not (tmp_path / "pending-0000001.new").exists()
 
 
 def test_a_full_disk_while_a_model_downloads_is_a_sentence(tmp_path: Path) -> None:
