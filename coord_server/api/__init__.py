@@ -1,0 +1,37 @@
+"""REST under `/v1`: thin routes over `coord_server.coordinator`. OpenAPI at `/openapi.json`, for people at `/docs`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from coord_server.api import device, operator, problems, wire
+from coord_server.coordinator import Coordinator
+
+DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
+digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
+to do."""
+
+
+def create_app(coordinator: Coordinator) -> FastAPI:
+    """The ASGI application that serves `coordinator`; its lifespan starts and closes it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await coordinator.start()
+        try:
+            yield
+        finally:
+            await coordinator.close()
+
+    app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
+                  lifespan=lifespan)  # fmt: skip
+    app.state.coordinator = coordinator
+    problems.install(app)
+    app.add_middleware(wire.BoundedJson)
+    app.include_router(device.router)
+    app.include_router(operator.router)
+    return app

@@ -69,6 +69,14 @@ class Federation(Message):
     devices: int
     updates: int
     """Updates acknowledged in the round under way."""
+    expected: int = 0
+    """Devices of the cohort the round still waits for."""
+    attempt: int = 0
+    """How many cohorts the round under way has asked; more than 1 when too few reported in time."""
+    deadline_in: float | None = None
+    """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
+    fault: str | None = None
+    """What keeps the federation from going on by itself (a full disk), None when nothing does."""
 
 
 class TokenRequest(Message):
@@ -224,4 +232,21 @@ class Device(Message):
     updates: int
     bytes_up: int
     bytes_down: int
+    removed: bool = False
     report: Report | None = None
+
+
+class BundleReceipt(Message):
+    """What the coordinator still lacks of a bundle: PUT each missing part, then create federations from it."""
+
+    digest: Sha256
+    name: str
+    missing: list[str]
+
+
+class Health(Message):
+    """The coordinator is up."""
+
+    status: Literal["ok"] = "ok"
+    version: str
+    federations: int

@@ -1,0 +1,166 @@
+"""The device's side of `/v1`: enrol, ask for work, fetch, upload, report."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+
+from coord_server.api import wire
+from coord_server.api.access import BundleDigest, Calling, Reading, Served
+from coord_server.api.problems import documented
+from coord_server.federation import bundle_shelf
+from coord_server.refusals import Refusal
+from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Work
+from edge_client.protocol.payload import MEDIA_TYPE
+
+WAIT_MOST = 60.0  # seconds an answer is held back at most
+
+router = APIRouter(prefix="/v1", tags=["device"])
+
+DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
+
+
+def _bytes(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
+    binary = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        200: {"description": description, "content": binary},
+        206: {"description": "the range that was asked for", "content": binary},
+        304: {"description": "the copy that If-None-Match names is good"},
+    }
+
+
+_AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "it was in already"}}
+
+
+@router.post(
+    "/enrol",
+    summary="Enrol with a join token",
+    responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "bad-message",
+                         "storage-full"),
+)  # fmt: skip
+async def enrol(served: Served, request: Enrol) -> Enrolled:
+    """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
+
+    Sending the same name and credential again gets the same answer.
+    """
+    return await served.enrol(request)
+
+
+@router.get(
+    "/federations/{federation}/work",
+    summary="Ask for work",
+    response_model=Work,
+    responses=documented("unauthorized", "device-removed", "not-found", "bad-message"),
+)
+async def work(
+    calling: Calling,
+    wait: Annotated[
+        float, Query(ge=0, allow_inf_nan=False, description=f"Seconds to hold the answer, at most {WAIT_MOST:g}.")
+    ] = 0.0,
+) -> Any:
+    """What this device is to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
+
+    With `wait` the answer is held back until there is something to do.
+    """
+    calling.live.note(calling.device)
+    return await calling.live.work(calling.device, min(wait, WAIT_MOST))
+
+
+@router.get(
+    "/bundles/{digest}",
+    summary="Fetch a bundle's manifest",
+    response_class=Response,
+    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json")
+    | documented("unauthorized", "not-found", "bad-range", "bad-message"),
+)
+async def manifest(request: Request, served: Reading, digest: BundleDigest) -> Response:
+    """Immutable. For the operator and the devices of federations that use the bundle."""
+    await served.bundle(digest)
+    shelf, blobs = bundle_shelf(digest), served.store.blobs
+    return await wire.immutable(request, blobs, shelf, digest, blobs.size(shelf, digest) or 0, "application/json")
+
+
+@router.get(
+    "/bundles/{digest}/parts/{name}",
+    summary="Fetch a part of a bundle",
+    response_class=Response,
+    responses=_bytes("the part's bytes", "application/octet-stream")
+    | documented("unauthorized", "not-found", "bad-range", "bad-message"),
+)
+async def part(request: Request, served: Reading, digest: BundleDigest, name: Name) -> Response:
+    """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download goes on."""
+    shelf, sha256, size = await served.part(digest, name)
+    if served.store.blobs.size(shelf, sha256) != size:
+        raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
+    return await wire.immutable(request, served.store.blobs, shelf, sha256, size, "application/octet-stream")
+
+
+@router.get(
+    "/federations/{federation}/payloads/{sha256}",
+    summary="Fetch a round's payload",
+    response_class=Response,
+    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE)
+    | documented("unauthorized", "device-removed", "not-found", "bad-range", "bad-message"),
+)
+async def payload(
+    request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
+) -> Response:
+    """Immutable. Only what is due now is here: when it is gone, ask for work again."""
+    down = await calling.live.payload(calling.device, sha256)
+    answer = await wire.immutable(request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE)
+    calling.live.note(calling.device, int(answer.headers.get("content-length", 0)))
+    return answer
+
+
+@router.put(
+    "/federations/{federation}/rounds/{round}/updates/{device}",
+    summary="Upload an update",
+    status_code=201,
+    response_model=Receipt,
+    responses=_AGAIN
+    | documented("unauthorized", "device-removed", "forbidden", "not-found", "wrong-round", "round-closed",
+                 "wrong-lease", "not-in-cohort", "conflicting-update", "wrong-phase", "too-large", "bad-digest",
+                 "bad-payload", "bad-message", "storage-full"),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)  # fmt: skip
+async def put_update(
+    request: Request,
+    response: Response,
+    calling: Calling,
+    round_: Annotated[int, Path(alias="round", ge=1, description="The round of the lease.", examples=[3])],
+    device: DeviceName,
+    maskfleet_lease: Annotated[str, Header(description="The lease from the work message.", max_length=64)],
+    content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
+) -> Receipt:
+    """Idempotent: the same body again gets the same receipt. 201 or 200 means it is safe on disk and counts once.
+
+    Round, lease, device, digest and length are checked before the body is read.
+    """
+    if device != calling.device:
+        raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot upload for {device!r}")
+    sha256 = wire.sha256_of_header(content_digest)
+    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    if known is not None:
+        response.status_code = 200
+        return known
+    wire.check_length(request, await calling.live.update_limit(), "an update of this method")
+    return await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
+
+
+@router.put(
+    "/federations/{federation}/devices/{device}/report",
+    summary="Report the personal model",
+    status_code=204,
+    responses=documented("unauthorized", "device-removed", "forbidden", "not-found", "bad-message", "storage-full"),
+)
+async def put_report(calling: Calling, device: DeviceName, report: Report) -> None:
+    """A device's last word on its own test data. Sent again, the newest counts."""
+    if device != calling.device:
+        raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot report for {device!r}")
+    await calling.live.report(device, report)

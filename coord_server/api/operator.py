@@ -1,0 +1,255 @@
+"""The operator's side of `/v1`: bundles, federations, tokens, devices, rounds, the final state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path, Request, Response
+
+from coord_server import engine
+from coord_server.api import wire
+from coord_server.api.access import BundleDigest, FederationId, Operated, Served
+from coord_server.api.problems import documented
+from coord_server.coordinator import Coordinator
+from coord_server.federation import SPOOL
+from coord_server.refusals import Refusal
+from edge_client.protocol.messages import (
+    BundleReceipt,
+    Device,
+    Federation,
+    FederationConfig,
+    Health,
+    JoinToken,
+    Name,
+    Round,
+    TokenRequest,
+)
+from edge_client.protocol.payload import MEDIA_TYPE
+
+MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
+
+router = APIRouter(prefix="/v1", tags=["operator"])
+_COMMON = ("unauthorized", "not-found", "bad-message", "storage-full")
+
+_STATE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the method's global state after the last closed round, one safetensors file",
+        "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+EXAMPLE = {
+    "name": "har",
+    "bundle": "6f1c0e5b" * 8,
+    "method": {"name": "fedavg", "epochs": 5, "lr": 0.01},
+    "rounds": 20,
+    "cohort": 10,
+    "min_devices": 30,
+    "min_updates": 8,
+    "deadline_seconds": 600,
+    "seed": 7,
+}
+
+
+@router.get("/health", summary="Is the coordinator up", tags=["health"])
+async def health(served: Served) -> Health:
+    """No token needed."""
+    return Health(version=version("maskfleet"), federations=len(served.federations()))
+
+
+# --- bundles
+
+
+@router.post(
+    "/bundles",
+    summary="Upload a bundle's manifest",
+    status_code=201,
+    responses=documented(*_COMMON, "too-large", "bad-bundle"),
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def post_bundle(request: Request, served: Operated) -> BundleReceipt:
+    """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
+    return await served.add_bundle(await wire.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
+
+
+@router.put(
+    "/bundles/{digest}/parts/{name}",
+    summary="Upload a part of a bundle",
+    responses=documented(*_COMMON, "too-large", "bad-bundle"),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def put_part(request: Request, served: Operated, digest: BundleDigest, name: Name) -> BundleReceipt:
+    """Checked against the size and SHA-256 in the manifest. Again is harmless."""
+    shelf, sha256, size = await served.part(digest, name)
+    if served.store.blobs.size(shelf, sha256) == size:
+        return await served.bundle(digest)
+    wire.check_length(request, size, f"part {name!r}")
+    incoming, pieces, waiting, received = served.receive_part(digest), list[bytes](), 0, 0
+    try:
+        async for chunk in request.stream():
+            received += len(chunk)
+            if received > size:
+                raise Refusal("too-large", f"part {name!r} has {size} bytes by its manifest; this body has more")
+            pieces.append(chunk)
+            waiting += len(chunk)
+            if waiting >= SPOOL:
+                await asyncio.to_thread(incoming.write, b"".join(pieces))
+                pieces, waiting = [], 0
+        await asyncio.to_thread(incoming.write, b"".join(pieces))
+        if incoming.stored().sha256 != sha256:
+            raise Refusal(
+                "bad-bundle",
+                f"part {name!r} has SHA-256 {incoming.stored().sha256}, the manifest says {sha256}; "
+                "send the file the manifest was written with",
+            )
+        await asyncio.to_thread(incoming.commit)
+    finally:
+        incoming.discard()
+    return await served.bundle(digest)
+
+
+# --- federations
+
+
+@router.post(
+    "/federations",
+    summary="Create a federation",
+    status_code=201,
+    responses=documented(*_COMMON, "name-taken", "bundle-incomplete", "bad-config"),
+)
+async def post_federation(
+    served: Operated, response: Response, config: Annotated[FederationConfig, Body(examples=[EXAMPLE])]
+) -> Federation:
+    """Its name is its id. It recruits until `min_devices` have enrolled, then runs by itself."""
+    live = await served.create(config)
+    response.headers["Location"] = f"/v1/federations/{live.id}"
+    return live.summary()
+
+
+@router.get("/federations", summary="List federations", responses=documented("unauthorized"))
+async def get_federations(served: Operated) -> list[Federation]:
+    """All federations, oldest first."""
+    return [live.summary() for live in served.federations()]
+
+
+@router.get("/federations/{federation}", summary="Show a federation", responses=documented(*_COMMON))
+async def get_federation(served: Operated, federation: FederationId) -> Federation:
+    """Phase, round, devices, updates in, and what is in the way if anything is."""
+    return served.federation(federation).summary()
+
+
+async def _operate(served: Coordinator, federation: str, make: Callable[[float], engine.Event]) -> Federation:
+    live = served.federation(federation)
+    await live.operate(make(live.now()))
+    return live.summary()
+
+
+_IN_PHASE = documented(*_COMMON, "wrong-phase")
+
+
+@router.post(
+    "/federations/{federation}/start",
+    summary="Start a federation",
+    responses=documented(*_COMMON, "wrong-phase", "no-devices"),
+)
+async def start(served: Operated, federation: FederationId) -> Federation:
+    """Begin round 1 with the devices there are."""
+    return await _operate(served, federation, engine.Started)
+
+
+@router.post("/federations/{federation}/pause", summary="Pause a federation", responses=_IN_PHASE)
+async def pause(served: Operated, federation: FederationId) -> Federation:
+    """Stop the round's clock. Updates that are on their way are still taken; no round closes or opens."""
+    return await _operate(served, federation, engine.Paused)
+
+
+@router.post("/federations/{federation}/resume", summary="Resume a federation", responses=_IN_PHASE)
+async def resume(served: Operated, federation: FederationId) -> Federation:
+    """Go on with the seconds the round had left."""
+    return await _operate(served, federation, engine.Resumed)
+
+
+@router.post("/federations/{federation}/stop", summary="Stop a federation", responses=_IN_PHASE)
+async def stop(served: Operated, federation: FederationId) -> Federation:
+    """For good. The state after the last closed round can still be exported."""
+    return await _operate(served, federation, engine.Stopped)
+
+
+@router.post(
+    "/federations/{federation}/tokens",
+    summary="Make a join token",
+    status_code=201,
+    responses=documented(*_COMMON),
+)
+async def post_token(
+    served: Operated,
+    federation: FederationId,
+    request: Annotated[TokenRequest, Body(examples=[{"uses": 30, "expires_in": 86400}])],
+) -> JoinToken:
+    """Shown once: only its digest is kept."""
+    return await served.new_token(federation, request)
+
+
+@router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_COMMON))
+async def get_devices(served: Operated, federation: FederationId) -> list[Device]:
+    """Every device that ever enrolled, by name, with its bytes and its report."""
+    return await served.federation(federation).devices()
+
+
+@router.delete(
+    "/federations/{federation}/devices/{device}",
+    summary="Remove a device",
+    status_code=204,
+    responses=documented(*_COMMON),
+)
+async def delete_device(served: Operated, federation: FederationId, device: Name) -> None:
+    """It is not waited for and cannot come back. Updates of it that were acknowledged stay counted."""
+    await served.federation(federation).remove(device)
+
+
+@router.get(
+    "/federations/{federation}/rounds",
+    summary="List closed rounds",
+    response_model=list[Round],
+    responses=documented(*_COMMON),
+)
+async def get_rounds(served: Operated, federation: FederationId) -> Any:
+    """Traffic, bits per parameter, loss and accuracies of every closed round."""
+    id_ = served.federation(federation).id
+    records = await asyncio.to_thread(served.store.metadata.all_rounds, id_)
+    return Response("[" + ",".join(records) + "]", media_type="application/json")
+
+
+@router.get(
+    "/federations/{federation}/rounds/{round}",
+    summary="Show a closed round",
+    response_model=Round,
+    responses=documented(*_COMMON),
+)
+async def get_round(
+    served: Operated, federation: FederationId, round_: Annotated[int, Path(alias="round", ge=1, examples=[3])]
+) -> Any:
+    """One closed round's record."""
+    id_ = served.federation(federation).id
+    record = await asyncio.to_thread(served.store.metadata.one_round, id_, round_)
+    if record is None:
+        raise Refusal("not-found", f"round {round_} of {id_} is not closed; GET .../rounds lists those that are")
+    return Response(record, media_type="application/json")
+
+
+@router.get(
+    "/federations/{federation}/state",
+    summary="Export the global state",
+    response_class=Response,
+    responses=_STATE | documented(*_COMMON),
+)
+async def get_state(served: Operated, federation: FederationId) -> Response:
+    """Same seed, same updates: same bytes, here and in the simulator."""
+    return Response(await served.federation(federation).exported(), media_type=MEDIA_TYPE)

@@ -1,0 +1,98 @@
+"""Every error as RFC 9457 `application/problem+json`, in the answers and in the OpenAPI document."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from coord_server.refusals import STATUS, Refusal
+from edge_client.errors import StateError
+from edge_client.protocol.messages import Problem
+
+MEDIA_TYPE = "application/problem+json"
+BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
+             413: "too-large"}  # fmt: skip
+
+log = logging.getLogger("maskfleet")
+
+
+def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
+    """The response for a problem of this kind."""
+    status = STATUS[kind] if status is None else status
+    headers = dict(headers or {})
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = Problem(type=f"/problems/{kind}", title=HTTPStatus(status).phrase, status=status, detail=detail)
+    return Response(body.model_dump_json(), status, headers, MEDIA_TYPE)
+
+
+def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of an operation that may answer with these problems."""
+    found: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        status = STATUS[kind]
+        entry = found.setdefault(
+            status,
+            {
+                "description": HTTPStatus(status).phrase,
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}},
+            },
+        )
+        example = {"type": f"/problems/{kind}", "title": HTTPStatus(status).phrase, "status": status,
+                   "detail": "a sentence: what, which value, what to do"}  # fmt: skip
+        entry["content"][MEDIA_TYPE]["examples"][kind] = {"value": example}
+    return found
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return problem(error.kind, str(error))
+
+
+async def _no_room(_: Request, error: Exception) -> Response:
+    log.error("%s", error)
+    return problem("storage-full", str(error), {"Retry-After": "10"})
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = BY_STATUS.get(error.status_code, "bad-request")
+    detail = {
+        "not-found": f"there is nothing at {request.url.path}; see /docs for what there is",
+        "method-not-allowed": f"{request.url.path} does not take {request.method}; see /docs",
+    }.get(kind, str(error.detail))
+    return problem(kind, detail, dict(error.headers or {}), error.status_code)
+
+
+async def _malformed(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(p) for p in first["loc"])
+    value = "" if first["type"] in ("missing", "json_invalid") else f" = {str(first.get('input'))[:100]!r}"
+    return problem("bad-message", f"{where}{value}: {first['msg']}; correct it and send again")
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    return problem("internal-error", "the coordinator failed on this request; its log says why. Try again later")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem, and describe the schema in its OpenAPI document."""
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(StateError, _no_room)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Exception, _broken)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

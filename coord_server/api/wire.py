@@ -1,0 +1,110 @@
+"""What HTTP adds to bytes: bounded bodies, `Content-Digest`, immutable answers with ETag and ranges."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import re
+from base64 import b64decode
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coord_server.refusals import Refusal
+from coord_server.store.blobs import Blobs
+
+JSON_LIMIT = 256 * 1024  # bytes of a JSON message
+WHOLE = 8 << 20  # a blob up to this size is answered in one piece
+IMMUTABLE = "public, max-age=31536000, immutable"
+_DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
+_RANGE = re.compile(r"^bytes=(\d*)-(\d*)$")
+_UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
+
+
+class BoundedJson:
+    """ASGI middleware: a body that is not an upload has at most JSON_LIMIT bytes, announced or not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _UPLOADS.match(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        size = 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                if size > JSON_LIMIT:
+                    raise HTTPException(413, f"a message has at most {JSON_LIMIT} bytes; this one has more")
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def sha256_of_header(value: str | None) -> str:
+    """The hex SHA-256 in a `Content-Digest` header (RFC 9530). Raises Refusal."""
+    found = _DIGEST.search(value or "")
+    try:
+        raw = b64decode(found.group(1), validate=True) if found else b""
+    except (binascii.Error, ValueError):
+        raw = b""
+    if len(raw) != 32:
+        raise Refusal(
+            "bad-digest", f"Content-Digest is {value!r}; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"
+        )
+    return raw.hex()
+
+
+def check_length(request: Request, limit: int, what: str) -> None:
+    """Refuse a body whose announced length is over `limit` before a byte of it is read. Raises Refusal."""
+    announced = request.headers.get("content-length")
+    if announced is not None and int(announced) > limit:
+        raise Refusal("too-large", f"{what} has at most {limit} bytes, Content-Length says {announced}")
+
+
+async def read_bounded(request: Request, limit: int, what: str) -> bytes:
+    """The whole body, at most `limit` bytes. Raises Refusal."""
+    check_length(request, limit, what)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise Refusal("too-large", f"{what} has at most {limit} bytes; this body has more")
+    return bytes(body)
+
+
+def _range(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last that a single-range header asks for; None to send all. Raises Refusal."""
+    found = _RANGE.match(header or "")
+    if found is None or found.groups() == ("", ""):
+        return None  # RFC 9110: what is not understood is ignored
+    first, last = found.groups()
+    start = int(first) if first else max(size - int(last), 0)
+    stop = min(int(last) + 1, size) if first and last else size
+    if start >= size or start >= stop:
+        raise Refusal("bad-range", f"{header} of {size} bytes is empty; ask for what is there")
+    return start, stop
+
+
+async def immutable(request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str) -> Response:
+    """A content-addressed blob: ETag, 304, single ranges, cacheable for good."""
+    headers = {"ETag": f'"{sha256}"', "Cache-Control": IMMUTABLE, "Accept-Ranges": "bytes"}
+    asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if headers["ETag"] in asked or "*" in asked:
+        return Response(status_code=304, headers=headers)
+    span = _range(request.headers.get("range"), size)
+    start, stop = span or (0, size)
+    if span:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    status = 206 if span else 200
+    if size <= WHOLE:
+        data = await asyncio.to_thread(blobs.read, shelf, sha256)
+        return Response(data[start:stop] if span else data, status, headers, media_type)
+    headers["Content-Length"] = str(stop - start)
+    return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)

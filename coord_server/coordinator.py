@@ -1,0 +1,180 @@
+"""The coordinator without HTTP: bundles, join tokens and the federations that are alive.
+
+Who may call what is checked by the API; what a federation does is in `federation.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from coord_server import aggregation, auth, engine
+from coord_server.federation import LiveFederation, bundle_shelf, load_model, read_manifest
+from coord_server.refusals import Refusal
+from coord_server.store import Store
+from coord_server.store.blobs import Incoming
+from coord_server.store.metadata import FederationRow
+from edge_client.bundle import digest as sha256_of
+from edge_client.bundle import parse_manifest
+from edge_client.errors import BundleError, ConfigError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import (
+    BundleReceipt,
+    Enrol,
+    Enrolled,
+    FederationConfig,
+    JoinToken,
+    TokenRequest,
+)
+
+RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
+
+
+class Coordinator:
+    """Everything one data folder holds, alive in one process."""
+
+    def __init__(self, store: Store, operator: str, clock: Callable[[], float] = time.time) -> None:
+        """`operator` is the operator's token; `clock` gives seconds since the epoch."""
+        self.store = store
+        self._operator = auth.hashed(operator)
+        self._clock = clock
+        self._federations: dict[str, LiveFederation] = {}
+        self._creating = asyncio.Lock()
+        self._started = False
+
+    # --- life
+
+    async def start(self) -> None:
+        """Load every federation and go on where the journal ends; again is harmless. Raises StateError, ConfigError."""
+        if self._started:
+            return
+        self._started = True
+        for row in await asyncio.to_thread(self.store.metadata.all_federations):
+            devices = await asyncio.to_thread(self.store.metadata.all_devices, row.id)
+            records = await asyncio.to_thread(self.store.metadata.all_records, row.id)
+            live = LiveFederation(self.store, row, devices, records, self._clock)
+            self._federations[row.id] = live
+            live.begin()
+
+    def answer_polls(self) -> None:
+        """Let every long poll answer now: the coordinator is about to go down."""
+        for live in self._federations.values():
+            live.wake(closing=True)
+
+    async def close(self) -> None:
+        """Stop everything; the store stays open."""
+        for live in self._federations.values():
+            await live.close()
+
+    # --- who
+
+    def is_operator(self, token: str) -> bool:
+        """Whether this is the operator's token."""
+        return auth.same(auth.hashed(token), self._operator)
+
+    # --- bundles
+
+    async def add_bundle(self, manifest: bytes) -> BundleReceipt:
+        """Take a manifest; again is harmless. Raises Refusal, StateError."""
+        try:
+            parse_manifest(manifest)
+        except BundleError as error:
+            raise Refusal("bad-bundle", str(error)) from None
+        digest = sha256_of(manifest)
+
+        def journal() -> None:
+            if self.store.blobs.size(bundle_shelf(digest), digest) != len(manifest):
+                self.store.blobs.put(bundle_shelf(digest), manifest)
+            self.store.metadata.add_bundle(digest, self._clock())
+
+        await asyncio.to_thread(journal)
+        return await self.bundle(digest)
+
+    async def bundle(self, digest: str) -> BundleReceipt:
+        """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
+        return await asyncio.to_thread(self._bundle, digest)
+
+    def _bundle(self, digest: str) -> BundleReceipt:
+        if not self.store.metadata.has_bundle(digest):
+            raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
+        manifest = read_manifest(self.store, digest)
+        shelf = bundle_shelf(digest)
+        missing = [n for n, p in manifest.parts.items() if self.store.blobs.size(shelf, p.sha256) != p.size]
+        return BundleReceipt(digest=digest, name=manifest.name, missing=sorted(missing))
+
+    async def part(self, digest: str, name: str) -> tuple[str, str, int]:
+        """Shelf, SHA-256 and size of a part, here or still to come. Raises Refusal."""
+        receipt = await self.bundle(digest)
+        part = (await asyncio.to_thread(read_manifest, self.store, digest)).parts.get(name)
+        if part is None:
+            raise Refusal("not-found", f"bundle {receipt.name!r} has no part {name!r}; its manifest lists them")
+        return bundle_shelf(digest), part.sha256, part.size
+
+    def receive_part(self, digest: str) -> Incoming:
+        """Begin to receive a part; whoever calls checks its digest before it commits."""
+        return self.store.blobs.receive(bundle_shelf(digest))
+
+    # --- federations
+
+    async def create(self, config: FederationConfig) -> LiveFederation:
+        """Make a federation. Raises Refusal, StateError."""
+        async with self._creating:
+            if config.name in self._federations or config.name in RESERVED:
+                raise Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
+            receipt = await self.bundle(config.bundle)
+            if receipt.missing:
+                raise Refusal(
+                    "bundle-incomplete",
+                    f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
+                    f"/v1/bundles/{config.bundle}/parts/ first",
+                )
+            row = await asyncio.to_thread(self._first_row, config)
+            live = LiveFederation(self.store, row, [], {}, self._clock)
+            await asyncio.to_thread(self.store.metadata.add_federation, row)
+            self._federations[row.id] = live
+            live.begin()
+            return live
+
+    def _first_row(self, config: FederationConfig) -> FederationRow:
+        try:
+            method = make_method(config.method)
+            start = method.start(load_model(self.store, config.bundle), config.seed)
+        except (ConfigError, BundleError) as error:
+            raise Refusal("bad-config", str(error)) from None
+        stored = self.store.blobs.put(f"{config.name}/state", aggregation.pack(start))
+        return FederationRow(
+            id=config.name,
+            config=config.model_dump_json(),
+            state=engine.dump(engine.State()),
+            global_state=stored.sha256,
+            created_at=self._clock(),
+        )
+
+    def federation(self, id_: str) -> LiveFederation:
+        """The federation of this id. Raises Refusal."""
+        live = self._federations.get(id_)
+        if live is None:
+            raise Refusal("not-found", f"there is no federation {id_!r}; GET /v1/federations lists them")
+        return live
+
+    def federations(self) -> list[LiveFederation]:
+        """All of them, oldest first."""
+        return list(self._federations.values())
+
+    # --- tokens and enrolment
+
+    async def new_token(self, id_: str, request: TokenRequest) -> JoinToken:
+        """A fresh join token; only its digest is kept. Raises Refusal, StateError."""
+        live = self.federation(id_)
+        token, expires = auth.new_secret(), self._clock() + request.expires_in
+        await asyncio.to_thread(self.store.metadata.add_token, auth.hashed(token), live.id, request.uses, expires)
+        return JoinToken(token=token, federation=live.id, uses=request.uses, expires_at=expires)
+
+    async def enrol(self, request: Enrol) -> Enrolled:
+        """Take in the device that presents a join token. Raises Refusal, StateError."""
+        token = auth.hashed(request.token)
+        terms = await asyncio.to_thread(self.store.metadata.token, token)
+        if terms is None:
+            raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
+        return await self.federation(terms.federation).enrol(request, token, terms.uses_left, terms.expires_at)

@@ -1,0 +1,644 @@
+"""One federation, alive: the engine's state in memory, journalled before anything is promised.
+
+Every change goes through `_step`: under the federation's lock the engine is asked, the answer journalled in one
+transaction, and only then adopted. Its decisions are carried out here: rounds are folded in a thread, devices that
+wait are woken by an event, deadlines come from a timer. HTTP is not known here; blocking work runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coord_server import aggregation, auth, engine
+from coord_server.aggregation import Closed, Contribution, Course
+from coord_server.refusals import Refusal
+from coord_server.store import Store
+from coord_server.store.blobs import Blobs, Incoming
+from coord_server.store.metadata import DeviceRow, FederationRow, Seen
+from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
+from edge_client.errors import MaskfleetError, PayloadError, StateError
+from edge_client.methods import Method, make_method
+from edge_client.protocol.messages import (
+    Device,
+    Enrol,
+    Enrolled,
+    Federation,
+    FederationConfig,
+    Finish,
+    Receipt,
+    Report,
+    Stopped,
+    Train,
+    Wait,
+    Work,
+)
+from edge_client.protocol.payload import Arrays
+
+log = logging.getLogger("maskfleet")
+
+SPOOL = 1 << 20  # bytes of an upload gathered before a thread writes them
+RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to aggregate while something is in the way
+TIMER_MOST = 60.0  # the deadline is looked at this often, so that a set wall clock does no harm
+POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
+POLL_AGAIN = 1.0  # the same for one that has just waited in a long poll
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Downlink:
+    """A downlink as it is stored: digest, size in bytes, and bytes by kind."""
+
+    shelf: str
+    sha256: str
+    size: int
+    sizes: dict[str, int]
+
+
+def bundle_shelf(digest: str) -> str:
+    """Where a bundle's manifest and parts lie."""
+    return f"bundles/{digest}"
+
+
+def load_model(store: Store, digest: str) -> Model:
+    """The initial values of a bundle whose parts are all here. Raises BundleError, StateError."""
+    manifest = parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
+    with tempfile.TemporaryDirectory() as folder:
+        if manifest.seed is None and WEIGHTS in manifest.parts:
+            stored = store.blobs.read(bundle_shelf(digest), manifest.parts[WEIGHTS].sha256)
+            (Path(folder) / WEIGHTS).write_bytes(stored)
+        return Bundle(manifest, Path(folder)).model()
+
+
+def read_manifest(store: Store, digest: str) -> Manifest:
+    """The manifest of a bundle that is here. Raises StateError."""
+    return parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
+
+
+class LiveFederation:
+    """A federation of a running coordinator. Its public coroutines may be called concurrently."""
+
+    def __init__(
+        self,
+        store: Store,
+        row: FederationRow,
+        devices: list[DeviceRow],
+        records: dict[str, str],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.id = row.id
+        self.config = FederationConfig.model_validate_json(row.config)
+        self.state = engine.load(row.state)
+        self.method: Method = make_method(self.config.method)
+        self.fault: str | None = None
+        self._store, self._clock = store, clock
+        self._global, self._records = row.global_state, records
+        self._credentials = {d.device: d.credential for d in devices}
+        self._names = {d.credential: d.device for d in devices}
+        self._removed = {d.device for d in devices if d.removed}
+        self._seen: dict[str, Seen] = {}
+        self._course: Course | None = None
+        self._arrays: Arrays | None = None
+        self._loading = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._folding = asyncio.Lock()  # a sweep must not meet the blobs of a round that is being folded
+        self._changed = asyncio.Event()
+        self._downlinks: dict[tuple[int, str], asyncio.Task[Downlink]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    # --- life
+
+    def begin(self) -> None:
+        """Take up what the journal says is still to be done."""
+        self._spawn(self._sweep_first())  # ahead of any aggregation: it takes the lock first
+        self._carry_out(engine.pending(self.state))
+        self._arm()
+
+    def wake(self, closing: bool = False) -> None:
+        """Let every long poll look again; with `closing` they all answer."""
+        self._closing = self._closing or closing
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def close(self) -> None:
+        """Stop timers and tasks and write down who called. What is not journalled is done again at the next start."""
+        self.wake(closing=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        async with self._lock:
+            for task in self._tasks:
+                task.cancel()
+            seen, self._seen = self._seen, {}
+            if seen:
+                await asyncio.to_thread(self._store.metadata.save_seen, self.id, seen)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- the one way the state changes
+
+    async def _uninterrupted(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` under the lock to its end, even when whoever asked for it goes away."""
+
+        async def locked() -> T:
+            async with self._lock:
+                return await work()
+
+        return await asyncio.shield(self._spawn(locked()))
+
+    async def _step(
+        self, event: engine.Event, journal: Callable[[str], T], adopt: Callable[[], None] = lambda: None
+    ) -> tuple[engine.Decision, ...]:
+        """Ask the engine, journal its new state, adopt it and carry out its decisions. The lock is held.
+
+        `journal` gets the state as JSON and runs in a thread; `adopt` changes what else memory holds. Raises Refusal
+        when the engine refuses, StateError when the journal cannot be written: then nothing has changed.
+        """
+        state, decisions = engine.apply(self.config, self.state, event)
+        for decision in decisions:
+            if isinstance(decision, engine.Refuse):
+                raise Refusal(decision.kind, decision.detail)
+        if state != self.state:
+            await asyncio.to_thread(self._journal, journal, engine.dump(state))
+            before, self.state = self.state, state
+            adopt()
+            self._arm()
+            if _visible(before) != _visible(state):
+                self.wake()
+        self._carry_out(decisions)
+        return decisions
+
+    def _journal(self, journal: Callable[[str], T], state: str) -> None:
+        """Write, and when the database is not sure that it did, look."""
+        try:
+            journal(state)
+        except StateError:
+            if self._store.metadata.state(self.id) != state:
+                raise
+
+    def _carry_out(self, decisions: tuple[engine.Decision, ...]) -> None:
+        for decision in decisions:
+            if isinstance(decision, engine.Aggregate):
+                self._spawn(self._aggregate(decision))
+            elif isinstance(decision, engine.OpenRound):
+                log.info("%s: round %d, attempt %d, asks %d devices", self.id, decision.round, decision.attempt,
+                         len(decision.cohort))  # fmt: skip
+            elif isinstance(decision, engine.Finish):
+                log.info("%s: finished after round %d", self.id, decision.round)
+
+    def _save(self, state: str) -> None:
+        self._store.metadata.save_state(self.id, state)
+
+    async def operate(self, event: engine.Event) -> None:
+        """Start, pause, resume or stop. Raises Refusal."""
+        await self._uninterrupted(lambda: self._step(event, self._save))
+
+    def now(self) -> float:
+        """The coordinator's clock, seconds."""
+        return self._clock()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.state.deadline is not None and not self._closing:
+            delay = min(max(self.state.deadline - self._clock(), 0.0), TIMER_MOST)
+            self._timer = asyncio.get_running_loop().call_later(delay, lambda: self._spawn(self._tick()))
+
+    async def _tick(self) -> None:
+        try:
+            await self._uninterrupted(lambda: self._step(engine.Tick(self._clock()), self._save))
+            self.fault = None
+        except MaskfleetError as error:
+            self.fault = str(error)
+            log.error("%s: %s", self.id, error)
+            await asyncio.sleep(RETRY_FIRST)
+        self._arm()
+
+    # --- devices
+
+    async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float) -> Enrolled:
+        """Take a device in; the same request again gets the same answer. Raises Refusal, StateError.
+
+        `token` and `credential` are compared and stored as digests.
+        """
+        credential = auth.hashed(request.credential)
+
+        async def join() -> None:
+            name = request.device
+            known = self._credentials.get(name)
+            if name in self._removed:
+                raise Refusal("device-removed", f"device {name!r} was removed from {self.id}; choose another name")
+            if known is not None:
+                if auth.same(known, credential):
+                    return
+                raise Refusal("name-taken", f"another device is enrolled as {name!r} in {self.id}; choose another name")
+            if credential in self._names:
+                raise Refusal("name-taken", "this credential is enrolled under another name; make a fresh one")
+            now = self._clock()
+            if now >= expires_at:
+                raise Refusal("token-spent", "this join token has expired; ask the operator for a new one")
+            spent = Refusal("token-spent", "this join token has been used up; ask the operator for a new one")
+            if uses_left <= 0:
+                raise spent
+
+            def journal(state: str) -> None:
+                if not self._store.metadata.enrol(self.id, name, credential, token, now, state):
+                    raise spent
+
+            def adopt() -> None:
+                self._credentials[name] = credential
+                self._names[credential] = name
+
+            await self._step(engine.Enrolled(now, name), journal, adopt)
+
+        await self._uninterrupted(join)
+        c = self.config
+        return Enrolled(
+            federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds, seed=c.seed,
+            backend=c.backend,
+        )  # fmt: skip
+
+    def device_of(self, credential: str) -> str | None:
+        """The device with this credential digest. Raises Refusal when it was removed."""
+        name = self._names.get(credential)  # a digest of 256 random bits: nothing to learn from the look-up's time
+        if name is None or not auth.same(self._credentials[name], credential):
+            return None
+        if name in self._removed:
+            raise Refusal("device-removed", f"device {name!r} was removed from {self.id} by its operator")
+        return name
+
+    def note(self, device: str, bytes_down: int = 0) -> None:
+        """Remember that a device called and how many payload bytes it fetched; written with its next update."""
+        before = self._seen.get(device)
+        self._seen[device] = Seen(self._clock(), bytes_down + (before.bytes_down if before else 0))
+
+    async def remove(self, device: str) -> None:
+        """Take a device out for good. Raises Refusal."""
+
+        async def leave() -> None:
+            if device not in self._credentials or device in self._removed:
+                raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+            await self._step(
+                engine.Removed(self._clock(), device),
+                lambda state: self._store.metadata.remove_device(self.id, device, state),
+                lambda: self._removed.add(device),
+            )
+
+        await self._uninterrupted(leave)
+
+    async def report(self, device: str, report: Report) -> None:
+        """Keep a device's last word."""
+        await asyncio.to_thread(self._store.metadata.save_report, self.id, device, report.model_dump_json())
+
+    async def devices(self) -> list[Device]:
+        """Every device that ever enrolled, with what happened since its row was written."""
+        rows = await asyncio.to_thread(self._store.metadata.all_devices, self.id)
+        return [self._device(row) for row in rows]
+
+    def _device(self, row: DeviceRow) -> Device:
+        seen = self._seen.get(row.device, Seen(row.last_seen_at))
+        return Device(
+            device=row.device,
+            enrolled_at=row.enrolled_at,
+            last_seen_at=max(row.last_seen_at, seen.at),
+            updates=row.updates,
+            bytes_up=row.bytes_up,
+            bytes_down=row.bytes_down + seen.bytes_down,
+            removed=row.removed,
+            report=None if row.report is None else Report.model_validate_json(row.report),
+        )
+
+    # --- what there is to see
+
+    def summary(self) -> Federation:
+        """The federation as it stands."""
+        s = self.state
+        return Federation(
+            id=self.id,
+            config=self.config,
+            phase=s.phase,
+            round=s.round,
+            devices=len(s.devices),
+            updates=len(s.received),
+            expected=len(engine.missing(s)) if s.stage == "collecting" else 0,
+            attempt=s.attempt,
+            deadline_in=None if s.deadline is None else max(s.deadline - self._clock(), 0.0),
+            fault=self.fault,
+        )
+
+    @property
+    def blobs(self) -> Blobs:
+        """Where its payloads lie."""
+        return self._store.blobs
+
+    async def exported(self) -> bytes:
+        """The global state after the last closed round, as safetensors bytes."""
+        return await asyncio.to_thread(self._store.blobs.read, self._state_shelf, self._global)
+
+    async def _ready(self) -> tuple[Course, Arrays]:
+        """The course and the global state, loaded at first use."""
+        async with self._loading:
+            if self._course is None:
+                model = await asyncio.to_thread(load_model, self._store, self.config.bundle)
+                self._course = Course(self.method, model, self.config.seed, self.config.rounds)
+            if self._arrays is None:
+                self._arrays = aggregation.unpack(await self.exported())
+            return self._course, self._arrays
+
+    # --- work
+
+    async def work(self, device: str, wait: float) -> Work:
+        """What `device` is to do, held back up to `wait` seconds while that is nothing."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait
+        while True:
+            changed = self._changed
+            due = await self._due(device, waited=wait > 0)
+            left = until - loop.time()
+            if not isinstance(due, Wait) or left <= 0 or self._closing:
+                return due
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except asyncio.TimeoutError:
+                return await self._due(device, waited=True)
+
+    async def _due(self, device: str, waited: bool) -> Work:
+        s = self.state
+        if s.phase == "stopped":
+            return Stopped(reason=f"the operator stopped {self.id} in round {s.round}")
+        if s.phase == "finished":
+            last = self.config.rounds + 1
+            down = await self._downlink(last, device)
+            return Finish(round=last, downlink=down.sha256, downlink_size=down.size)
+        asked = s.phase == "running" and s.stage == "collecting" and device in s.cohort and device not in s.received
+        if asked and s.deadline is not None:
+            down = await self._downlink(s.round, device)
+            return Train(
+                round=s.round,
+                lease=engine.lease(self.config, s.round, device),
+                downlink=down.sha256,
+                downlink_size=down.size,
+                deadline_in=max(s.deadline - self._clock(), 0.0),
+            )
+        return Wait(reason=self._reason(device), poll_after=POLL_AGAIN if waited else POLL_AFTER)
+
+    def _reason(self, device: str) -> str:
+        s, c = self.state, self.config
+        if self._closing:
+            return "the coordinator is going down and will be back"
+        if s.phase == "paused":
+            return f"the operator paused {self.id} in round {s.round}"
+        if s.phase == "recruiting":
+            due = "the operator's start" if c.start == "manual" else f"{c.min_devices} devices"
+            return f"waiting for {due}; {len(s.devices)} enrolled"
+        if s.stage == "idle":
+            return f"round {s.round} needs {c.min_updates} devices; {len(s.devices)} enrolled"
+        if s.stage == "aggregating":
+            return f"round {s.round} is being aggregated"
+        mine = "your update is in" if device in s.received else "this device was not drawn"
+        return f"round {s.round}: {mine}; {len(engine.missing(s))} of {len(s.cohort)} devices still train"
+
+    # --- downlinks: made when first asked for, remade after a restart (same state, same bytes)
+
+    def _downlink_shelf(self, round_: int) -> str:
+        return f"{self.id}/downlinks/{round_}"
+
+    async def _downlink(self, round_: int, device: str) -> Downlink:
+        key = (round_, "" if self.method.shared_downlink else device)
+        task = self._downlinks.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._downlinks[key] = self._spawn(self._make_downlink(round_, device))
+        return await asyncio.shield(task)
+
+    async def _make_downlink(self, round_: int, device: str) -> Downlink:
+        course, arrays = await self._ready()
+        return await asyncio.to_thread(self._write_downlink, course, arrays, round_, device)
+
+    def _write_downlink(self, course: Course, arrays: Arrays, round_: int, device: str) -> Downlink:
+        data, kinds = aggregation.downlink(course, round_, device, arrays, self._record(device))
+        stored = self._store.blobs.put(self._downlink_shelf(round_), data, durable=False)
+        return Downlink(self._downlink_shelf(round_), stored.sha256, stored.size, kinds)
+
+    async def payload(self, device: str, sha256: str) -> Downlink:
+        """The downlink with this digest, when it is one that `device` has to fetch now. Raises Refusal."""
+        s = self.state
+        if s.phase != "recruiting":
+            down = await self._downlink(self.config.rounds + 1 if s.phase == "finished" else s.round, device)
+            if down.sha256 == sha256:
+                return down
+        raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
+
+    # --- updates
+
+    def _updates_shelf(self, round_: int) -> str:
+        return f"{self.id}/updates/{round_}"
+
+    async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
+        """Before the body is read: the receipt when the update is already in, None when it is welcome.
+
+        Raises Refusal otherwise.
+        """
+        if round_ < self.state.round or self.state.phase in ("finished", "stopped"):
+            found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
+            if found is not None and found[0] == sha256:
+                return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
+        event = engine.Updated(self._clock(), round_, device, lease, sha256)
+        _, decisions = engine.apply(self.config, self.state, event)
+        first = decisions[0]
+        if isinstance(first, engine.Refuse):
+            raise Refusal(first.kind, first.detail)
+        if isinstance(first, engine.Acknowledge) and first.duplicate:
+            return await self._receipt(round_, device, sha256)
+        return None
+
+    async def _receipt(self, round_: int, device: str, sha256: str) -> Receipt:
+        found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
+        if found is None:
+            raise Refusal("internal-error", f"the update of {device!r} in round {round_} is not in the journal")
+        return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
+
+    async def update_limit(self) -> int:
+        """The most bytes an update may have."""
+        course, _ = await self._ready()
+        return aggregation.update_limit(course)
+
+    async def take_update(
+        self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]
+    ) -> Receipt:
+        """Receive, check, journal, acknowledge. Raises Refusal, StateError; then nothing of it is kept."""
+        course, arrays = await self._ready()
+        limit = aggregation.update_limit(course)
+        incoming = self._store.blobs.receive(self._updates_shelf(round_))
+        try:
+            await _spool(incoming, body, limit)
+            if self.state.round == round_:
+                await asyncio.to_thread(self._check, course, arrays, round_, device, sha256, incoming)
+            size = incoming.stored().size
+            return await self._uninterrupted(
+                lambda: self._acknowledge(engine.Updated(self._clock(), round_, device, lease, sha256), size)
+            )
+        finally:
+            incoming.discard()
+
+    def _check(self, course: Course, arrays: Arrays, round_: int, device: str, sha256: str, incoming: Incoming) -> None:
+        stored = incoming.stored()
+        if stored.sha256 != sha256:
+            raise Refusal(
+                "bad-digest",
+                f"the body's SHA-256 is {stored.sha256}, Content-Digest says {sha256}; it was damaged on the way, "
+                "send it again",
+            )
+        try:
+            aggregation.check_update(course, round_, device, arrays, self._record(device), incoming.content())
+        except PayloadError as error:
+            raise Refusal("bad-payload", f"the update of {device!r} for round {round_}: {error}") from None
+        incoming.commit()
+
+    async def _acknowledge(self, event: engine.Updated, size: int) -> Receipt:
+        seen = self._seen.get(event.device, Seen(event.now))
+
+        def journal(state: str) -> None:
+            self._store.metadata.acknowledge(
+                self.id, event.round, event.device, event.sha256, size, event.now, seen, state
+            )
+
+        await self._step(event, journal, lambda: self._written(event.device, seen))
+        return Receipt(federation=self.id, round=event.round, device=event.device, sha256=event.sha256, size=size)
+
+    def _written(self, device: str, seen: Seen) -> None:
+        """What `note` gathered up to `seen` is in the journal now."""
+        later = self._seen.get(device)
+        if later is not None:
+            self._seen[device] = replace(later, bytes_down=later.bytes_down - seen.bytes_down)
+
+    # --- closing a round
+
+    @property
+    def _state_shelf(self) -> str:
+        return f"{self.id}/state"
+
+    def _record_shelf(self, device: str) -> str:
+        return f"{self.id}/records/{device}"
+
+    def _record(self, device: str) -> Arrays:
+        sha256 = self._records.get(device)
+        return {} if sha256 is None else aggregation.unpack(self._store.blobs.read(self._record_shelf(device), sha256))
+
+    async def _aggregate(self, decision: engine.Aggregate) -> None:
+        """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
+        delay = RETRY_FIRST
+        while True:
+            try:
+                async with self._folding:
+                    await self._fold_and_journal(decision)
+                    self.fault = None
+                    await asyncio.to_thread(self._sweep)
+                return
+            except Refusal as refused:  # stopped meanwhile
+                log.info("%s: round %d is not counted: %s", self.id, decision.round, refused)
+                return
+            except MaskfleetError as error:
+                self.fault = f"round {decision.round} cannot be aggregated: {error}"
+            except Exception:
+                self.fault = f"round {decision.round} cannot be aggregated: see the coordinator's log"
+                log.exception("%s: aggregating round %d failed", self.id, decision.round)
+            log.error("%s: %s; trying again in %.0f s", self.id, self.fault, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, RETRY_MOST)
+
+    async def _fold_and_journal(self, decision: engine.Aggregate) -> None:
+        course, arrays = await self._ready()
+        round_, opened = decision.round, self.state.opened
+        if self.method.shared_downlink:
+            shared = await self._downlink(round_, decision.devices[0])
+            downs = dict.fromkeys(decision.devices, shared.sizes)
+        else:
+            downs = {d: (await self._downlink(round_, d)).sizes for d in decision.devices}
+        digests = dict(self.state.received)
+        closed, kept, blob = await asyncio.to_thread(self._fold, course, arrays, decision, digests, downs)
+        now = self._clock()
+        record = closed.record.model_copy(update={"seconds": now - opened})
+
+        def journal(state: str) -> None:
+            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), blob, kept, state)
+
+        def adopt() -> None:
+            self._arrays, self._global = closed.state, blob
+            self._records.update(kept)
+            for key in [k for k in self._downlinks if k[0] <= round_]:
+                del self._downlinks[key]
+
+        await self._uninterrupted(lambda: self._step(engine.Aggregated(now, round_), journal, adopt))
+
+    def _fold(
+        self,
+        course: Course,
+        arrays: Arrays,
+        decision: engine.Aggregate,
+        digests: dict[str, str],
+        downs: dict[str, dict[str, int]],
+    ) -> tuple[Closed, dict[str, str], str]:
+        blobs, kept = self._store.blobs, dict[str, str]()
+
+        def contributions() -> Iterator[Contribution]:
+            for device in decision.devices:
+                data = blobs.read(self._updates_shelf(decision.round), digests[device])
+                yield Contribution(device, data, self._record(device), downs[device])
+
+        def keep(device: str, record: Arrays) -> None:
+            kept[device] = blobs.put(self._record_shelf(device), aggregation.pack(record)).sha256
+
+        closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
+        return closed, kept, blobs.put(self._state_shelf, aggregation.pack(closed.state)).sha256
+
+    async def _sweep_first(self) -> None:
+        async with self._folding:
+            await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> None:
+        """Drop the blobs that nothing can ask for any more."""
+        blobs, s = self._store.blobs, self.state
+        blobs.keep_only(self._state_shelf, {self._global})
+        for device, sha256 in list(self._records.items()):
+            blobs.keep_only(self._record_shelf(device), {sha256})
+        over = s.phase in ("finished", "stopped")
+        for name in blobs.shelves(f"{self.id}/updates"):
+            if over or int(name) < s.round:
+                blobs.drop(self._updates_shelf(int(name)))
+        for name in blobs.shelves(f"{self.id}/downlinks"):
+            if int(name) < s.round:
+                blobs.drop(self._downlink_shelf(int(name)))
+
+
+def _visible(state: engine.State) -> tuple[object, ...]:
+    """What a waiting device could see change."""
+    return state.phase, state.round, state.attempt, state.stage, state.cohort
+
+
+async def _spool(incoming: Incoming, body: AsyncIterator[bytes], limit: int) -> None:
+    """Write a body of at most `limit` bytes, a megabyte at a time, in threads."""
+    pieces: list[bytes] = []
+    size = waiting = 0
+    async for chunk in body:
+        size += len(chunk)
+        if size > limit:
+            raise Refusal("too-large", f"the body exceeds {limit} bytes, the most an update of this method may have")
+        pieces.append(chunk)
+        waiting += len(chunk)
+        if waiting >= SPOOL:
+            await asyncio.to_thread(incoming.write, b"".join(pieces))
+            pieces, waiting = [], 0
+    await asyncio.to_thread(incoming.write, b"".join(pieces))

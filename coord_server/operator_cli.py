@@ -1,0 +1,233 @@
+"""`maskfleet federation ...`: the operator's commands, REST underneath."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
+from coord_server.operator_client import Operator
+from edge_client.errors import ConfigError
+from edge_client.protocol.messages import Federation, FederationConfig, TokenRequest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(envvar="MASKFLEET_URL", help="The coordinator's address.")]
+TokenFile = Annotated[Path, typer.Option(help=f"File with the operator's token, unless {OPERATOR_ENV} is set.")]
+Id = Annotated[str, typer.Argument(help="The federation's id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+URL = "http://127.0.0.1:8750"
+TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+
+
+def _operator(url: str, token_file: Path) -> Operator:
+    token = os.environ.get(OPERATOR_ENV, "").strip()
+    if not token:
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"no operator token: {token_file}: {error.strerror}; set {OPERATOR_ENV}, or name the coordinator's "
+                f"DATA/{OPERATOR_FILE} with --token-file"
+            ) from None
+    return Operator(url, token)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A federation's settings from TOML or, when its name ends in .json, JSON. Raises ConfigError."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is malformed: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no table of settings")
+    return found
+
+
+def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
+    """The settings as a config. Raises ConfigError naming the first that does not fit."""
+    try:
+        return FederationConfig.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(p) for p in first["loc"])
+        value = "" if first["type"] == "missing" else f" = {first['input']!r}"
+        raise ConfigError(f"{where}, {name or 'settings'}{value}: {first['msg']}") from None
+
+
+def _print(found: BaseModel) -> None:
+    print(found.model_dump_json(indent=1))
+
+
+def _row(f: Federation) -> tuple[str, ...]:
+    method = str(f.config.method.get("name"))
+    rounds = f"{f.round}/{f.config.rounds}" + (f" (attempt {f.attempt})" if f.attempt > 1 else "")
+    waits = f"{f.updates} in, {f.expected} awaited"
+    ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
+    return f.id, method, f.phase, rounds, str(f.devices), waits, ends, f.fault or ""
+
+
+@app.command()
+def create(
+    file: Annotated[Path, typer.Argument(help="TOML (or .json) with the federation's settings.")],
+    bundle: Annotated[Path | None, typer.Option(help="Bundle folder; default: the settings' `bundle`.")] = None,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Upload the bundle and create the federation; prints its id.
+
+    `bundle` in the file is a folder (relative to the file) or the digest of a bundle that is there already.
+    """
+    settings = read_settings(file)
+    folder = bundle
+    named = settings.get("bundle")
+    if folder is None and isinstance(named, str) and (file.parent / named).is_dir():
+        folder = file.parent / named
+    # What is wrong in the file shows before anything is uploaded.
+    check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
+    with _operator(url, token_file) as operator:
+        if folder is not None:
+            settings["bundle"] = operator.upload_bundle(folder)
+        print(operator.create(check_settings(settings, str(file))).id)
+
+
+@app.command("list")
+def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the federations."""
+    with _operator(url, token_file) as operator:
+        found = operator.federations()
+    if as_json:
+        print(json.dumps([f.model_dump(mode="json") for f in found], indent=1))
+        return
+    table = Table("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
+    for f in found:
+        table.add_row(*_row(f))
+    Console().print(table)
+
+
+@app.command()
+def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Show a federation as JSON: phase, round, updates, deadline, config."""
+    with _operator(url, token_file) as operator:
+        _print(operator.federation(id_))
+
+
+@app.command()
+def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List a federation's devices: updates, payload bytes, reported accuracy."""
+    with _operator(url, token_file) as operator:
+        found = operator.devices(id_)
+    if as_json:
+        print(json.dumps([d.model_dump(mode="json") for d in found], indent=1))
+        return
+    table = Table("device", "updates", "bytes up", "bytes down", "accuracy", "")
+    for d in found:
+        accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
+        gone = "removed" if d.removed else ""
+        table.add_row(d.device, str(d.updates), str(d.bytes_up), str(d.bytes_down), accuracy, gone)
+    Console().print(table)
+
+
+@app.command()
+def remove(
+    id_: Id,
+    device: Annotated[str, typer.Argument(help="The device's name.")],
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Take a device out for good."""
+    with _operator(url, token_file) as operator:
+        operator.remove_device(id_, device)
+
+
+@app.command()
+def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the closed rounds: accuracy, bits per parameter, seconds."""
+    with _operator(url, token_file) as operator:
+        found = operator.rounds(id_)
+    if as_json:
+        print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
+        return
+    table = Table("round", "devices", "loss", "accuracy", "worst", "bits/parameter up", "down", "seconds")
+    for r in found:
+        after = r.accuracy_after
+        bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
+        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, f"{r.seconds:.1f}")
+        table.add_row(str(r.round), str(len(r.devices)), *figures)
+    Console().print(table)
+
+
+@app.command()
+def token(
+    id_: Id,
+    uses: Annotated[int, typer.Option(min=1, help="How many devices may enrol with it.")] = 1000,
+    expires_in: Annotated[float, typer.Option(min=1.0, help="Seconds it is good for.")] = 7 * 86400.0,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Print a fresh join token."""
+    with _operator(url, token_file) as operator:
+        print(operator.token(id_, TokenRequest(uses=uses, expires_in=expires_in)).token)
+
+
+@app.command()
+def start(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Begin round 1 with the devices there are."""
+    _operate(id_, "start", url, token_file)
+
+
+@app.command()
+def pause(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Stop the round's clock; updates on their way are still taken."""
+    _operate(id_, "pause", url, token_file)
+
+
+@app.command()
+def resume(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Go on after a pause."""
+    _operate(id_, "resume", url, token_file)
+
+
+@app.command()
+def stop(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """End a federation for good; its state can still be exported."""
+    _operate(id_, "stop", url, token_file)
+
+
+def _operate(id_: str, action: str, url: str, token_file: Path) -> None:
+    with _operator(url, token_file) as operator:
+        found = operator.operate(id_, action)
+    print(f"{found.id}: {found.phase}, round {found.round} of {found.config.rounds}")
+
+
+@app.command()
+def export(
+    id_: Id,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Write the global state after the last closed round as a safetensors file."""
+    with _operator(url, token_file) as operator:
+        data = operator.state(id_)
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
+    print(f"{output}: {len(data)} bytes")

@@ -1,0 +1,141 @@
+"""The operator's requests as functions, for the command line, the demo and anyone's scripts.
+
+One `Operator` speaks to one coordinator by httpx. Every refusal is a ServerError with the coordinator's sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.errors import ConfigError, ServerError, UnreachableError
+from edge_client.protocol.messages import (
+    BundleReceipt,
+    Device,
+    Federation,
+    FederationConfig,
+    Health,
+    JoinToken,
+    Round,
+    TokenRequest,
+)
+
+T = TypeVar("T")
+TIMEOUT = 60.0  # seconds without a byte
+CHUNK = 1 << 20
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Operator:
+    """An operator of the coordinator at `url`; close it, or use it in a `with`."""
+
+    def __init__(self, url: str, token: str) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL("")
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{url!r} is not the address of a coordinator; give one like http://127.0.0.1:8750")
+        self._http = httpx.Client(
+            base_url=parsed,
+            timeout=TIMEOUT,
+            headers={"Authorization": f"Bearer {token}"},
+            trust_env=parsed.host not in LOOPBACK,  # a proxy is not asked for this very machine
+        )
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _send(self, method: str, path: str, **body: Any) -> bytes:
+        try:
+            response = self._http.request(method, path, **body)
+        except httpx.RequestError as error:
+            raise UnreachableError(
+                f"{self._http.base_url} does not answer ({type(error).__name__}: {error}); is the coordinator running?"
+            ) from None
+        if response.is_success:
+            return response.content
+        try:
+            problem = json.loads(response.content)
+            detail, kind = str(problem["detail"]), str(problem["type"]).rpartition("/")[2]
+        except (ValueError, KeyError, TypeError):
+            detail, kind = f"{response.url} answered {response.status_code}; is it a coordinator?", "not-a-problem"
+        raise ServerError(detail, response.status_code, kind)
+
+    def _ask(self, answer: type[T], method: str, path: str, **body: Any) -> T:
+        return TypeAdapter(answer).validate_json(self._send(method, path, **body))
+
+    def health(self) -> Health:
+        """Raises UnreachableError when the coordinator is not up."""
+        return self._ask(Health, "GET", "/v1/health")
+
+    def upload_bundle(self, folder: Path) -> str:
+        """Upload what the coordinator lacks of the bundle in `folder`; its digest. Raises BundleError."""
+        bundle = Bundle.open(folder)
+        manifest = (folder / MANIFEST).read_bytes()
+        receipt = self._ask(BundleReceipt, "POST", "/v1/bundles", content=manifest)
+        for name in receipt.missing:
+            path = bundle.part(name)
+            self._send(
+                "PUT",
+                f"/v1/bundles/{receipt.digest}/parts/{name}",
+                content=_chunks(path),
+                headers={"Content-Length": str(path.stat().st_size)},
+            )
+        return digest(manifest)
+
+    def create(self, config: FederationConfig) -> Federation:
+        """Create a federation from a bundle that is there."""
+        return self._ask(Federation, "POST", "/v1/federations", json=config.model_dump(mode="json"))
+
+    def federations(self) -> list[Federation]:
+        """All federations."""
+        return self._ask(list[Federation], "GET", "/v1/federations")
+
+    def federation(self, id_: str) -> Federation:
+        """One federation as it stands."""
+        return self._ask(Federation, "GET", f"/v1/federations/{id_}")
+
+    def operate(self, id_: str, action: str) -> Federation:
+        """`action` is start, pause, resume or stop."""
+        return self._ask(Federation, "POST", f"/v1/federations/{id_}/{action}")
+
+    def token(self, id_: str, request: TokenRequest) -> JoinToken:
+        """A fresh join token."""
+        return self._ask(JoinToken, "POST", f"/v1/federations/{id_}/tokens", json=request.model_dump())
+
+    def devices(self, id_: str) -> list[Device]:
+        """Every device that ever enrolled."""
+        return self._ask(list[Device], "GET", f"/v1/federations/{id_}/devices")
+
+    def remove_device(self, id_: str, device: str) -> None:
+        """Take a device out for good."""
+        self._send("DELETE", f"/v1/federations/{id_}/devices/{device}")
+
+    def rounds(self, id_: str) -> list[Round]:
+        """The records of the closed rounds."""
+        return self._ask(list[Round], "GET", f"/v1/federations/{id_}/rounds")
+
+    def state(self, id_: str) -> bytes:
+        """The global state after the last closed round, one safetensors file."""
+        return self._send("GET", f"/v1/federations/{id_}/state")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk

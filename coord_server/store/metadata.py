@@ -1,0 +1,353 @@
+"""Everything the coordinator knows that is not bytes: SQLAlchemy Core tables, SQLite by default, PostgreSQL by URL.
+
+Each public function is one transaction. What an event changes (its row and the engine's state) goes in together, so
+that after a crash the state and the rows agree. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    create_engine,
+    event,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.exc import DBAPIError
+
+from edge_client.errors import StateError
+
+_META = MetaData()
+
+federations = Table(
+    "federations",
+    _META,
+    Column("id", String(64), primary_key=True),
+    Column("config", Text, nullable=False),  # FederationConfig as JSON
+    Column("state", Text, nullable=False),  # the engine's State as JSON
+    Column("global_state", String(64), nullable=False),  # blob of the method's state after the last closed round
+    Column("created_at", Float, nullable=False),
+)
+devices = Table(
+    "devices",
+    _META,
+    Column("federation", String(64), primary_key=True),
+    Column("device", String(64), primary_key=True),
+    Column("credential", String(64), nullable=False),  # SHA-256 of the device's credential
+    Column("removed", Boolean, nullable=False, default=False),
+    Column("enrolled_at", Float, nullable=False),
+    Column("last_seen_at", Float, nullable=False),
+    Column("updates", Integer, nullable=False, default=0),
+    Column("bytes_up", BigInteger, nullable=False, default=0),
+    Column("bytes_down", BigInteger, nullable=False, default=0),
+    Column("report", Text),  # Report as JSON
+    UniqueConstraint("federation", "credential"),
+)
+tokens = Table(
+    "tokens",
+    _META,
+    Column("token", String(64), primary_key=True),  # SHA-256 of the join token
+    Column("federation", String(64), nullable=False),
+    Column("uses_left", Integer, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+updates = Table(
+    "updates",
+    _META,
+    Column("federation", String(64), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("device", String(64), primary_key=True),
+    Column("sha256", String(64), nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("received_at", Float, nullable=False),
+)
+rounds = Table(
+    "rounds",
+    _META,
+    Column("federation", String(64), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("record", Text, nullable=False),  # Round as JSON
+)
+records = Table(
+    "records",
+    _META,
+    Column("federation", String(64), primary_key=True),
+    Column("device", String(64), primary_key=True),
+    Column("sha256", String(64), nullable=False),  # blob of what the method keeps about the device
+)
+bundles = Table("bundles", _META, Column("digest", String(64), primary_key=True), Column("added_at", Float))
+
+
+@dataclass(frozen=True)
+class FederationRow:
+    """A federation as it was last journalled; `config` and `state` are JSON."""
+
+    id: str
+    config: str
+    state: str
+    global_state: str
+    created_at: float
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A device as it was last journalled; `credential` is a SHA-256, `report` JSON."""
+
+    device: str
+    credential: str
+    removed: bool
+    enrolled_at: float
+    last_seen_at: float
+    updates: int
+    bytes_up: int
+    bytes_down: int
+    report: str | None
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A join token's terms."""
+
+    federation: str
+    uses_left: int
+    expires_at: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What happened to a device since its row was last written: when it called, payload bytes it fetched."""
+
+    at: float
+    bytes_down: int = 0
+
+
+def _prepare_sqlite(engine: Engine) -> None:
+    """WAL with a sync at every commit: a commit that returned survives a power cut."""
+
+    @event.listens_for(engine, "connect")
+    def _connect(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # transactions are begun below, not by the driver
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+class Metadata:
+    """The tables behind one database URL."""
+
+    def __init__(self, url: str) -> None:
+        """Connect, and create the tables that are missing. Raises StateError."""
+        self._engine = create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            _prepare_sqlite(self._engine)
+        with self._write() as c:
+            _META.create_all(c)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        try:
+            with self._engine.connect().execution_options(writes=True) as c, c.begin():
+                yield c
+        except DBAPIError as error:
+            raise StateError(
+                f"the coordinator's database took nothing: {error.orig}; free space or repair it, then try again"
+            ) from None
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        try:
+            with self._engine.connect() as c:
+                yield c
+        except DBAPIError as error:
+            raise StateError(f"the coordinator's database cannot be read: {error.orig}; repair it") from None
+
+    # --- bundles
+
+    def add_bundle(self, digest: str, now: float) -> None:
+        """Note a bundle's manifest; again is harmless."""
+        with self._write() as c:
+            if c.execute(select(bundles.c.digest).where(bundles.c.digest == digest)).first() is None:
+                c.execute(insert(bundles).values(digest=digest, added_at=now))
+
+    def has_bundle(self, digest: str) -> bool:
+        """Whether the manifest of a bundle is here."""
+        with self._read() as c:
+            return c.execute(select(bundles.c.digest).where(bundles.c.digest == digest)).first() is not None
+
+    # --- federations
+
+    def add_federation(self, row: FederationRow) -> None:
+        """Journal a new federation."""
+        with self._write() as c:
+            c.execute(insert(federations).values(**vars(row)))
+
+    def all_federations(self) -> list[FederationRow]:
+        """Every federation, oldest first."""
+        with self._read() as c:
+            found = c.execute(select(federations).order_by(federations.c.created_at, federations.c.id)).mappings()
+            return [FederationRow(**row) for row in found]
+
+    def save_state(self, federation: str, state: str) -> None:
+        """Journal the engine's state alone."""
+        with self._write() as c:
+            self._state(c, federation, state)
+
+    def state(self, federation: str) -> str | None:
+        """The journalled state of the engine."""
+        with self._read() as c:
+            return c.scalars(select(federations.c.state).where(federations.c.id == federation)).first()
+
+    def _state(self, c: Connection, federation: str, state: str, **more: str) -> None:
+        c.execute(update(federations).where(federations.c.id == federation).values(state=state, **more))
+
+    # --- tokens and devices
+
+    def add_token(self, token: str, federation: str, uses: int, expires_at: float) -> None:
+        """Journal a join token by its SHA-256."""
+        with self._write() as c:
+            c.execute(insert(tokens).values(token=token, federation=federation, uses_left=uses, expires_at=expires_at))
+
+    def token(self, token: str) -> TokenRow | None:
+        """The terms of the token with this SHA-256."""
+        with self._read() as c:
+            columns = (tokens.c.federation, tokens.c.uses_left, tokens.c.expires_at)
+            row = c.execute(select(*columns).where(tokens.c.token == token)).mappings().first()
+            return None if row is None else TokenRow(**row)
+
+    def enrol(self, federation: str, device: str, credential: str, token: str, now: float, state: str) -> bool:
+        """Journal a new device and one use of its token; False, and nothing, when the token is used up."""
+        with self._write() as c:
+            spent = c.execute(
+                update(tokens)
+                .where(tokens.c.token == token, tokens.c.uses_left > 0)
+                .values(uses_left=tokens.c.uses_left - 1)
+            )
+            if spent.rowcount != 1:
+                return False
+            c.execute(
+                insert(devices).values(
+                    federation=federation,
+                    device=device,
+                    credential=credential,
+                    removed=False,
+                    enrolled_at=now,
+                    last_seen_at=now,
+                )
+            )
+            self._state(c, federation, state)
+            return True
+
+    def all_devices(self, federation: str) -> list[DeviceRow]:
+        """Every device that ever enrolled, by name."""
+        columns = [col for col in devices.c if col.name != "federation"]
+        with self._read() as c:
+            query = select(*columns).where(devices.c.federation == federation).order_by(devices.c.device)
+            return [DeviceRow(**row) for row in c.execute(query).mappings()]
+
+    def remove_device(self, federation: str, device: str, state: str) -> None:
+        """Journal that a device is out."""
+        with self._write() as c:
+            self._device(c, federation, device, {"removed": True})
+            self._state(c, federation, state)
+
+    def _device(self, c: Connection, federation: str, device: str, values: Mapping[Any, Any]) -> None:
+        mine = (devices.c.federation == federation) & (devices.c.device == device)
+        c.execute(update(devices).where(mine).values(dict(values)))
+
+    def _seen(self, c: Connection, federation: str, seen: Mapping[str, Seen]) -> None:
+        for device, s in seen.items():
+            down = devices.c.bytes_down + s.bytes_down
+            self._device(c, federation, device, {devices.c.last_seen_at: s.at, devices.c.bytes_down: down})
+
+    def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
+        """Journal who called since."""
+        with self._write() as c:
+            self._seen(c, federation, seen)
+
+    def save_report(self, federation: str, device: str, report: str) -> None:
+        """Journal a device's last word; the newest counts."""
+        with self._write() as c:
+            self._device(c, federation, device, {"report": report})
+
+    # --- rounds
+
+    def acknowledge(
+        self, federation: str, round_: int, device: str, sha256: str, size: int, now: float, seen: Seen, state: str
+    ) -> None:
+        """Journal an update that is about to be acknowledged."""
+        with self._write() as c:
+            c.execute(
+                insert(updates).values(
+                    federation=federation, round=round_, device=device, sha256=sha256, size=size, received_at=now
+                )
+            )
+            counts = {
+                devices.c.updates: devices.c.updates + 1,
+                devices.c.bytes_up: devices.c.bytes_up + size,
+                devices.c.bytes_down: devices.c.bytes_down + seen.bytes_down,
+                devices.c.last_seen_at: seen.at,
+            }
+            self._device(c, federation, device, counts)
+            self._state(c, federation, state)
+
+    def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
+        """SHA-256 and size of the update that was acknowledged, None when none was."""
+        mine = (updates.c.federation == federation) & (updates.c.round == round_) & (updates.c.device == device)
+        with self._read() as c:
+            row = c.execute(select(updates.c.sha256, updates.c.size).where(mine)).first()
+            return None if row is None else (row[0], row[1])
+
+    def close_round(
+        self, federation: str, round_: int, record: str, global_state: str, kept: Mapping[str, str], state: str
+    ) -> None:
+        """Journal a round's record, the new global state, the devices' new records and the engine's state."""
+        with self._write() as c:
+            c.execute(insert(rounds).values(federation=federation, round=round_, record=record))
+            for device, sha256 in kept.items():
+                mine = (records.c.federation == federation) & (records.c.device == device)
+                if c.execute(update(records).where(mine).values(sha256=sha256)).rowcount == 0:
+                    c.execute(insert(records).values(federation=federation, device=device, sha256=sha256))
+            self._state(c, federation, state, global_state=global_state)
+
+    def all_records(self, federation: str) -> dict[str, str]:
+        """Each device's record by its digest."""
+        with self._read() as c:
+            query = select(records.c.device, records.c.sha256).where(records.c.federation == federation)
+            return {row[0]: row[1] for row in c.execute(query)}
+
+    def all_rounds(self, federation: str) -> list[str]:
+        """The records of all closed rounds as JSON, in order."""
+        with self._read() as c:
+            query = select(rounds.c.record).where(rounds.c.federation == federation).order_by(rounds.c.round)
+            return list(c.scalars(query))
+
+    def one_round(self, federation: str, round_: int) -> str | None:
+        """One closed round's record as JSON."""
+        with self._read() as c:
+            query = select(rounds.c.record).where(rounds.c.federation == federation, rounds.c.round == round_)
+            return c.scalars(query).first()

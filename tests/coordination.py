@@ -1,0 +1,134 @@
+"""What the coordinator's tests share: a small bundle, updates made by hand, an operator and a device over httpx."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.protocol.payload import Payload, decode, encode
+
+OPERATOR = "o" * 64
+D = 12  # parameters of the small bundle
+
+
+def manifest(d: int = D) -> Manifest:
+    """A seeded model of one linear layer with `d` weights, and one part that nothing reads."""
+    weight = Tensor(name="w", shape=(d // 2, 2), offset=0, init=Init(kind="uniform", scale=1.0))
+    content = b"graph"
+    return Manifest(
+        name="small",
+        input=Input(shape=(2,)),
+        classes=2,
+        parameters=(weight,),
+        layers=(Layer(name="w", kind="linear", weights=("w",)),),
+        seed=3,
+        parts={"train.onnx": Part(sha256=digest(content), size=len(content))},
+    )
+
+
+def write_bundle(folder: Path, d: int = D) -> Path:
+    """The small bundle as a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(manifest(d).to_bytes())
+    (folder / "train.onnx").write_bytes(b"graph")
+    return folder
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """A federation's settings, FedAvg over two devices."""
+    base = {"name": "fed", "bundle": digest(manifest().to_bytes()), "method": {"name": "fedavg"}, "rounds": 2,
+            "cohort": 2, "min_devices": 2, "seed": 7}  # fmt: skip
+    return {**base, **more}
+
+
+def update(values: np.ndarray[Any, Any], samples: int = 10, **meta: Any) -> bytes:
+    """An update of FedAvg."""
+    figures = {"samples": samples, "test_samples": 4, "loss": 0.5, "accuracy_before": 0.25, "accuracy_after": 0.75}
+    arrays = {"parameters": values.astype(np.float32), "buffers": np.zeros(0, np.float32)}
+    return encode(Payload(arrays, {**figures, **meta}))
+
+
+def trained(down: bytes, device: str) -> bytes:
+    """What a device sends that moves every parameter by an amount of its own."""
+    start = decode(down).arrays["parameters"]
+    return update(start + np.float32(0.1) * len(device) + np.arange(len(start), dtype=np.float32), len(device))
+
+
+def content_digest(data: bytes) -> str:
+    """The header of RFC 9530."""
+    return f"sha-256=:{b64encode(sha256(data).digest()).decode()}:"
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+def credential(device: str) -> str:
+    """A device's credential, the same each time."""
+    return sha256(device.encode()).hexdigest()
+
+
+class Fleet:
+    """Requests of an operator and of devices to one coordinator, each returning the response."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self.join = ""
+
+    async def operator(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return await self.http.request(method, path, headers=bearer(OPERATOR), **more)
+
+    async def bundle(self, d: int = D) -> str:
+        content = manifest(d).to_bytes()
+        await self.operator("POST", "/v1/bundles", content=content)
+        await self.operator("PUT", f"/v1/bundles/{digest(content)}/parts/train.onnx", content=b"graph")
+        return digest(content)
+
+    async def federation(self, *devices: str, d: int = D, **more: Any) -> None:
+        """A federation "fed" of the small bundle with these devices enrolled."""
+        config = settings(bundle=await self.bundle(d), **more)
+        created = await self.operator("POST", "/v1/federations", json=config)
+        assert created.status_code == 201, created.text
+        self.join = (await self.operator("POST", "/v1/federations/fed/tokens", json={})).json()["token"]
+        for device in devices:
+            assert (await self.enrol(device)).status_code == 200
+
+    async def enrol(self, device: str, secret: str | None = None) -> httpx.Response:
+        body = {"token": self.join, "device": device, "credential": secret or credential(device)}
+        return await self.http.post("/v1/enrol", json=body)
+
+    async def work(self, device: str, wait: float = 0.0) -> dict[str, Any]:
+        path = f"/v1/federations/fed/work?wait={wait}"
+        answer = await self.http.get(path, headers=bearer(credential(device)), timeout=30)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def fetch(self, device: str, work: dict[str, Any]) -> bytes:
+        path = f"/v1/federations/fed/payloads/{work['downlink']}"
+        answer = await self.http.get(path, headers=bearer(credential(device)))
+        assert answer.status_code == 200, answer.text
+        assert digest(answer.content) == work["downlink"]
+        return answer.content
+
+    async def upload(
+        self, device: str, round_: int, lease: str, body: Any, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        path = f"/v1/federations/fed/rounds/{round_}/updates/{device}"
+        shown = {"Maskfleet-Lease": lease, **bearer(credential(device))}
+        if isinstance(body, bytes):
+            shown["Content-Digest"] = content_digest(body)
+        return await self.http.put(path, content=body, headers={**shown, **(headers or {})})
+
+    async def train(self, device: str, wait: float = 10.0) -> httpx.Response:
+        """One whole turn of a device that has work."""
+        work = await self.work(device, wait)
+        assert work["status"] == "train", work
+        return await self.upload(device, work["round"], work["lease"], trained(await self.fetch(device, work), device))
