@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from edge_export.flattens import free_flattens
 from edge_export.onnx_passes import tidy
 from edge_export.onnx_translation import to_onnx
 
@@ -39,4 +40,4 @@ def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffer
     with torch.no_grad():
         wrapped = _Forward(module, parameters, buffers)
         program = torch.export.export(wrapped, (tensors, example), dynamic_shapes=shapes)
-    return tidy(to_onnx(program), [*parameters, *buffers, "x"], ["logits"])
+    return free_flattens(tidy(to_onnx(program), [*parameters, *buffers, "x"], ["logits"]))
