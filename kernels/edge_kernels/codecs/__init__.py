@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels.codecs import bits, entropy, rice
+from edge_kernels.codecs import auto, bits, entropy, fuse, png, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
 
 __all__ = ["CODECS", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "decode", "decode_mask", "encode",
@@ -44,6 +45,12 @@ CODECS: Mapping[str, SetCodec] = {
         _plain("bits", True, bits.encode, bits.decode),
         _plain("rice", True, rice.encode, rice.decode),
         SetCodec("entropy", True, entropy.encode, entropy.decode),
+        SetCodec("auto", True, auto.encode, auto.decode),
+        *(
+            _plain(f"fuse{width}", False, partial(fuse.encode, width=width), partial(fuse.decode, width=width))
+            for width in (8, 16, 32)
+        ),
+        _plain("fuse8-png", False, png.encode, png.decode),
     )
 }
 

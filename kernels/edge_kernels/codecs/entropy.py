@@ -171,7 +171,7 @@ class _Groups:
             until = np.searchsorted(places, begin)
             runs = until - cut
             if runs.any():
-                # This tile's flips, group by group: places cut[g] .. until[g] - 1, as ranks in the tile's grouped order.
+                # This tile's flips by group: places cut[g] .. until[g] - 1, made ranks in the tile's grouped order.
                 total = int(runs.sum())
                 index = np.arange(total) + np.repeat(cut - (np.cumsum(runs) - runs), runs)
                 ahead = np.cumsum(self.counts[tile]) - begin

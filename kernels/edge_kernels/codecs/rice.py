@@ -65,11 +65,19 @@ def decode(data: bytes, d: int) -> Positions:
     return complement(out, d) if flags & _COMPLEMENT else out
 
 
-def size_estimate(positions: Positions, d: int) -> float:
-    """About the bytes of :func:`encode`: the ideal code lengths at the blocks' rates and 1.5 %."""
+def size(positions: Positions, d: int) -> int:
+    """The bytes of :func:`encode`, without writing them."""
     if len(positions) > d // 2:
         positions = complement(positions, d)
-    return 4 + 1.015 * _ideal_bytes(positions, _block_log(positions))
+    log = _block_log(positions)
+    total = 1 + len(varint(len(positions)))
+    for low in range(0, len(positions), 1 << log):
+        gaps = _gaps(positions, low, 1 << log)
+        bits, k, thirds = _best(gaps)
+        high = gaps >> np.uint32(k)
+        length = len(gaps) + int((high // np.uint32(3) if thirds else high).sum(dtype=np.int64))
+        total += 1 + len(varint(length)) + (bits + 7) // 8
+    return total
 
 
 def _gaps(positions: Positions, low: int, count: int) -> NDArray[np.uint32]:
@@ -111,11 +119,7 @@ def _parameter(rank: int) -> tuple[int, bool]:
 
 
 def _encode_block(gaps: NDArray[np.uint32]) -> bytes:
-    ideal = max(0.69 * (float(gaps.mean(dtype=np.float64)) + 1), 1.0)
-    near = round(2 * log2(ideal)) - 1 if ideal > 1.5 else 0
-    best_bits, k, thirds = min((_cost(gaps, *_parameter(rank)), *_parameter(rank))
-                               for rank in range(max(near - 2, 0), min(near + 3, 60)))  # fmt: skip
-    del best_bits
+    _, k, thirds = _best(gaps)
     high = gaps >> np.uint32(k)
     parts = [unary(high // np.uint32(3) if thirds else high)]
     head = bytes([k | (_THIRDS if thirds else 0)]) + varint(len(parts[0]))
@@ -124,6 +128,15 @@ def _encode_block(gaps: NDArray[np.uint32]) -> bytes:
         rest = high % np.uint32(3)
         parts += [rest != 0, rest[rest != 0] == 2]
     return head + pack(np.concatenate(parts))
+
+
+def _best(gaps: NDArray[np.uint32]) -> tuple[int, int, bool]:
+    """Bits, k and thirds of the cheapest parameter near the one that fits geometric gaps of this mean."""
+    ideal = max(0.69 * (float(gaps.mean(dtype=np.float64)) + 1), 1.0)
+    near = round(2 * log2(ideal)) - 1 if ideal > 1.5 else 0
+    return min(
+        (_cost(gaps, *_parameter(rank)), *_parameter(rank)) for rank in range(max(near - 2, 0), min(near + 3, 60))
+    )
 
 
 def _cost(gaps: NDArray[np.uint32], k: int, thirds: bool) -> int:

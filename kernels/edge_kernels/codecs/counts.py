@@ -1,0 +1,142 @@
+"""Codec `counts`: whole numbers 0 .. top at their entropy given a prediction, such as last round's counts. Lossless.
+
+A value becomes its rank among the values nearest to the prediction p, in the order p, p+1, p-1, p+2, ... modulo
+top + 1. Rank 0, 1, ... are decided one after the other: each is a set among the values still undecided, written by
+`entropy` with the prediction as context. By the chain rule the sum is the conditional entropy, and where most values
+stay as predicted nearly everything is decided by the first set. Ranks of 16 and more share sets by bit length and add
+raw low bits.
+
+Bytes: for each set, while any value is undecided and more than one class is possible, ``varint(length)`` and the
+`entropy` payload; then the low bits of all ranks of 16 and more, as bit planes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels.codecs import entropy
+from edge_kernels.codecs.sets import CodecError, Contexts, check_size, complement, positions_of
+from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, read_planes, varint
+
+MAX_TOP = 2**31 - 2
+_DIRECT = 16  # ranks with a class of their own
+_LEVELS = 64  # most contexts made of predictions
+
+Counts = NDArray[np.unsignedinteger[Any]]
+
+
+def encode(values: Counts, top: int, prediction: Counts | None = None, contexts: Contexts | None = None) -> bytes:
+    """Write unsigned values[d], all at most `top`.
+
+    `prediction` (same shape and range) and `contexts` are known to the reader too; contexts default to the prediction,
+    coarsened to 64 levels. Without either the values are coded at their plain entropy.
+    """
+    _check(values, len(values), top, "values")
+    guess, undecided = _given(prediction, contexts, len(values), top)
+    ranks = _ranks(values, guess, top)
+    classes = _classes(ranks)
+    out = []
+    low_bits = ranks[classes >= _DIRECT]
+    for rank in range(_class_count(top) - 1):
+        if not len(classes):
+            break
+        hit = classes == rank
+        body = entropy.encode(positions_of(hit), len(classes), undecided)
+        out += [varint(len(body)), body]
+        classes = classes[~hit]
+        undecided = None if undecided is None else undecided[~hit]
+    widths = bit_lengths(low_bits) - np.uint8(1) if len(low_bits) else np.zeros(0, np.uint8)
+    return b"".join(out) + pack(planes(low_bits, widths))
+
+
+def decode(data: bytes, d: int, top: int, prediction: Counts | None = None, contexts: Contexts | None = None) -> Counts:
+    """The values[d] of a payload, in the smallest unsigned dtype that holds `top`. Raises CodecError."""
+    check_size(d)
+    guess, undecided = _given(prediction, contexts, d, top)
+    reader = Reader(data)
+    ranks = np.zeros(d, np.uint32)
+    where: NDArray[np.uint32] | None = None  # of the values still undecided; None for all
+    left = d
+    last = _class_count(top) - 1
+    for rank in range(last):
+        if not left:
+            break
+        hits = entropy.decode(reader.bytes(reader.varint()).tobytes(), left, undecided)
+        kept = complement(hits, left)
+        if rank:
+            ranks[hits if where is None else where[hits]] = rank
+        where = kept if where is None else where[kept]
+        undecided = None if undecided is None else undecided[kept]
+        left = len(where)
+    if left:
+        ranks[slice(None) if where is None else where] = last
+    del where
+    big = positions_of(ranks >= _DIRECT)
+    widths = (ranks[big] - np.uint32(_DIRECT - 4)).astype(np.uint8)
+    ahead = reader.peek_bits(int(widths.sum(dtype=np.int64)))
+    low, used = read_planes(ahead, widths)
+    reader.skip_bits(ahead, used)
+    reader.end()
+    ranks[big] = low + (np.uint32(1) << widths.astype(np.uint32))
+    if int(ranks.max(initial=0)) > top:
+        raise CodecError(f"a rank of {int(ranks.max())} is beyond {top}; the payload is damaged or top is wrong")
+    return _values(ranks, guess, top)
+
+
+def dtype_for(top: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest unsigned dtype that holds `top`."""
+    return np.dtype(np.min_scalar_type(top))
+
+
+def _given(prediction: Counts | None, contexts: Contexts | None, d: int, top: int) -> tuple[Counts, Contexts | None]:
+    """Prediction and contexts as both sides use them."""
+    if not 0 <= top <= MAX_TOP:
+        raise CodecError(f"top = {top} is outside 0 .. {MAX_TOP}")
+    if prediction is not None:
+        _check(prediction, d, top, "the prediction")
+    if contexts is not None and (contexts.shape != (d,) or contexts.dtype.kind != "u"):
+        raise CodecError(f"contexts are unsigned integers of shape ({d},), not {contexts.dtype}{contexts.shape}")
+    if prediction is None:
+        return np.zeros(1, dtype_for(top)), contexts
+    if contexts is None:
+        coarse = prediction.astype(np.uint64) * _LEVELS // (top + 1) if top >= _LEVELS else prediction
+        contexts = coarse.astype(np.uint8)
+    return prediction, contexts
+
+
+def _check(values: NDArray[Any], d: int, top: int, what: str) -> None:
+    if values.shape != (d,) or values.dtype.kind != "u" or int(values.max(initial=0)) > top:
+        raise CodecError(f"{what} must be unsigned integers of shape ({d},), none above {top}")
+
+
+def _ranks(values: Counts, guess: Counts, top: int) -> NDArray[np.uint32]:
+    """Rank of every value in the order p, p+1, p-1, p+2, ... modulo top + 1."""
+    ahead = values.astype(np.uint32)
+    ahead += np.uint32(top + 1)
+    ahead -= guess.astype(np.uint32)
+    ahead %= np.uint32(top + 1)  # how far above the prediction, cyclically
+    half = np.uint32((top + 1) // 2)
+    return np.where(ahead <= half, np.maximum(2 * ahead, 1) - 1, 2 * (np.uint32(top + 1) - ahead)).astype(np.uint32)
+
+
+def _values(ranks: NDArray[np.uint32], guess: Counts, top: int) -> Counts:
+    """The inverse of :func:`_ranks`."""
+    step = (ranks + np.uint32(1)) >> np.uint32(1)
+    down = (ranks & np.uint32(1) == 0) & (ranks > 0)
+    step[down] = np.uint32(top + 1) - step[down]
+    step += guess.astype(np.uint32)
+    step %= np.uint32(top + 1)
+    values: Counts = step.astype(dtype_for(top))
+    return values
+
+
+def _classes(ranks: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Class of every rank: itself below 16, then one class for each bit length."""
+    return np.where(ranks < _DIRECT, ranks, bit_lengths(ranks) + np.uint32(_DIRECT - 5)).astype(np.uint8)
+
+
+def _class_count(top: int) -> int:
+    return int(_classes(np.array([top], np.uint32))[0]) + 1
