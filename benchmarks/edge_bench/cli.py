@@ -18,7 +18,12 @@ else:
     import tomli as tomllib
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
     from edge_bench.simulate import RoundRow
+    from edge_client.protocol.messages import Federation, Round
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -95,3 +100,114 @@ def simulate(
     if json_file is not None:
         settings = checked.model_dump(mode="json", exclude={"methods"})
         write_json(json_file, {"methods": records, "settings": settings, "machine": report.machine()})
+
+
+def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Federation, list[Round]], None], Any]:
+    """A function that shows a federation's progress, and the live display (None where output is not a terminal)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    def line(done: list[Round]) -> str:
+        if not done:
+            return "devices are joining"
+        r = done[-1]
+        return f"loss {r.loss:.3f}, accuracy {r.accuracy_before.mean:.1%} -> {r.accuracy_after.mean:.1%}"
+
+    if not console.is_terminal:
+
+        def plain(federation: Federation, done: list[Round]) -> None:
+            console.print(f"{label:12s} round {len(done):3d}/{rounds}  {line(done)}")
+
+        return plain, None
+    columns = TextColumn("{task.description:12s}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}")
+    display = Progress(*columns, TimeElapsedColumn(), console=console)
+    bar = display.add_task(label, total=rounds, said="starting")
+
+    def live(federation: Federation, done: list[Round]) -> None:
+        said = "writing personal models" if federation.phase == "finished" else line(done)
+        display.update(bar, completed=len(done), said=said)
+
+    return live, display
+
+
+def demo(
+    data: Annotated[
+        str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=2, max=100, help="Client processes.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Rounds of each method.")] = 15,
+    seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
+    methods: Annotated[
+        str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
+    ] = "fedmask,fedavg,standalone",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    keep_files: Annotated[
+        Path | None, typer.Option(help="An empty or new folder for data, logs and models; else they are removed.")
+    ] = None,
+) -> None:
+    """Run real federations on this machine, a coordinator and ten devices, and compare three methods in one table."""
+    import contextlib
+    import tempfile
+
+    from rich.console import Console
+
+    from edge_bench import datasets, report
+    from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
+    from edge_bench.simulate import find_bundle
+    from edge_client.methods import make_method
+
+    names = [n for n in methods.split(",") if n]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"--methods {methods!r}: name each method once, like fedmask,fedavg")
+    settings = {n: {"name": n, **SETTINGS.get(n, {})} for n in names}
+    for table in settings.values():
+        make_method(table)
+    if keep_files is not None and keep_files.exists() and any(keep_files.iterdir()):
+        raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder {json_file.resolve().parent} for --json")
+    chosen = choose_data(data, devices)
+    bundle = find_bundle(chosen.name)
+    parts = datasets.load(chosen, seed, bundle.manifest)
+    console = Console(highlight=False)
+    console.print(
+        f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
+        f"{sum(len(d.y_test) for d in parts.values())} test samples; a network of {bundle.manifest.d:,} parameters; "
+        f"{rounds} rounds of each method"
+    )
+    started = time.monotonic()
+    records: dict[str, Any] = {}
+    compact: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        folder = keep_files
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maskfleet-demo-")))
+        try:
+            with fleet(folder, bundle, parts) as running:
+                console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
+                for name in names:
+                    watch, display = _watcher(console, name, rounds)
+                    with display or contextlib.nullcontext():
+                        ended = running.run(name, settings[name], rounds, len(parts), seed, watch)
+                    records[name] = report.federation(ended)
+                    if not compact:
+                        compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
+        except KeyboardInterrupt:
+            console.print("stopped; every process of the demo has ended")
+            raise typer.Exit(130) from None
+    console.print(report.table(records, f"{chosen.name}: every device's own model after {rounds} rounds"))
+    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
+    console.print(
+        f"{names[0]}'s models, compacted: {compact['parameters_compact']:,.0f} of {compact['parameters_dense']:,} "
+        f"parameters; one sample in ONNX Runtime {compact['latency_compact_ms']:.3f} ms, dense "
+        f"{compact['latency_dense_ms']:.3f} ms ({ratio:.2f}x); outputs differ by at most {compact['max_abs_diff']:.1e}"
+    )
+    console.print(f"{time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else ""))
+    if json_file is not None:
+        run = {"data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed}
+        content = {
+            "methods": records,
+            "compaction": compact,
+            "settings": {**run, "cohort": len(parts), "methods": settings},
+            "machine": report.machine(),
+        }
+        write_json(json_file, content)

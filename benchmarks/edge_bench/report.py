@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 from rich.table import Table
 
+from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
 from edge_client.methods import Method
@@ -83,6 +84,14 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
             for row in result.rows
         ],
     }
+    return record
+
+
+def federation(ended: Ended) -> Record:
+    """The record of one real federation."""
+    record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds)}
+    last = ended.rounds[-1]
+    record["last_cohort"] = {"before": last.accuracy_before.mean, "after": last.accuracy_after.mean}
     return record
 
 

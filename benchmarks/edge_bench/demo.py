@@ -1,0 +1,267 @@
+"""Real federations on this machine: one coordinator process, one process a device, plain HTTP on loopback.
+
+The processes are those a user would start by hand, `maskfleet serve` and `maskfleet join`; this module only starts
+them, watches through the operator's REST API, and ends them whatever happens. Each writes its own log.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from coord_server import aggregation
+from coord_server.auth import OPERATOR_ENV
+from coord_server.operator_client import Operator
+from edge_bench.datasets import DataConfig, write
+from edge_client.bundle import Bundle
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError, DataError, MaskfleetError
+from edge_client.measure.latency import latency
+from edge_client.methods import Personal
+from edge_client.personal import write_dense
+from edge_client.protocol.messages import Accuracy, Device, Federation, FederationConfig, Report, Round, TokenRequest
+
+# What a user would pick for each method here; chosen on the validation split (benchmarks/results/har_fedmask.json).
+SETTINGS: Mapping[str, Mapping[str, Any]] = {"fedmask": {}, "fedavg": {}, "standalone": {}}
+READY = "ready at "
+STARTUP = 60.0  # seconds the coordinator may take to listen
+GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
+GRACE = 5.0  # seconds between asking a process to end and ending it
+POLL = 0.25  # seconds between two looks at a federation
+
+
+class DemoError(MaskfleetError):
+    """A process of the demo ended before its time; the text ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished federation: its rounds, its devices with their reports, the server's state as bytes."""
+
+    rounds: list[Round]
+    devices: list[Device]
+    state: bytes
+    models: Mapping[str, Path]
+    """Each device's `personal.onnx`."""
+
+    @property
+    def reports(self) -> list[Report]:
+        """What the devices said of their personal models."""
+        return [d.report for d in self.devices if d.report is not None]
+
+    def accuracy(self) -> Accuracy:
+        """Over devices, each on its own test samples."""
+        return aggregation.accuracy([r.accuracy for r in self.reports], [r.test_samples for r in self.reports])
+
+
+@dataclass(frozen=True)
+class Process:
+    """A child and its log."""
+
+    what: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def said(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace")
+
+    def check(self) -> None:
+        """Raise DemoError when it has failed."""
+        if self.popen.poll() not in (None, 0):
+            tail = "\n  ".join(self.said().splitlines()[-8:])
+            raise DemoError(f"{self.what} ended with code {self.popen.returncode}:\n  {tail}")
+
+
+def _end(processes: list[Process]) -> None:
+    """Ask every process to end, then insist."""
+    for p in processes:
+        if p.popen.poll() is None:
+            p.popen.terminate()
+    deadline = time.monotonic() + GRACE
+    for p in processes:
+        try:
+            p.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            p.popen.kill()
+            p.popen.wait()
+
+
+@contextmanager
+def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], Process]]:
+    """Give a function that starts ``maskfleet ARGUMENTS`` with a log; all such processes end with the block.
+
+    SIGTERM ends the block as Ctrl-C does.
+    """
+    started: list[Process] = []
+
+    def start(what: str, arguments: list[str], log: Path, extra: Mapping[str, str]) -> Process:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "edge_client.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, **extra},
+                start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others in order
+            )
+        started.append(Process(what, popen, log))
+        return started[-1]
+
+    def terminate(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield start
+    finally:
+        _end(started)
+        signal.signal(signal.SIGTERM, before)
+
+
+class Fleet:
+    """A coordinator under way in `folder`, and the devices' data files; runs one federation after another."""
+
+    def __init__(
+        self,
+        start: Callable[[str, list[str], Path, Mapping[str, str]], Process],
+        folder: Path,
+        bundle: Bundle,
+        devices: Mapping[str, DeviceData],
+    ) -> None:
+        self._start, self.folder = start, folder
+        self.files = write(devices, folder / "data")
+        token = secrets.token_hex(32)
+        self.coordinator = start(
+            "the coordinator",
+            ["serve", "--port", "0", "--data", str(folder / "coordinator"), "--log-level", "warning"],
+            folder / "coordinator.log",
+            {OPERATOR_ENV: token},
+        )
+        self.url = self._wait_for_url()
+        self.operator = Operator(self.url, token)
+        self.bundle = self.operator.upload_bundle(bundle.folder)
+
+    def _wait_for_url(self) -> str:
+        deadline = time.monotonic() + STARTUP
+        while time.monotonic() < deadline:
+            self.coordinator.check()
+            said = self.coordinator.said()
+            if READY in said:
+                return said.partition(READY)[2].split()[0]
+            time.sleep(0.05)
+        raise DemoError(f"the coordinator did not listen within {STARTUP:.0f} s; see {self.coordinator.log}")
+
+    def run(
+        self,
+        name: str,
+        method: Mapping[str, Any],
+        rounds: int,
+        cohort: int,
+        seed: int,
+        progress: Callable[[Federation, list[Round]], None] = lambda federation, rounds: None,
+    ) -> Ended:
+        """One federation, from enrolment to every device's personal model. Raises DemoError."""
+        config = FederationConfig(
+            name=name,
+            bundle=self.bundle,
+            method=dict(method),
+            rounds=rounds,
+            cohort=cohort,
+            min_devices=len(self.files),
+            seed=seed,
+            deadline_seconds=600,
+        )
+        id_ = self.operator.create(config).id
+        token = self.operator.token(id_, TokenRequest(uses=len(self.files))).token
+        joined, models = [], {}
+        for device, file in self.files.items():
+            place = self.folder / name / device
+            models[device] = place / "personal.onnx"
+            arguments = ["join", self.url, "--device", device, "--data", str(file), "--state", str(place)]
+            log = self.folder / name / f"{device}.log"
+            joined.append(self._start(f"{name}, {device}", arguments, log, {"MASKFLEET_TOKEN": token}))
+        self._watch(id_, joined, progress)
+        return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
+
+    def _watch(self, id_: str, joined: list[Process], progress: Callable[[Federation, list[Round]], None]) -> None:
+        seen = -1
+        leaving: float | None = None
+        while leaving is None or any(p.popen.poll() is None for p in joined):
+            for p in (self.coordinator, *joined):
+                p.check()
+            federation = self.operator.federation(id_)
+            closed = federation.round if federation.phase == "finished" else max(federation.round - 1, 0)
+            if closed > seen:
+                seen = closed
+                progress(federation, self.operator.rounds(id_))
+            if federation.phase == "finished" and leaving is None:
+                leaving = time.monotonic() + GOODBYE
+            if federation.phase == "stopped" or federation.fault:
+                raise DemoError(f"the federation {id_} {federation.phase}: {federation.fault or 'it was stopped'}")
+            if leaving is not None and time.monotonic() > leaving:
+                raise DemoError(f"devices still run {GOODBYE:.0f} s after the last round of {id_}; see {self.folder}")
+            time.sleep(POLL)
+        for p in joined:
+            p.check()
+
+
+@contextmanager
+def fleet(folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> Iterator[Fleet]:
+    """A coordinator on loopback and the data files of `devices`; every process is gone when the block ends."""
+    with ExitStack() as stack:
+        running = Fleet(stack.enter_context(children()), folder, bundle, devices)
+        stack.callback(running.operator.close)
+        yield running
+
+
+def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[str, float]:
+    """Dense against compact, medians over devices: parameters as reported, latency measured again one after another.
+
+    The devices measured while all of them ran; now the machine is quiet and every model meets the same moments.
+    `sample` is one input [1, *input].
+    """
+    model = bundle.model()
+    dense = folder / "dense.onnx"
+    write_dense(bundle, Personal(model.parameters, model.buffers), dense, sample)
+    of_dense, *of_compact = latency([dense, *ended.models.values()], sample)
+    reports = ended.reports
+    return {
+        "parameters_dense": reports[0].parameters_dense,
+        "parameters_compact": median(r.parameters_compact for r in reports),
+        "latency_dense_ms": of_dense.p50_ms,
+        "latency_compact_ms": median(t.p50_ms for t in of_compact),
+        "max_abs_diff": max(r.max_abs_diff or 0.0 for r in reports),
+    }
+
+
+def choose_data(text: str | None, devices: int) -> DataConfig:
+    """`har:PATH`, `har` or `digits`; None takes UCI HAR when it is found and else the digits. Raises ConfigError."""
+    from edge_bench.datasets import find
+
+    if text is None:
+        try:
+            find("har", None)
+        except DataError:
+            return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
+        return DataConfig(name="har", devices=devices)
+    name, _, path = text.partition(":")
+    if name == "har":
+        config = DataConfig(name="har", devices=devices, path=Path(path) if path else None)
+        find("har", config.path)
+        return config
+    if name == "digits" and not path:
+        return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
+    raise ConfigError(f"--data {text!r} is not known; give har, har:PATH or digits")
