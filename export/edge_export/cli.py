@@ -1,0 +1,99 @@
+"""`maskfleet export`: a model factory in a Python file of the author's becomes a bundle. Imports torch when called."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edge_client.errors import ConfigError
+
+
+class Dtype(str, Enum):
+    """Type of one input value."""
+
+    float32 = "float32"
+    int64 = "int64"
+
+
+class Scheme(str, Enum):
+    """How a seed draws the weights; see `edge_export.tables.InitScheme`."""
+
+    he = "he"
+    torch = "torch"
+    sign = "sign"
+
+
+def load_factory(target: str) -> Any:
+    """The callable that ``FILE.py:NAME`` names. Raises ConfigError."""
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise ConfigError(f"{target!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(f"{path} has no callable {name!r}; define a function that returns the torch module")
+    return factory
+
+
+def export(
+    target: Annotated[str, typer.Argument(metavar="FILE.py:FACTORY", help="Function that returns the torch module.")],
+    input_: Annotated[str, typer.Option("--input", help="Shape of one sample, e.g. 1152 or 1,28,28.")],
+    classes: Annotated[int, typer.Option(help="Number of labels.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write the bundle to.")],
+    seed: Annotated[int | None, typer.Option(help="Draw the weights from this seed instead of storing them.")] = None,
+    init: Annotated[Scheme, typer.Option(help="How the seed draws weights.")] = Scheme.he,
+    dtype: Annotated[Dtype, typer.Option(help="Type of one input value.")] = Dtype.float32,
+    name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
+    torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
+) -> None:
+    """Export a PyTorch classifier as a bundle that devices train without PyTorch."""
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError("export needs PyTorch; install it with: pip install 'maskfleet[author]'") from None
+    from edge_export.writer import export_bundle
+
+    try:
+        shape = tuple(int(n) for n in input_.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
+    if classes < 2:
+        raise ConfigError(f"--classes {classes} is too few; a classifier has at least 2")
+    factory = load_factory(target)
+    module = factory()
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"{target} returned a {type(module).__name__}; it must return a torch.nn.Module")
+    example = torch.zeros((2, *shape), dtype=torch.float32 if dtype is Dtype.float32 else torch.int64)
+    bundle = export_bundle(
+        module,
+        example,
+        out,
+        name=name or target.rpartition(":")[2],
+        classes=classes,
+        seed=seed,
+        init=init.value,
+        torch_part=torch_part,
+    )
+    m = bundle.manifest
+    typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")
+    for part, entry in m.parts.items():
+        typer.echo(f"  {part:20} {entry.size:>12,} bytes")
+    typer.echo(f"written to {bundle.folder}")
