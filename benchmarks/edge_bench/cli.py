@@ -74,7 +74,7 @@ def simulate(
         checked = checked.model_copy(update={"methods": {k: checked.methods[k] for k in wanted}})
     bundle = find_bundle(checked.bundle)
     devices = datasets.load(checked.data, checked.seed, bundle.manifest)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
@@ -168,7 +168,7 @@ def demo(
     chosen = choose_data(data, devices)
     bundle = find_bundle(chosen.name)
     parts = datasets.load(chosen, seed, bundle.manifest)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
         f"{sum(len(d.y_test) for d in parts.values())} test samples; a network of {bundle.manifest.d:,} parameters; "

@@ -88,10 +88,13 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
 
 
 def federation(ended: Ended) -> Record:
-    """The record of one real federation."""
+    """The record of one real federation.
+
+    Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
+    """
     record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds)}
-    last = ended.rounds[-1]
-    record["last_cohort"] = {"before": last.accuracy_before.mean, "after": last.accuracy_after.mean}
+    if len(ended.rounds[-1].devices) == len(ended.devices):
+        record |= _spread(ended.rounds[-1].accuracy_after, "_after_local_epochs")
     return record
 
 
@@ -107,28 +110,34 @@ def machine() -> Record:
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:
-    """One line per method."""
+    """One line per method, within 80 columns."""
     out = Table("method", title=title, title_justify="left", caption_justify="left")
-    for head in (
-        "accuracy",
-        "worst device",
-        "bytes up",
-        "bytes down",
-        "bits/param up",
-        "bits/param down",
-        "seconds/round",
-    ):
-        out.add_column(head, justify="right")
-    out.caption = "accuracy: each device's own test samples; bytes and bits: per device and round, as carried"
+    heads = (
+        "accuracy\nmean",
+        "\nworst",
+        "after\nepochs",
+        "bytes\nup",
+        "\ndown",
+        "bits/param\nup",
+        "\ndown",
+        "s per\nround",
+    )
+    for head in heads:
+        out.add_column(head, justify="right", no_wrap=True)
+    out.caption = (
+        "accuracy: each device's model on its own test samples, and after its local epochs;\n"
+        "bytes and bits per parameter: payloads per device and round, one-time ones apart"
+    )
     for label, r in records.items():
         out.add_row(
             label,
             f"{r['accuracy_mean']:.1%}",
             f"{r['accuracy_worst']:.1%}",
+            f"{r['accuracy_mean_after_local_epochs']:.1%}" if "accuracy_mean_after_local_epochs" in r else "",
             f"{r['bytes_up_per_device_round']:,.0f}",
             f"{r['bytes_down_per_device_round']:,.0f}",
-            f"{r['bits_per_parameter_up']:.3f}",
-            f"{r['bits_per_parameter_down']:.3f}",
+            f"{r['bits_per_parameter_up']:.2f}",
+            f"{r['bits_per_parameter_down']:.2f}",
             f"{r['seconds_per_round']:.2f}",
         )
     return out
