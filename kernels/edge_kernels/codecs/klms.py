@@ -26,7 +26,7 @@ from edge_kernels.codecs.streams import Reader, pack, planes, read_planes, read_
 
 MAX_BITS = 16
 MIN_UNIT, MAX_UNIT = 4, 16  # log2 of the positions in a unit, the grain of block lengths
-MARGIN = 3  # bits an index has beyond its block's KL
+MIN_BITS = 4
 _UNITS_A_BLOCK = 12  # blocks are about this many units long
 _ROWS = 1 << 22  # candidate bits drawn at a time
 
@@ -44,21 +44,23 @@ class Block:
     bits: int
 
 
-def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int, bits: int = 8) -> bytes:
+def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int, bits: int = 8,
+           margin: int = 3) -> bytes:  # fmt: skip
     """Sample a mask of the target[d] and write it as indices of at least `bits` (4 .. 16) bits.
 
-    `stream` keys the candidates and is known to the reader, `choice` keys the device's own draws. A block's work is
-    its size times ``2**bits`` uniforms. Raises CodecError for numbers that are no probabilities.
+    `stream` keys the candidates and is known to the reader, `choice` keys the device's own draws. An index has `margin`
+    bits more than its block's KL: more margin brings the sample's law closer to the target and costs bytes. A block's
+    work is its size times ``2**bits`` uniforms. Raises CodecError for numbers that are no probabilities.
     """
-    if not MARGIN < bits <= MAX_BITS:
-        raise CodecError(f"an index has {MARGIN + 1} to {MAX_BITS} bits, not {bits}")
+    if not MIN_BITS <= bits <= MAX_BITS or not 0 <= margin < bits:
+        raise CodecError(f"an index has {MIN_BITS} to {MAX_BITS} bits and less margin, not {bits} and {margin}")
     thresholds, p = _prior(prior)
     q = _probabilities(target, "the target").astype(np.float64)
     if len(q) != len(p):
         raise CodecError(f"the target has {len(q)} entries and the prior {len(p)}; they must be equal")
     np.clip(q, 1 / 65536, 65535 / 65536, out=q)
     kl = q * np.log2(q / p) + (1 - q) * np.log2((1 - q) / (1 - p))
-    log, blocks = _cut(kl, bits)
+    log, blocks = _cut(kl, bits, margin)
     gain = np.log(q / p) - np.log((1 - q) / (1 - p))
     draws = counter.uniform(choice, len(blocks))
     indices = np.array([_pick(b, thresholds, gain, stream, u) for b, u in zip(blocks, draws, strict=True)], np.uint32)
@@ -90,10 +92,10 @@ def _probabilities(values: Probabilities, what: str) -> Probabilities:
     return values
 
 
-def _cut(kl: F64, bits: int) -> tuple[int, list[Block]]:
-    """The log2 of the unit, and blocks of whole units that carry about ``bits - MARGIN`` bits of KL each."""
+def _cut(kl: F64, bits: int, margin: int) -> tuple[int, list[Block]]:
+    """The log2 of the unit, and blocks of whole units that carry about ``bits - margin`` bits of KL each."""
     d = len(kl)
-    budget = float(bits - MARGIN)
+    budget = float(bits - margin)
     ideal = d / max(float(kl.sum()) / budget, 1.0) / _UNITS_A_BLOCK
     log = min(max(int(ideal).bit_length() - 1, MIN_UNIT), MAX_UNIT)
     unit = 1 << log
@@ -102,7 +104,7 @@ def _cut(kl: F64, bits: int) -> tuple[int, list[Block]]:
     at, spent = 0, 0.0
     while at < len(ends):
         until = max(int(np.searchsorted(ends, spent + budget, side="right")), at + 1)
-        need = int(np.ceil(ends[until - 1] - spent)) + MARGIN
+        need = int(np.ceil(ends[until - 1] - spent)) + margin
         blocks.append(Block(at * unit, min(until * unit, d) - at * unit, min(max(bits, need), MAX_BITS)))
         at, spent = until, float(ends[until - 1])
     return log, blocks
@@ -144,7 +146,7 @@ def _read(data: bytes, d: int) -> tuple[list[Block], NDArray[np.uint32]]:
     reader = Reader(data)
     log, bits, k = reader.byte(), reader.byte(), reader.byte()
     count = reader.varint()
-    if not MIN_UNIT <= log <= MAX_UNIT or not MARGIN < bits <= MAX_BITS or k > 31:
+    if not MIN_UNIT <= log <= MAX_UNIT or not MIN_BITS <= bits <= MAX_BITS or k > 31:
         raise CodecError(f"({log}, {bits}, {k}) are no first bytes of a klms payload; is this another codec's?")
     total = -(-d >> log)
     if count > total or count * bits > 8 * len(data):
