@@ -27,7 +27,7 @@ from sequential_bundle import (
 )
 
 import edge_client.personal as personal_module
-from edge_client.bundle import views
+from edge_client.bundle import Input, views
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.methods import Personal
 from edge_client.personal import TOLERANCE, write_dense, write_personal
@@ -156,6 +156,16 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
     (tmp_path / "eval.onnx").write_bytes(b"x")
     with pytest.raises(BundleError, match="SHA-256"):
         write_personal(bundle, good, path)
+
+
+def test_the_samples_given_are_probed_and_a_model_of_integers_needs_them(tmp_path: Path) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    personal = personal_of(bundle, MLP_VALUES)
+    with pytest.raises(CompactionError, match="on the given samples the compact model's logits differ"):
+        write_personal(bundle, personal, tmp_path / "personal.onnx", np.full((1, 2), np.nan))
+    integers = bundle.manifest.model_copy(update={"input": Input(shape=(2,), dtype="int64")})
+    with pytest.raises(CompactionError, match="give samples to check on"):
+        write_personal(replace(bundle, manifest=integers), personal, tmp_path / "personal.onnx")
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
