@@ -1,0 +1,373 @@
+"""Bernoulli masks on frozen weights: what FedPM, DeltaMask and Coupled have in common.
+
+A weight of a masked layer is kept with a probability theta that the federation learns; nothing else about it changes.
+What travels, and as which bytes, is each method's own affair: they differ in `downlink`, `read_update` and in how a
+local round ends. Here are the parts that are the same.
+
+- **Who is what.** The layers named by `layers` are masked (their weights, and with `biases` their biases); the head,
+  the bundle's last layer, is `head="probe"`: trained as float32 in the first `probe_rounds` rounds by federated
+  averaging (linear probing) and frozen from then on, or `head="mask"`: masked like any other layer. Every other
+  parameter (biases, batch-norm scale and shift, layers not named) stays as the bundle has it. Batch-norm statistics
+  follow a device's own training and never leave it.
+- **Local training** (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023):
+  scores s = logit(theta), a fresh draw m ~ Bern(sigmoid(s)) for each batch, straight-through gradient, Adam on s.
+- **Aggregation** is Bayesian: Beta(prior, prior) gets the ones and zeros of the round's masks, and is reset every
+  `reset_every` rounds (1/rho). theta is its mode (with prior 1: the share of ones) or its mean, clipped to
+  [clip, 1 - clip]. The server therefore keeps integers: `ones` uint32[masked], and `masks`, `rounds` since the reset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from edge_kernels import counter
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from edge_client.bundle import F32, Manifest, Model
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.training.gates import BernoulliSigmoid, sigmoid
+from edge_client.training.loop import train
+from edge_client.training.sgd import Adam, Sgd
+
+Bits = NDArray[np.bool_]
+F64 = NDArray[np.float64]
+_Value = TypeVar("_Value", bound=np.generic)
+MAX_SAMPLES = 2**31  # a device that claims more is refused: its weight in the head's mean is its own word
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A part of the flat parameter vector: whole tensors, in the order of the parameter table."""
+
+    tensors: tuple[slice, ...]
+    size: int
+
+    def gather(self, flat: NDArray[_Value]) -> NDArray[_Value]:
+        """The part as one contiguous vector of length `size`, a copy."""
+        return np.concatenate([flat[s] for s in self.tensors]) if self.tensors else flat[:0].copy()
+
+    def scatter(self, part: NDArray[_Value], flat: NDArray[_Value]) -> None:
+        """Write the part back into the flat vector."""
+        low = 0
+        for s in self.tensors:
+            high = low + s.stop - s.start
+            flat[s] = part[low:high]
+            low = high
+
+
+def spans(m: Manifest, names: set[str]) -> Spans:
+    """The tensors called `names`."""
+    chosen = tuple(t.span for t in m.parameters if t.name in names)
+    return Spans(chosen, sum(s.stop - s.start for s in chosen))
+
+
+def draw(stream: int, probability: F32) -> Bits:
+    """Independent bits, one with the probability of each, from 24-bit uniforms: two to a number of the stream."""
+    n = probability.size
+    words = counter.uint64(stream, (n + 1) // 2).astype("<u8", copy=False).view("<u4")[:n]
+    bits: Bits = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < probability
+    return bits
+
+
+def pulled_from(
+    ones: NDArray[np.integer], masks: int, rounds: int, prior: float, posterior: str, tally: str, clip: float
+) -> F64:
+    """theta float64[masked] from the integers of `rounds` rounds; exact IEEE arithmetic, the same on every machine.
+
+    With `tally="mean"` a round counts as one success of weight (ones / masks) and masks - ones / masks failures, which
+    is DeltaMask's Algorithm 2 to the letter.
+    """
+    each = masks / rounds
+    alpha = prior + (ones / each if tally == "mean" else ones.astype(np.float64))
+    total = 2 * prior + masks
+    theta = alpha / total if posterior == "mean" else (alpha - 1) / (total - 2)
+    clipped: F64 = np.clip(theta, clip, 1 - clip)
+    return clipped
+
+
+class BernoulliMasks(Method):
+    """Base of the methods that learn probabilities of masks."""
+
+    layers: tuple[str, ...] = ()
+    """Masked layers by name or dotted prefix; none named: all (but a probed head)."""
+    biases: bool = False
+    """Mask the biases of the masked layers too."""
+    head: Literal["probe", "mask"] = "probe"
+    probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
+    probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    probe_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    batch: Annotated[int, Field(ge=1, le=65536)] = 64
+    lr: Annotated[float, Field(gt=0, le=100)] = 0.1
+    """Adam's step on the scores."""
+    ste: Literal["identity", "ref"] = "identity"
+    """The gradient of a draw reaches theta as it is, or times theta as FedPM's published code has it."""
+    persistent: bool = False
+    """Adam's moments stay on the device from round to round instead of starting anew."""
+    theta0: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    spread: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """theta is drawn at first: its score has this standard deviation (FedPM: theta0 = 0.5, spread = 1)."""
+    prior: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    posterior: Literal["mode", "mean"] = "mode"
+    tally: Literal["sum", "mean"] = "sum"
+    """`mean` adds a round's share of ones instead of their number: DeltaMask's Algorithm 2 as printed."""
+    reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Rounds between resets of the Beta posterior, 1 / rho."""
+    clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
+    evaluate: Literal["sample", "threshold", "expected"] = "sample"
+    """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta."""
+
+    @model_validator(mode="after")
+    def _posterior_exists(self) -> BernoulliMasks:
+        if self.tally == "mean" and self.posterior == "mode" and self.prior == 1:
+            raise ValueError('tally="mean" needs posterior="mean": its mode is 0 almost everywhere')
+        return self
+
+    # --- who is what
+
+    def masked(self, m: Manifest) -> Spans:
+        """The masked part of the parameters. Raises ConfigError when `layers` names what is not there."""
+        layers = m.layers[:-1] if self.head == "probe" else m.layers
+        found = [x for x in layers if not self.layers or any(_within(x.name, p) for p in self.layers)]
+        idle = [p for p in self.layers if not any(_within(x.name, p) for x in layers)]
+        if idle or not found:
+            raise ConfigError(f"layers = {idle or self.layers}: the layers to mask are {[x.name for x in layers]}")
+        names = {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))}
+        return spans(m, names)
+
+    def probed(self, m: Manifest) -> Spans:
+        """The head's parameters, when it is probed."""
+        return spans(m, {*m.layers[-1].weights, *m.layers[-1].biases} if self.head == "probe" else set())
+
+    @property
+    def probing(self) -> int:
+        """The rounds that train the head, the first ones."""
+        return self.probe_rounds if self.head == "probe" else 0
+
+    def exchanged(self, model: Model) -> int:
+        """The masked parameters."""
+        return self.masked(model.manifest).size
+
+    # --- server half
+
+    def start(self, model: Model, seed: int) -> Arrays:
+        """No masks yet, and the bundle's head."""
+        return {
+            "ones": np.zeros(self.exchanged(model), np.uint32),
+            "masks": np.zeros(1, np.int64),
+            "rounds": np.zeros(1, np.int64),
+            "head": self.probed(model.manifest).gather(model.parameters),
+        }
+
+    def first_theta(self, model: Model, seed: int) -> F64:
+        """theta before any mask is in, float64[masked]."""
+        n = self.exchanged(model)
+        if not self.spread:
+            return np.full(n, self.theta0)
+        # Twelve uniforms make a normal number (Irwin-Hall) without a logarithm. The exponential is the one step that
+        # machines may round differently, so its result is put on a grid.
+        z = np.full(n, -6.0)
+        for i in range(12):
+            z += counter.uniform(counter.key(seed, "first scores", i), n)
+        theta = 1 / (1 + np.exp(-self.spread * z) * ((1 - self.theta0) / self.theta0))
+        on_grid: F64 = np.clip(np.round(theta * 4096) / 4096, self.clip, 1 - self.clip)
+        return on_grid
+
+    def theta(self, model: Model, seed: int, state: Arrays) -> F64:
+        """The global probabilities, float64[masked], from `ones`, `masks` and `rounds`."""
+        masks, rounds = int(state["masks"][0]), int(state["rounds"][0])
+        if not masks:
+            return self.first_theta(model, seed)
+        return pulled_from(state["ones"], masks, rounds, self.prior, self.posterior, self.tally, self.clip)
+
+    def read_head(self, a: Assignment, payload: Payload) -> Arrays:
+        """A probing round's update: `head` float32 and the samples behind it. Raises PayloadError."""
+        due = self.probed(a.model.manifest).size
+        head = payload.arrays.get("head")
+        if set(payload.arrays) != {"head"} or head is None or head.dtype != np.float32 or head.shape != (due,):
+            raise PayloadError(f"round {a.round} trains the head: send the one array head, float32[{due}]")
+        if not np.isfinite(head).all():
+            raise PayloadError("the head holds NaN or infinity; lower probe_lr")
+        samples = payload.meta.get("samples")
+        if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= MAX_SAMPLES:
+            raise PayloadError(f"samples = {samples!r}; send how many samples were trained on, 1..{MAX_SAMPLES}")
+        return {"head": head, "samples": np.array([samples], np.int64)}
+
+    def fold(
+        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Add a head weighted by its samples, or a mask (`mask` bool[masked])."""
+        if "head" in update:
+            n = update["samples"]
+            head = update["head"].astype(np.float64) * n
+            return {"head": total.get("head", 0.0) + head, "samples": total.get("samples", 0) + n}, record
+        if not total:
+            total = {"ones": np.zeros(update["mask"].size, np.uint32), "masks": np.zeros(1, np.int64)}
+        total["ones"] += update["mask"]
+        total["masks"] += 1
+        return total, record
+
+    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+        """The averaged head, or the posterior with the round's masks in it."""
+        if not total:
+            return state
+        if "head" in total:
+            return {**state, "head": (total["head"] / total["samples"][0]).astype(np.float32)}
+        return {**state, **self.tallied(round_, state, total["ones"], int(total["masks"][0]))}
+
+    def tallied(self, round_: int, state: Arrays, ones: NDArray[np.integer], masks: int) -> Arrays:
+        """`ones`, `masks` and `rounds` after the `masks` masks of a round, which have `ones` uint32[masked] ones."""
+        fresh = (round_ - self.probing - 1) % self.reset_every == 0
+        before = 0 if fresh else 1
+        return {
+            "ones": (ones + before * state["ones"]).astype(np.uint32),
+            "masks": np.array([masks + before * int(state["masks"][0])], np.int64),
+            "rounds": np.array([1 + before * int(state["rounds"][0])], np.int64),
+        }
+
+    # --- client half
+
+    def sent_head(self, a: Assignment, downlink: Payload) -> F32:
+        """The head of a downlink, float32; empty when there is none to probe. Raises PayloadError."""
+        due = self.probed(a.model.manifest).size
+        head = downlink.arrays.get("head", np.zeros(0, np.float32))
+        if head.dtype != np.float32 or head.shape != (due,) or not np.isfinite(head).all():
+            raise PayloadError(f"the downlink's head is {head.dtype}{list(head.shape)}; finite float32[{due}] was due")
+        return head
+
+    def sent_theta(self, a: Assignment, downlink: Payload) -> F64:
+        """theta of a downlink that has it as float32[masked], within (0, 1). Raises PayloadError."""
+        due, theta = self.exchanged(a.model), downlink.arrays.get("theta", np.zeros(0))
+        if theta.dtype != np.float32 or theta.shape != (due,) or not ((theta > 0) & (theta < 1)).all():
+            raise PayloadError(
+                f"the downlink's theta is {theta.dtype}{list(theta.shape)}; float32[{due}] in (0, 1) was due"
+            )
+        wide: F64 = theta.astype(np.float64)
+        return wide
+
+    def probe(self, task: Task, kept: Arrays, head: F32) -> Local:
+        """One round of linear probing: only the head moves, on the dense frozen network."""
+        a, m = task.assignment, task.assignment.model.manifest
+        part = self.probed(m)
+        values, buffers = a.model.parameters.copy(), self.statistics(a, kept)
+        own = head.copy()
+        part.scatter(own, values)
+        optimiser = Sgd(part.size, self.probe_lr, self.probe_momentum)
+
+        def step(gradient: F32) -> None:
+            optimiser.step(own, part.gather(gradient))
+            part.scatter(own, values)
+
+        loss = train(task, buffers, lambda: values, step, self.probe_epochs, self.batch, "probe")
+        update = Payload({"head": own}, {"samples": len(task.data.y)})
+        return Local({"buffers": buffers}, update, Personal(values, buffers), loss)
+
+    def statistics(self, a: Assignment, kept: Arrays) -> F32:
+        """The device's own batch-norm statistics, a copy to train on."""
+        own: F32 = kept.get("buffers", a.model.buffers).copy()
+        return own
+
+    def train_scores(self, task: Task, kept: Arrays, theta: F64, head: F32, buffers: F32) -> tuple[F32, float, Arrays]:
+        """Scores after the local epochs, float32[masked], the loss, and what of Adam is kept. `buffers` follow."""
+        a, m = task.assignment, task.assignment.model.manifest
+        part = self.masked(m)
+        weights = part.gather(a.model.parameters)
+        values: F32 = a.model.parameters.copy()
+        self.probed(m).scatter(head, values)
+        scores = np.log(theta / (1 - theta)).astype(np.float32)
+        adam = Adam(part.size, self.lr)
+        if self.persistent and "adam_steps" in kept:
+            adam.mean, adam.square = kept["adam_mean"].copy(), kept["adam_square"].copy()
+            adam.steps = int(kept["adam_steps"][0])
+        probability, effective = np.empty(part.size, np.float32), np.empty(part.size, np.float32)
+        gate = BernoulliSigmoid(np.ones(0, np.bool_))
+        batches = 0
+
+        def sampled() -> F32:
+            nonlocal gate, batches
+            sigmoid(scores, probability)
+            stream = counter.key(a.seed, "training masks", a.device, a.round, batches)
+            gate = BernoulliSigmoid(draw(stream, probability), self.ste)
+            batches += 1
+            gate.effective(weights, scores, effective)
+            part.scatter(effective, values)
+            return values
+
+        def step(gradient: F32) -> None:
+            own = part.gather(gradient)
+            gate.score_gradient(weights, scores, own, own)
+            adam.step(scores, own)
+
+        loss = train(task, buffers, sampled, step, self.epochs, self.batch)
+        moments: Arrays = {}
+        if self.persistent:
+            moments = {"adam_mean": adam.mean, "adam_square": adam.square, "adam_steps": np.array([adam.steps])}
+        return scores, loss, moments
+
+    def masked_model(self, a: Assignment, head: F32, mask: Bits, buffers: F32) -> Personal:
+        """The model under one mask, bool[masked]."""
+        part = self.masked(a.model.manifest)
+        values, alive = a.model.parameters.copy(), np.ones(a.model.manifest.d, np.bool_)
+        self.probed(a.model.manifest).scatter(head, values)
+        part.scatter(part.gather(values) * mask, values)
+        part.scatter(mask, alive)
+        return Personal(values, buffers, alive)
+
+    def global_model(self, task: Task, kept: Arrays, theta: F64, head: F32) -> Personal:
+        """The federation's model on this device. Until a mask was learned a probed network is still dense."""
+        a = task.assignment
+        buffers: F32 = kept.get("buffers", a.model.buffers)
+        if a.round <= self.probing + 1 and self.head == "probe":
+            dense = a.model.parameters.copy()
+            self.probed(a.model.manifest).scatter(head, dense)
+            return Personal(dense, buffers)
+        if self.evaluate == "threshold":
+            return self.masked_model(a, head, theta >= 0.5, buffers)
+        if self.evaluate == "sample":
+            u = counter.uniform(counter.key(a.seed, "evaluated mask", a.round), theta.size)
+            return self.masked_model(a, head, u < theta, buffers)
+        part = self.masked(a.model.manifest)
+        values = a.model.parameters.copy()
+        self.probed(a.model.manifest).scatter(head, values)
+        part.scatter(part.gather(values) * theta.astype(np.float32), values)
+        return Personal(values, buffers)
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
+    """The bytes of the array `name`, uint8[n], which with `others` is all the payload may hold. Raises PayloadError."""
+    data = payload.arrays.get(name)
+    if data is None or set(payload.arrays) - {name, *others}:
+        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
+    return data.tobytes()
+
+
+def u8(data: bytes) -> NDArray[np.uint8]:
+    """A codec's bytes as a payload's array."""
+    return np.frombuffer(data, np.uint8)
+
+
+def count(payload: Payload, name: str) -> int:
+    """A positive number in a payload's metadata. Raises PayloadError."""
+    value = payload.meta.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**32:
+        raise PayloadError(f"metadata {name} = {value!r}; a positive number was due")
+    return value
+
+
+def logistic(scores: F32) -> F32:
+    """Probabilities of scores, float32."""
+    out = np.empty_like(scores)
+    sigmoid(scores, out)
+    return out

@@ -1,0 +1,237 @@
+"""Coupled masks: what FedPM learns, at the price of what the other side cannot know already, exact both ways.
+
+A Bernoulli mask on frozen weights (`bernoulli` says what is masked, trained and left alone) whose randomness is shared:
+device k and the server draw the same uniforms u_k from the key (seed, "uniforms", round, device). The device trains
+theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent between devices.
+
+- **Up** goes where that differs from the reference ``u_k < theta``, which only happens where training carried theta
+  across u_k: the least two coupled masks can differ. The flips are coded at their entropy given all that both sides
+  know (`edge_kernels.coupling`). Nothing is lost.
+- **Down** goes theta, which is an integer count of ones over a number of masks. A device that took part in the round
+  before holds the counts it started from and can draw every device's uniforms of that round: it is told the cohort's
+  net flips against the sum of the references, so the sampling noise of the round costs nothing. Any other device is
+  told the counts themselves, at most log2(masks + 1) bits each. Before the first masks nothing is sent.
+- A probed head goes down once to each device.
+
+Whether a device holds the last counts, its record says: the round of its last acknowledged update. Checksums of the
+flips and counts travel along, so two sides that differ find out instead of averaging noise.
+
+With more than `references` devices in a round, drawing all their uniforms would cost a device more than the bytes are
+worth; then the counts are coded against those of the round before alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from edge_kernels import counter, coupling
+from edge_kernels.codecs import CodecError, counts
+from edge_kernels.coupling import Cohort, History
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import PayloadError
+from edge_client.methods import Assignment, Local, Personal, Task
+from edge_client.methods.bernoulli import BernoulliMasks, coded, count, logistic, u8
+from edge_client.protocol.payload import Arrays, Payload
+
+
+@dataclass(frozen=True)
+class Known:
+    """A downlink as the device understands it: `tally` (ones, masks, rounds), the head, the last round's net flips."""
+
+    tally: Arrays
+    head: F32
+    net: NDArray[np.int16] | None
+
+
+class Coupled(BernoulliMasks):
+    """Bernoulli masks drawn from uniforms that both sides know."""
+
+    name: ClassVar[str] = "coupled"
+    one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    shared_downlink: ClassVar[bool] = False
+
+    references: Annotated[int, Field(ge=0, le=100_000)] = 64
+    """The largest cohort whose reference masks a device draws to understand a downlink."""
+
+    # --- what both sides know
+
+    def stream(self, a: Assignment, device: str) -> int:
+        """The key of a device's uniforms in a round."""
+        return counter.key(a.seed, "uniforms", a.round, device)
+
+    def past(self, model: Model, net: NDArray[np.int16]) -> History:
+        """What the last round's net flips say about the next."""
+        starts = {s.start for s in self.masked(model.manifest).tensors}
+        return coupling.history(net, [t.shape for t in model.manifest.parameters if t.offset in starts])
+
+    # --- server half
+
+    def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
+        """The net flips for who took part in the last round, the counts for others; each was coded in `finish`."""
+        arrays: Arrays = {}
+        last = _last_round(record)
+        if self.head == "probe" and a.round > 1 and last <= self.probing:
+            arrays["head"] = state["head"]
+        if not state["masks"][0]:
+            return Payload(arrays)
+        if last == a.round - 1 and "net" in state:
+            kind = "net_long" if record["knew"][0] else "net_short"
+            return Payload({**arrays, kind: state[kind], "streams": state["streams"]})
+        kind = "change" if last == a.round - 1 and "change" in state else "counts"
+        meta = {"masks": int(state["masks"][0]), "rounds": int(state["rounds"][0])}
+        return Payload({**arrays, kind: state[kind]}, meta)
+
+    def update_limit(self, model: Model) -> int:
+        """A head, or flips at a little over one bit a parameter, which a hopeless model can come to."""
+        return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
+
+    def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
+        """A head, or the mask `mask` bool[masked] that the flips make of the reference. Raises PayloadError."""
+        if a.round <= self.probing:
+            return self.read_head(a, update)
+        theta = self.theta(a.model, a.seed, state)
+        u = counter.uniform(self.stream(a, a.device), theta.size)
+        past = self.past(a.model, state["net"]) if _knows_net(a, state, record) else None
+        try:
+            flips = coupling.decode_flips(coded(update, "flips"), theta, u, past)
+        except CodecError as error:
+            raise PayloadError(f"the flips of device {a.device!r} in round {a.round}: {error}") from None
+        return {"mask": (u < theta) ^ flips}
+
+    def fold(
+        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Add the mask to the counts, and the device's uniforms to what devices will know of the round."""
+        knew = _knows_net(a, state, record)
+        total, _ = super().fold(a, state, total, update, record)
+        if "mask" in update:
+            if "streams" not in total:
+                empty = Cohort.empty(update["mask"].size)
+                total |= {"reference": empty.reference, "down": empty.down, "up": empty.up}
+                total["streams"] = np.zeros(0, np.uint64)
+            stream = self.stream(a, a.device)
+            if len(total["streams"]) < self.references:
+                theta = self.theta(a.model, a.seed, state)
+                Cohort(total["reference"], total["down"], total["up"]).add(theta, counter.uniform(stream, theta.size))
+            total["streams"] = np.append(total["streams"], np.array([stream], np.uint64))
+        return total, {"round": np.array([a.round], np.int64), "knew": np.array([knew])}
+
+    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+        """The new counts, coded once for every kind of device there may be in the next round."""
+        if "streams" not in total:
+            return super().finish(model, round_, state, total)
+        tally = self.tallied(round_, state, total["ones"], int(total["masks"][0]))
+        top = int(tally["masks"][0])
+        after = {"head": state["head"], **tally, "counts": u8(counts.encode(tally["ones"], top))}
+        if len(total["streams"]) > self.references:
+            if state["masks"][0]:
+                after["change"] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
+            return after
+        net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int16)
+        cohort = Cohort(total["reference"], total["down"], total["up"])
+        after |= {"net": net, "streams": total["streams"], "net_short": u8(coupling.encode_net(net, cohort, None))}
+        if "net" in state:
+            after["net_long"] = u8(coupling.encode_net(net, cohort, self.past(model, state["net"])))
+        return after
+
+    # --- client half
+
+    def understand(self, a: Assignment, kept: Arrays, downlink: Payload) -> Known:
+        """What the downlink says, with what the device kept. Raises PayloadError."""
+        arrays, part = downlink.arrays, self.masked(a.model.manifest)
+        bundled = self.probed(a.model.manifest).gather(a.model.parameters)
+        head = arrays.get("head", kept.get("head", bundled))
+        if head.dtype != np.float32 or head.shape != bundled.shape:
+            raise PayloadError(f"the head is {head.dtype}{list(head.shape)}, the model's is float32[{bundled.size}]")
+        size = part.size
+        try:
+            if "net_long" in arrays or "net_short" in arrays:
+                return self._advance(a, kept, downlink, head)
+            if "counts" in arrays or "change" in arrays:
+                return Known(self._recount(a, kept, downlink, size), head, None)
+        except CodecError as error:
+            raise PayloadError(f"the downlink of round {a.round}: {error}") from None
+        if set(arrays) - {"head"}:
+            raise PayloadError(f"the payload holds arrays {sorted(arrays)}, none of which this method sends")
+        zero = np.zeros(1, np.int64)
+        return Known({"ones": np.zeros(size, np.uint32), "masks": zero, "rounds": zero}, head, None)
+
+    def _recount(self, a: Assignment, kept: Arrays, downlink: Payload, size: int) -> Arrays:
+        """The counts as they are, or against the last round's."""
+        top, rounds = count(downlink, "masks"), count(downlink, "rounds")
+        name, guess = "counts", None
+        if "change" in downlink.arrays:
+            self._require(a, kept, {"ones", "masks"})
+            name, guess = "change", _scaled(kept, top)
+        ones = counts.decode(coded(downlink, name, others=("head",)), size, top, guess).astype(np.uint32)
+        return {"ones": ones, "masks": np.array([top], np.int64), "rounds": np.array([rounds], np.int64)}
+
+    def _require(self, a: Assignment, kept: Arrays, names: set[str]) -> None:
+        missing = sorted(names - kept.keys())
+        if missing:
+            raise PayloadError(
+                f"the downlink of round {a.round} builds on the round before, of which this device lost {missing}; "
+                "join again under another name"
+            )
+
+    def _advance(self, a: Assignment, kept: Arrays, downlink: Payload, head: F32) -> Known:
+        """The next counts from those kept, every reference of the last round, and the net flips."""
+        long = "net_long" in downlink.arrays
+        self._require(a, kept, {"ones", "masks", "rounds", *(("net",) if long else ())})
+        data = coded(downlink, "net_long" if long else "net_short", others=("head", "streams"))
+        streams = downlink.arrays["streams"]
+        if streams.dtype != np.uint64 or streams.ndim != 1 or not 0 < len(streams) <= self.references:
+            raise PayloadError(f"streams is {streams.dtype}{list(streams.shape)}; 1..{self.references} uint64 were due")
+        theta = self.theta(a.model, a.seed, kept)
+        cohort = Cohort.empty(theta.size)
+        for stream in streams:
+            cohort.add(theta, counter.uniform(int(stream), theta.size))
+        net = coupling.decode_net(data, cohort, self.past(a.model, kept["net"]) if long else None, len(streams))
+        ones = cohort.reference + net
+        if int(ones.min(initial=0)) < 0 or int(ones.max(initial=0)) > len(streams):
+            raise PayloadError(f"the downlink's counts leave 0..{len(streams)}; fetch it again")
+        return Known(self.tallied(a.round - 1, kept, ones.astype(np.uint32), len(streams)), head, net)
+
+    def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
+        """Probe, or train and upload the flips."""
+        a = task.assignment
+        known = self.understand(a, kept, downlink)
+        if a.round <= self.probing:
+            return self.probe(task, kept, known.head)
+        theta, buffers = self.theta(a.model, a.seed, known.tally), self.statistics(a, kept)
+        scores, loss, moments = self.train_scores(task, kept, theta, known.head, buffers)
+        u = counter.uniform(self.stream(a, a.device), theta.size)
+        mask = u < logistic(scores)
+        past = None if known.net is None else self.past(a.model, known.net)
+        flips = u8(coupling.encode_flips(mask ^ (u < theta), theta, u, past))
+        keep = {**known.tally, "head": known.head, "buffers": buffers, **moments}
+        if known.net is not None:
+            keep["net"] = known.net
+        return Local(keep, Payload({"flips": flips}), self.masked_model(a, known.head, mask, buffers), loss)
+
+    def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
+        """The global model, with the device's own batch-norm statistics."""
+        a = task.assignment
+        known = self.understand(a, kept, downlink)
+        return self.global_model(task, kept, self.theta(a.model, a.seed, known.tally), known.head)
+
+
+def _last_round(record: Arrays) -> int:
+    """The last round that the device took part in, 0 for none."""
+    return int(record["round"][0]) if record else 0
+
+
+def _scaled(tally: Arrays, top: int) -> NDArray[np.uint32]:
+    """The counts that `top` masks would have at the rates of `tally`."""
+    masks = int(tally["masks"][0])
+    return ((tally["ones"].astype(np.uint64) * top + masks // 2) // masks).astype(np.uint32)
+
+
+def _knows_net(a: Assignment, state: Arrays, record: Arrays) -> bool:
+    """Whether the device was told the last round's net flips at the start of this one."""
+    return "net" in state and _last_round(record) == a.round - 1
