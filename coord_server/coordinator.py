@@ -14,7 +14,7 @@ from coord_server.federation import LiveFederation, bundle_shelf, load_model, re
 from coord_server.refusals import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import Incoming
-from coord_server.store.metadata import FederationRow
+from coord_server.store.metadata import INLINE, FederationRow
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
 from edge_client.errors import BundleError, ConfigError
@@ -142,12 +142,15 @@ class Coordinator:
             start = method.start(load_model(self.store, config.bundle), config.seed)
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
-        stored = self.store.blobs.put(f"{config.name}/state", aggregation.pack(start))
+        packed = aggregation.pack(start)
+        small = len(packed) <= INLINE
+        sha256 = sha256_of(packed) if small else self.store.blobs.put(f"{config.name}/state", packed).sha256
         return FederationRow(
             id=config.name,
             config=config.model_dump_json(),
             state=engine.dump(engine.State()),
-            global_state=stored.sha256,
+            global_state=sha256,
+            global_content=packed if small else None,
             created_at=self._clock(),
         )
 

@@ -21,8 +21,9 @@ from coord_server.aggregation import Closed, Contribution, Course
 from coord_server.refusals import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import Blobs, Incoming
-from coord_server.store.metadata import DeviceRow, FederationRow, Seen
+from coord_server.store.metadata import INLINE, Content, DeviceRow, FederationRow, Seen
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
+from edge_client.bundle import digest as sha256_of
 from edge_client.errors import MaskfleetError, PayloadError, StateError
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import (
@@ -44,6 +45,7 @@ from edge_client.protocol.payload import Arrays
 log = logging.getLogger("maskfleet")
 
 SPOOL = 1 << 20  # bytes of an upload gathered before a thread writes them
+IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
 RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to aggregate while something is in the way
 TIMER_MOST = 60.0  # the deadline is looked at this often, so that a set wall clock does no harm
 POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
@@ -54,12 +56,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Downlink:
-    """A downlink as it is stored: digest, size in bytes, and bytes by kind."""
+    """A downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
 
     shelf: str
     sha256: str
     size: int
     sizes: dict[str, int]
+    data: bytes | None
 
 
 def bundle_shelf(digest: str) -> str:
@@ -99,7 +102,7 @@ class LiveFederation:
         self.method: Method = make_method(self.config.method)
         self.fault: str | None = None
         self._store, self._clock = store, clock
-        self._global, self._records = row.global_state, records
+        self._global, self._records = Content(row.global_state, row.global_content), records
         self._credentials = {d.device: d.credential for d in devices}
         self._names = {d.credential: d.device for d in devices}
         self._removed = {d.device for d in devices if d.removed}
@@ -346,7 +349,16 @@ class LiveFederation:
 
     async def exported(self) -> bytes:
         """The global state after the last closed round, as safetensors bytes."""
-        return await asyncio.to_thread(self._store.blobs.read, self._state_shelf, self._global)
+        return await asyncio.to_thread(self._read, self._state_shelf, self._global)
+
+    def _read(self, shelf: str, content: Content) -> bytes:
+        return self._store.blobs.read(shelf, content.sha256) if content.data is None else content.data
+
+    def _keep(self, shelf: str, data: bytes) -> Content:
+        """Make `data` ready for its row: small, it goes into it; large, it is durable in the blob store now."""
+        if len(data) <= INLINE:
+            return Content(sha256_of(data), data)
+        return Content(self._store.blobs.put(shelf, data).sha256, None)
 
     async def _ready(self) -> tuple[Course, Arrays]:
         """The course and the global state, loaded at first use."""
@@ -429,8 +441,11 @@ class LiveFederation:
 
     def _write_downlink(self, course: Course, arrays: Arrays, round_: int, device: str) -> Downlink:
         data, kinds = aggregation.downlink(course, round_, device, arrays, self._record(device))
-        stored = self._store.blobs.put(self._downlink_shelf(round_), data, durable=False)
-        return Downlink(self._downlink_shelf(round_), stored.sha256, stored.size, kinds)
+        shelf = self._downlink_shelf(round_)
+        if self.method.shared_downlink and len(data) <= IN_MEMORY:
+            return Downlink(shelf, sha256_of(data), len(data), kinds, data)
+        stored = self._store.blobs.put(shelf, data, durable=False)
+        return Downlink(shelf, stored.sha256, stored.size, kinds, None)
 
     async def payload(self, device: str, sha256: str) -> Downlink:
         """The downlink with this digest, when it is one that `device` has to fetch now. Raises Refusal."""
@@ -483,17 +498,27 @@ class LiveFederation:
         limit = aggregation.update_limit(course)
         incoming = self._store.blobs.receive(self._updates_shelf(round_))
         try:
-            await _spool(incoming, body, limit)
-            if self.state.round == round_:
-                await asyncio.to_thread(self._check, course, arrays, round_, device, sha256, incoming)
+            rest = await _spool(incoming, body, limit)
+            content = await asyncio.to_thread(self._check, course, arrays, round_, device, sha256, incoming, rest)
             size = incoming.stored().size
             return await self._uninterrupted(
-                lambda: self._acknowledge(engine.Updated(self._clock(), round_, device, lease, sha256), size)
+                lambda: self._acknowledge(engine.Updated(self._clock(), round_, device, lease, sha256), content, size)
             )
         finally:
             incoming.discard()
 
-    def _check(self, course: Course, arrays: Arrays, round_: int, device: str, sha256: str, incoming: Incoming) -> None:
+    def _check(
+        self,
+        course: Course,
+        arrays: Arrays,
+        round_: int,
+        device: str,
+        sha256: str,
+        incoming: Incoming,
+        rest: bytes,
+    ) -> Content:
+        """Digest, then content; what passes is durable, or small enough to be journalled in its row."""
+        incoming.write(rest)
         stored = incoming.stored()
         if stored.sha256 != sha256:
             raise Refusal(
@@ -501,19 +526,22 @@ class LiveFederation:
                 f"the body's SHA-256 is {stored.sha256}, Content-Digest says {sha256}; it was damaged on the way, "
                 "send it again",
             )
-        try:
-            aggregation.check_update(course, round_, device, arrays, self._record(device), incoming.content())
-        except PayloadError as error:
-            raise Refusal("bad-payload", f"the update of {device!r} for round {round_}: {error}") from None
+        data = incoming.content()
+        if self.state.round == round_:  # else it is too late, and the engine says so
+            try:
+                aggregation.check_update(course, round_, device, arrays, self._record(device), data)
+            except PayloadError as error:
+                raise Refusal("bad-payload", f"the update of {device!r} for round {round_}: {error}") from None
+        if stored.size <= INLINE:
+            return Content(sha256, data)
         incoming.commit()
+        return Content(sha256, None)
 
-    async def _acknowledge(self, event: engine.Updated, size: int) -> Receipt:
+    async def _acknowledge(self, event: engine.Updated, content: Content, size: int) -> Receipt:
         seen = self._seen.get(event.device, Seen(event.now))
 
         def journal(state: str) -> None:
-            self._store.metadata.acknowledge(
-                self.id, event.round, event.device, event.sha256, size, event.now, seen, state
-            )
+            self._store.metadata.acknowledge(self.id, event.round, event.device, content, size, event.now, seen, state)
 
         await self._step(event, journal, lambda: self._written(event.device, seen))
         return Receipt(federation=self.id, round=event.round, device=event.device, sha256=event.sha256, size=size)
@@ -534,8 +562,10 @@ class LiveFederation:
         return f"{self.id}/records/{device}"
 
     def _record(self, device: str) -> Arrays:
-        sha256 = self._records.get(device)
-        return {} if sha256 is None else aggregation.unpack(self._store.blobs.read(self._record_shelf(device), sha256))
+        if device not in self._records:
+            return {}
+        found = self._store.metadata.record(self.id, device)
+        return {} if found is None else aggregation.unpack(self._read(self._record_shelf(device), found))
 
     async def _aggregate(self, decision: engine.Aggregate) -> None:
         """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
@@ -567,17 +597,16 @@ class LiveFederation:
             downs = dict.fromkeys(decision.devices, shared.sizes)
         else:
             downs = {d: (await self._downlink(round_, d)).sizes for d in decision.devices}
-        digests = dict(self.state.received)
-        closed, kept, blob = await asyncio.to_thread(self._fold, course, arrays, decision, digests, downs)
+        closed, kept, total = await asyncio.to_thread(self._fold, course, arrays, decision, downs)
         now = self._clock()
         record = closed.record.model_copy(update={"seconds": now - opened})
 
         def journal(state: str) -> None:
-            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), blob, kept, state)
+            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), total, kept, state)
 
         def adopt() -> None:
-            self._arrays, self._global = closed.state, blob
-            self._records.update(kept)
+            self._arrays, self._global = closed.state, total
+            self._records.update({device: content.sha256 for device, content in kept.items()})
             for key in [k for k in self._downlinks if k[0] <= round_]:
                 del self._downlinks[key]
 
@@ -588,21 +617,23 @@ class LiveFederation:
         course: Course,
         arrays: Arrays,
         decision: engine.Aggregate,
-        digests: dict[str, str],
         downs: dict[str, dict[str, int]],
-    ) -> tuple[Closed, dict[str, str], str]:
-        blobs, kept = self._store.blobs, dict[str, str]()
+    ) -> tuple[Closed, dict[str, Content], Content]:
+        kept = dict[str, Content]()
 
         def contributions() -> Iterator[Contribution]:
             for device in decision.devices:
-                data = blobs.read(self._updates_shelf(decision.round), digests[device])
+                found = self._store.metadata.update_content(self.id, decision.round, device)
+                if found is None:
+                    raise StateError(f"the update of {device!r} in round {decision.round} is not in the database")
+                data = self._read(self._updates_shelf(decision.round), found)
                 yield Contribution(device, data, self._record(device), downs[device])
 
         def keep(device: str, record: Arrays) -> None:
-            kept[device] = blobs.put(self._record_shelf(device), aggregation.pack(record)).sha256
+            kept[device] = self._keep(self._record_shelf(device), aggregation.pack(record))
 
         closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
-        return closed, kept, blobs.put(self._state_shelf, aggregation.pack(closed.state)).sha256
+        return closed, kept, self._keep(self._state_shelf, aggregation.pack(closed.state))
 
     async def _sweep_first(self) -> None:
         async with self._folding:
@@ -611,7 +642,7 @@ class LiveFederation:
     def _sweep(self) -> None:
         """Drop the blobs that nothing can ask for any more."""
         blobs, s = self._store.blobs, self.state
-        blobs.keep_only(self._state_shelf, {self._global})
+        blobs.keep_only(self._state_shelf, {self._global.sha256})
         for device, sha256 in list(self._records.items()):
             blobs.keep_only(self._record_shelf(device), {sha256})
         over = s.phase in ("finished", "stopped")
@@ -628,10 +659,14 @@ def _visible(state: engine.State) -> tuple[object, ...]:
     return state.phase, state.round, state.attempt, state.stage, state.cohort
 
 
-async def _spool(incoming: Incoming, body: AsyncIterator[bytes], limit: int) -> None:
-    """Write a body of at most `limit` bytes, a megabyte at a time, in threads."""
+async def _spool(incoming: Incoming, body: AsyncIterator[bytes], limit: int) -> bytes:
+    """Receive at most `limit` bytes; full megabytes are written by a thread while the next one arrives.
+
+    Returns what is not written yet. Raises Refusal, StateError.
+    """
     pieces: list[bytes] = []
     size = waiting = 0
+    writing: asyncio.Future[None] | None = None
     async for chunk in body:
         size += len(chunk)
         if size > limit:
@@ -639,6 +674,10 @@ async def _spool(incoming: Incoming, body: AsyncIterator[bytes], limit: int) -> 
         pieces.append(chunk)
         waiting += len(chunk)
         if waiting >= SPOOL:
-            await asyncio.to_thread(incoming.write, b"".join(pieces))
+            if writing is not None:
+                await writing
+            writing = asyncio.ensure_future(asyncio.to_thread(incoming.write, b"".join(pieces)))
             pieces, waiting = [], 0
-    await asyncio.to_thread(incoming.write, b"".join(pieces))
+    if writing is not None:
+        await writing
+    return b"".join(pieces)

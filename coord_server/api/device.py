@@ -108,7 +108,9 @@ async def payload(
 ) -> Response:
     """Immutable. Only what is due now is here: when it is gone, ask for work again."""
     down = await calling.live.payload(calling.device, sha256)
-    answer = await wire.immutable(request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE)
+    answer = await wire.immutable(
+        request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
+    )
     calling.live.note(calling.device, int(answer.headers.get("content-length", 0)))
     return answer
 

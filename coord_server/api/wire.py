@@ -92,8 +92,10 @@ def _range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, stop
 
 
-async def immutable(request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str) -> Response:
-    """A content-addressed blob: ETag, 304, single ranges, cacheable for good."""
+async def immutable(
+    request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
+) -> Response:
+    """Content-addressed bytes, `data` or a blob: ETag, 304, single ranges, cacheable for good."""
     headers = {"ETag": f'"{sha256}"', "Cache-Control": IMMUTABLE, "Accept-Ranges": "bytes"}
     asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if headers["ETag"] in asked or "*" in asked:
@@ -103,8 +105,9 @@ async def immutable(request: Request, blobs: Blobs, shelf: str, sha256: str, siz
     if span:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     status = 206 if span else 200
-    if size <= WHOLE:
+    if data is None and size <= WHOLE:
         data = await asyncio.to_thread(blobs.read, shelf, sha256)
+    if data is not None:
         return Response(data[start:stop] if span else data, status, headers, media_type)
     headers["Content-Length"] = str(stop - start)
     return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)

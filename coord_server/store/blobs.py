@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 from uuid import uuid4
 
@@ -103,7 +104,10 @@ def _sync_folder(path: Path) -> None:
 
 
 class FolderIncoming:
-    """A temporary file that becomes a blob. In memory until it outgrows one chunk."""
+    """A temporary file that becomes a blob. In memory until it outgrows one chunk.
+
+    Whoever gives up may `discard` while a thread still writes: the lock keeps the file open until it is done.
+    """
 
     def __init__(self, store: FolderBlobs, shelf: str) -> None:
         self._store, self._shelf = store, shelf
@@ -111,13 +115,17 @@ class FolderIncoming:
         self._memory: list[bytes] = []
         self._file: int | None = None
         self._path = store.temporary()
+        self._lock, self._over = Lock(), False
 
     def write(self, chunk: bytes) -> None:
-        self._hash.update(chunk)
-        self._size += len(chunk)
-        self._memory.append(chunk)
-        if self._size > CHUNK:
-            self._spill()
+        with self._lock:
+            if self._over or not chunk:
+                return
+            self._hash.update(chunk)
+            self._size += len(chunk)
+            self._memory.append(chunk)
+            if self._size > CHUNK:
+                self._spill()
 
     def _spill(self) -> None:
         try:
@@ -140,24 +148,32 @@ class FolderIncoming:
         return self._path.read_bytes()
 
     def commit(self) -> Stored:
-        self._spill()
-        done = self.stored()
-        try:
-            if self._file is not None:
-                os.fsync(self._file)
-            self._store.settle(self._path, self._shelf, done.sha256)
-        except OSError as error:
-            raise _full("the upload was not stored", error) from None
-        finally:
-            self.discard()
+        with self._lock:
+            if self._over:
+                raise StateError("the upload was given up before it was stored; send it again")
+            self._spill()
+            done = self.stored()
+            try:
+                if self._file is not None:
+                    os.fsync(self._file)
+                self._store.settle(self._path, self._shelf, done.sha256)
+            except OSError as error:
+                raise _full("the upload was not stored", error) from None
+            finally:
+                self._close()
         return done
 
     def discard(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._over = True
+        self._memory = []
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        self._memory = []
-        self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
 
 class FolderBlobs:

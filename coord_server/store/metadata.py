@@ -1,5 +1,8 @@
 """Everything the coordinator knows that is not bytes: SQLAlchemy Core tables, SQLite by default, PostgreSQL by URL.
 
+Contents of at most INLINE bytes lie in their rows, so that journalling them costs one sync and not three; larger
+ones lie in the blob store and the row's content is NULL.
+
 Each public function is one transaction. What an event changes (its row and the engine's state) goes in together, so
 that after a crash the state and the rows agree. Nothing here decides anything.
 """
@@ -19,6 +22,7 @@ from sqlalchemy import (
     Engine,
     Float,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -34,6 +38,8 @@ from sqlalchemy.exc import DBAPIError
 
 from edge_client.errors import StateError
 
+INLINE = 256 * 1024  # bytes
+
 _META = MetaData()
 
 federations = Table(
@@ -42,7 +48,8 @@ federations = Table(
     Column("id", String(64), primary_key=True),
     Column("config", Text, nullable=False),  # FederationConfig as JSON
     Column("state", Text, nullable=False),  # the engine's State as JSON
-    Column("global_state", String(64), nullable=False),  # blob of the method's state after the last closed round
+    Column("global_state", String(64), nullable=False),  # SHA-256 of the method's state after the last closed round
+    Column("global_content", LargeBinary),
     Column("created_at", Float, nullable=False),
 )
 devices = Table(
@@ -77,6 +84,7 @@ updates = Table(
     Column("sha256", String(64), nullable=False),
     Column("size", BigInteger, nullable=False),
     Column("received_at", Float, nullable=False),
+    Column("content", LargeBinary),  # dropped when the round is closed
 )
 rounds = Table(
     "rounds",
@@ -90,9 +98,18 @@ records = Table(
     _META,
     Column("federation", String(64), primary_key=True),
     Column("device", String(64), primary_key=True),
-    Column("sha256", String(64), nullable=False),  # blob of what the method keeps about the device
+    Column("sha256", String(64), nullable=False),  # of what the method keeps about the device
+    Column("content", LargeBinary),
 )
 bundles = Table("bundles", _META, Column("digest", String(64), primary_key=True), Column("added_at", Float))
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes by their SHA-256; `data` is None when they lie in the blob store."""
+
+    sha256: str
+    data: bytes | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,7 @@ class FederationRow:
     config: str
     state: str
     global_state: str
+    global_content: bytes | None
     created_at: float
 
 
@@ -222,7 +240,7 @@ class Metadata:
         with self._read() as c:
             return c.scalars(select(federations.c.state).where(federations.c.id == federation)).first()
 
-    def _state(self, c: Connection, federation: str, state: str, **more: str) -> None:
+    def _state(self, c: Connection, federation: str, state: str, **more: str | bytes | None) -> None:
         c.execute(update(federations).where(federations.c.id == federation).values(state=state, **more))
 
     # --- tokens and devices
@@ -297,13 +315,19 @@ class Metadata:
     # --- rounds
 
     def acknowledge(
-        self, federation: str, round_: int, device: str, sha256: str, size: int, now: float, seen: Seen, state: str
+        self, federation: str, round_: int, device: str, body: Content, size: int, now: float, seen: Seen, state: str
     ) -> None:
         """Journal an update that is about to be acknowledged."""
         with self._write() as c:
             c.execute(
                 insert(updates).values(
-                    federation=federation, round=round_, device=device, sha256=sha256, size=size, received_at=now
+                    federation=federation,
+                    round=round_,
+                    device=device,
+                    sha256=body.sha256,
+                    size=size,
+                    received_at=now,
+                    content=body.data,
                 )
             )
             counts = {
@@ -322,23 +346,40 @@ class Metadata:
             row = c.execute(select(updates.c.sha256, updates.c.size).where(mine)).first()
             return None if row is None else (row[0], row[1])
 
+    def update_content(self, federation: str, round_: int, device: str) -> Content | None:
+        """An acknowledged update of a round that is not closed yet."""
+        mine = (updates.c.federation == federation) & (updates.c.round == round_) & (updates.c.device == device)
+        with self._read() as c:
+            row = c.execute(select(updates.c.sha256, updates.c.content).where(mine)).first()
+            return None if row is None else Content(row[0], row[1])
+
     def close_round(
-        self, federation: str, round_: int, record: str, global_state: str, kept: Mapping[str, str], state: str
+        self, federation: str, round_: int, record: str, total: Content, kept: Mapping[str, Content], state: str
     ) -> None:
         """Journal a round's record, the new global state, the devices' new records and the engine's state."""
         with self._write() as c:
             c.execute(insert(rounds).values(federation=federation, round=round_, record=record))
-            for device, sha256 in kept.items():
+            for device, content in kept.items():
                 mine = (records.c.federation == federation) & (records.c.device == device)
-                if c.execute(update(records).where(mine).values(sha256=sha256)).rowcount == 0:
-                    c.execute(insert(records).values(federation=federation, device=device, sha256=sha256))
-            self._state(c, federation, state, global_state=global_state)
+                values = {"sha256": content.sha256, "content": content.data}
+                if c.execute(update(records).where(mine).values(values)).rowcount == 0:
+                    c.execute(insert(records).values(federation=federation, device=device, **values))
+            done = (updates.c.federation == federation) & (updates.c.round == round_) & updates.c.content.is_not(None)
+            c.execute(update(updates).where(done).values(content=None))
+            self._state(c, federation, state, global_state=total.sha256, global_content=total.data)
 
     def all_records(self, federation: str) -> dict[str, str]:
         """Each device's record by its digest."""
         with self._read() as c:
             query = select(records.c.device, records.c.sha256).where(records.c.federation == federation)
             return {row[0]: row[1] for row in c.execute(query)}
+
+    def record(self, federation: str, device: str) -> Content | None:
+        """One device's record."""
+        mine = (records.c.federation == federation) & (records.c.device == device)
+        with self._read() as c:
+            row = c.execute(select(records.c.sha256, records.c.content).where(mine)).first()
+            return None if row is None else Content(row[0], row[1])
 
     def all_rounds(self, federation: str) -> list[str]:
         """The records of all closed rounds as JSON, in order."""
