@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import numpy
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from edge_bench.demo import Ended
@@ -111,17 +112,9 @@ def machine() -> Record:
 
 def table(records: Mapping[str, Record], title: str) -> Table:
     """One line per method, within 80 columns."""
-    out = Table("method", title=title, title_justify="left", caption_justify="left")
-    heads = (
-        "accuracy\nmean",
-        "\nworst",
-        "after\nepochs",
-        "bytes\nup",
-        "\ndown",
-        "bits/param\nup",
-        "\ndown",
-        "s per\nround",
-    )
+    out = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("method", no_wrap=True)
+    heads = "accuracy\nmean", "\nworst", "after\nepochs", "bytes\nup", "\ndown", "bits\nup", "\ndown", "s per\nround"
     for head in heads:
         out.add_column(head, justify="right", no_wrap=True)
     out.caption = (

@@ -1,0 +1,245 @@
+"""The simulator: the same bits twice, the same bits as over HTTP; data sets divided as they say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_bench import cli, datasets
+from edge_bench.datasets import DataConfig
+from edge_bench.demo import fleet
+from edge_bench.report import simulated
+from edge_bench.simulate import RoundRow, Simulated, SimulationConfig, find_bundle, read_config, run, run_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.data import DeviceData
+from edge_client.errors import BundleError, ConfigError, DataError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import FederationConfig
+from edge_client.training import open_trainer
+
+pytest.importorskip("sklearn")
+METHODS: dict[str, dict[str, Any]] = {
+    "fedmask": {"keep": 0.5, "epochs": 1},
+    "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
+    "fedavg": {"epochs": 1},
+    "standalone": {"epochs": 1},
+}
+DIGITS = DataConfig(name="digits", devices=4, split="dirichlet", samples=400)
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return find_bundle("digits")
+
+
+@pytest.fixture(scope="module")
+def devices(bundle: Bundle) -> dict[str, DeviceData]:
+    return datasets.load(DIGITS, 5, bundle.manifest)
+
+
+def config(**changes: Any) -> SimulationConfig:
+    table = {"bundle": "digits", "data": DIGITS.model_dump(), "methods": METHODS, "rounds": 3, "cohort": 2, "seed": 5}
+    return read_config({**table, **changes})
+
+
+@pytest.fixture(scope="module")
+def results(bundle: Bundle, devices: dict[str, DeviceData]) -> dict[str, Simulated]:
+    return run_all(config(evaluate_every=2), bundle, devices)
+
+
+def test_the_same_seed_is_the_same_run_bit_for_bit(
+    bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated]
+) -> None:
+    again = run_all(config(evaluate_every=2), bundle, devices)
+    for label, first in results.items():
+        assert (first.state_sha256, first.personal_sha256) == (again[label].state_sha256, again[label].personal_sha256)
+        assert first.final == again[label].final
+    other = run_all(config(seed=6, methods={"fedmask": METHODS["fedmask"]}), bundle, devices)
+    assert other["fedmask"].state_sha256 != results["fedmask"].state_sha256
+
+
+def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
+    tmp_path: Path, bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated]
+) -> None:
+    with fleet(tmp_path, bundle, devices) as running:
+        for label in ("fedmask", "counted"):
+            real = running.run(label, {"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5)
+            assert digest(real.state) == results[label].state_sha256
+            assert real.accuracy() == results[label].final
+            for there, row in zip(real.rounds, results[label].rows, strict=True):
+                assert there.model_dump(exclude={"seconds"}) == row.record.model_dump(exclude={"seconds"})
+
+
+def test_every_cohort_has_the_size_asked_for_and_methods_share_it(results: dict[str, Simulated]) -> None:
+    cohorts = [[row.record.devices for row in r.rows] for r in results.values()]
+    assert all(len(c) == 2 for c in cohorts[0])
+    assert all(c == cohorts[0] for c in cohorts)
+
+
+def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, Simulated]) -> None:
+    model, d = bundle.model(), bundle.manifest.d
+    records = {
+        label: simulated(r, make_method({"name": label, **METHODS[label]}), model) for label, r in results.items()
+    }
+    json.dumps(records)
+    fedavg = records["fedavg"]
+    assert fedavg["bytes_by_kind"]["up"]["parameters"] == 3 * 2 * 4 * d
+    assert fedavg["bits_per_parameter_up"] == 8 * fedavg["bytes_up_per_device_round"] / d
+    assert records["standalone"]["bytes_by_kind"]["down"].keys() == {"header"}
+    fedmask = records["fedmask"]
+    live = round(0.5 * 64 * 32) + round(0.5 * 32 * 10) + 64 * 64
+    assert fedmask["bytes_by_kind"]["up"]["mask"] == 3 * 2 * -(-live // 8)
+    turns = [device for row in results["fedmask"].rows for device in row.record.devices]
+    assert fedmask["bytes_by_kind"]["one_time_up"] == {"structure": len(set(turns)) * (64 * 32 + 32 * 10) // 8}
+    assert fedmask["bytes_as_the_paper_counts"]["up"] == (64 * 64 + 64 * 32 + 32 * 10) // 8
+    assert [row["round"] for row in fedmask["rounds"]] == [1, 2, 3]
+    assert "accuracy_of_all_devices" in fedmask["rounds"][1]
+    assert "accuracy_of_all_devices" not in fedmask["rounds"][2]
+
+
+def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 9\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        "[methods.fedmask]\nepochs = 1\n[methods.fast]\nname = 'fedavg'\nlr = 0.05\nepochs = 1\n[methods.standalone]\n"
+    )
+    cli.simulate(file, json_file=out, rounds=2, seed=None, only="fedmask,fast")
+    written = json.loads(out.read_text())
+    assert set(written["methods"]) == {"fedmask", "fast"}
+    assert written["methods"]["fast"]["settings"]["lr"] == 0.05
+    assert len(written["methods"]["fedmask"]["rounds"]) == 2
+    assert 0 < written["methods"]["fedmask"]["accuracy_worst"] <= written["methods"]["fedmask"]["accuracy_mean"] <= 1
+    assert "bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rounds": 0}, "'rounds' = 0"),
+        ({"methods": {}}, "methods"),
+        ({"speed": 9}, "'speed' = 9"),
+        ({"data": {"name": "imagenet"}}, "imagenet"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(**changes)
+
+
+def test_an_unknown_method_backend_or_bundle_is_refused(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    for changes in ({"methods": {"alchemy": {}}}, {"backend": "abacus"}):
+        with pytest.raises(ConfigError, match=r"alchemy|abacus"):
+            run_all(config(**changes), bundle, devices)
+    with pytest.raises(BundleError, match="nowhere"):
+        find_bundle("nowhere")
+
+
+def test_a_federation_that_cannot_run_says_where_it_stands(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    stuck = FederationConfig(
+        name="x",
+        bundle=digest((bundle.folder / MANIFEST).read_bytes()),
+        method={"name": "fedavg"},
+        rounds=1,
+        cohort=9,
+        min_devices=5,
+    )
+    with pytest.raises(ConfigError, match="recruiting"):
+        run(stuck, make_method(stuck.method), bundle, open_trainer("onnxruntime", bundle), devices)
+
+
+def test_progress_hears_of_every_round(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    heard: list[tuple[str, int]] = []
+
+    def hear(label: str, row: RoundRow) -> None:
+        heard.append((label, row.record.round))
+
+    run_all(config(methods={"standalone": {"epochs": 1}}, final_epochs=False), bundle, devices, hear)
+    assert heard == [("standalone", 1), ("standalone", 2), ("standalone", 3)]
+
+
+# --- data sets
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    split=st.sampled_from(["natural", "dirichlet", "classes"]), count=st.integers(1, 12), seed=st.integers(0, 2**63 - 1)
+)
+def test_every_device_gets_enough_and_no_sample_is_dealt_twice(split: str, count: int, seed: int) -> None:
+    y = np.arange(600) % 10
+    owner = datasets.deal(DataConfig(name="digits", devices=count, split=split, alpha=1.0), y, seed)  # type: ignore[arg-type]
+    sizes = np.bincount(owner[owner >= 0], minlength=count)
+    assert len(sizes) == count
+    assert sizes.min() >= datasets.FEWEST
+    if split == "classes":
+        assert max(len(np.unique(y[owner == k])) for k in range(count)) <= 2
+    else:
+        assert (owner >= 0).all()
+
+
+def test_a_recording_is_never_parted_and_every_class_is_trained_on() -> None:
+    y = np.repeat(np.arange(6), 20)
+    unit = np.arange(120) // 5  # four recordings of each class
+    part = datasets.hold_out(y, unit, 3)
+    assert all(len(np.unique(part[unit == u])) == 1 for u in range(24))
+    assert all(set(part[y == c]) == {0, 1, 2} for c in range(6))
+    assert (part == 0).sum() == 60
+
+
+def test_choosing_on_validation_never_touches_the_test_part(bundle: Bundle) -> None:
+    parts = {
+        evaluate: datasets.load(DIGITS.model_copy(update={"evaluate": evaluate}), 5, bundle.manifest)
+        for evaluate in ("validation", "test")
+    }
+    for name, chosen in parts["validation"].items():
+        final = parts["test"][name]
+        assert len(final.y) == len(chosen.y) + len(chosen.y_test)
+        seen = {row.tobytes() for row in (*chosen.x, *chosen.x_test)}
+        assert seen == {row.tobytes() for row in final.x}
+
+
+def test_too_many_devices_for_the_data_is_an_error(bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="fewer devices"):
+        datasets.load(DataConfig(name="digits", devices=300), 0, bundle.manifest)
+
+
+def test_idx_files_are_read_and_damaged_ones_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.arange(20 * 784, dtype=np.uint32).astype(np.uint8).reshape(20, 28, 28)
+    header = b"\0\0\x08\x03" + np.array([20, 28, 28], ">u4").tobytes()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + images.tobytes()))
+    labels = np.arange(20, dtype=np.uint8) % 10
+    header = b"\0\0\x08\x01" + np.array([20], ">u4").tobytes()
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + labels.tobytes()))
+    x, y = datasets.read_mnist(tmp_path)
+    assert np.array_equal(x.reshape(20, 28, 28), images / np.float32(255))
+    assert y.tolist() == labels.tolist()
+    for damaged in (b"", b"junk", gzip.compress(b"\0\0\x0d\x01"), gzip.compress(header + b"123")):
+        (tmp_path / "x.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match="idx"):
+            datasets.read_idx(tmp_path / "x.gz")
+
+
+def test_a_missing_data_set_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
+        datasets.find("har", tmp_path)
+
+
+def test_har_by_person_is_standardised_and_whole() -> None:
+    try:
+        datasets.find("har", None)
+    except DataError:
+        pytest.skip("UCI HAR is not beside this checkout")
+    manifest = find_bundle("har").manifest
+    by_person = datasets.load(DataConfig(name="har", devices=5), 0, manifest)
+    assert list(by_person) == [f"person-{k}" for k in range(1, 6)]
+    assert sum(len(d.y) + len(d.y_test) for d in by_person.values()) == 347 + 302 + 341 + 317 + 302
+    assert all(len(np.unique(d.y)) == 6 for d in by_person.values())
+    training = np.concatenate([d.x for d in by_person.values()])
+    assert abs(training.mean()) < 0.05
+    assert abs(training.std() - 1) < 0.05
