@@ -332,6 +332,30 @@ def test_the_same_round_is_the_same_bytes() -> None:
         assert encode(Payload(one.kept)) == encode(Payload(two.kept))
 
 
+def test_real_gates_move_by_plain_sgd_and_are_sent_and_statistics_stay_on_the_device() -> None:
+    m = lstm().model_copy(
+        update={"buffers": (Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0)),)}
+    )
+    method = FedMask(prune_layers=0, local_lr=0.5, momentum=0, epochs=1, batch=64)
+    a = assignment(m)
+
+    @dataclass
+    class WithStatistics(Fixed):
+        def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+            return Gradient(1.0, self.value, buffers + np.float32(1))
+
+    trainer = WithStatistics(m, np.ones(m.d, np.float32))
+    down = method.downlink(a, method.start(a.model, 0), {})
+    local = method.local_round(Task(a, trainer, clusters(m, 1)), {}, down)
+    layout = method.layout(m)
+    assert np.allclose(local.update.arrays["real"], a.model.parameters[layout.real] - 0.5)
+    assert set(local.update.arrays) == {"mask", "structure", "real"}
+    assert local.kept["buffers"].tolist() == [1, 1]
+    assert local.trained.buffers.tolist() == [1, 1]
+    again = method.local_round(Task(a, trainer, clusters(m, 1)), local.kept, down)
+    assert again.kept["buffers"].tolist() == [2, 2]
+
+
 # --- FedMask: the server's half
 
 
