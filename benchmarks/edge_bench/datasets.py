@@ -1,8 +1,8 @@
 """Data sets divided over devices: who holds which samples, and which of them train, validate and test.
 
 UCI HAR comes by person, its inside split by recording (neighbouring windows share half their samples); digits
-(scikit-learn's), MNIST and Fashion-MNIST are divided by class. Nothing is downloaded: files are looked for at the
-given path, in the folder $MASKFLEET_DATA, and in `shared/data` beside the checkout.
+(scikit-learn's), MNIST, Fashion-MNIST and a subset of CIFAR-100 are divided by class. Nothing is downloaded: files are
+looked for at the given path, in the folder $MASKFLEET_DATA, and in `shared/data` beside the checkout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from edge_client.errors import ConfigError, DataError
 HELD_OUT = 0.2  # of a device's samples (or recordings) for validation, and as much again for testing
 FEWEST = 10  # samples a device must get; a division that leaves one with fewer is drawn again
 
-_FILES = {"har": "har/ucihar_raw.npz", "mnist": "mnist", "fashion-mnist": "fashion-mnist"}
+_FILES = {
+    "har": "har/ucihar_raw.npz",
+    "mnist": "mnist",
+    "fashion-mnist": "fashion-mnist",
+    "cifar100": "cifar100/cifar100_9k_2k.npz",
+}
+# What the pre-trained ResNets expect of red, green and blue.
+_CIFAR_MEAN, _CIFAR_DEVIATION = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)
 
 
 class DataConfig(BaseModel):
     """The table `[data]` of a simulation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Literal["har", "digits", "mnist", "fashion-mnist"]
+    name: Literal["har", "digits", "mnist", "fashion-mnist", "cifar100"]
     path: Path | None = None
     """The data set's file or folder; None looks where this module's docstring says."""
     devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
@@ -50,6 +57,8 @@ class DataConfig(BaseModel):
     """HAR: a device's held-out samples are whole recordings, or (as published tables do it) single windows."""
     samples: Annotated[int, Field(ge=FEWEST)] | None = None
     """Use only so many samples of the whole data set (None: all); not for HAR."""
+    labels: Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1)] | None = None
+    """Use only the samples of these classes, numbered anew in this order (None: all); not for HAR."""
     evaluate: Literal["validation", "test"] = "test"
     """`validation`: train on the training part, report on the validation part, to choose settings.
     `test`: train on both, report on the test part."""
@@ -77,7 +86,7 @@ def find(name: str, path: Path | None) -> Path:
         roots += [Path(__file__).resolve().parents[3] / "shared" / "data", Path("..") / "shared" / "data"]
         tried = [root / _FILES[name] for root in roots]
     for candidate in tried:
-        if candidate.exists() and (name != "har" or candidate.is_file()):
+        if candidate.exists() and (candidate.is_file() or not _FILES[name].endswith(".npz")):
             return candidate
     raise DataError(f"data set {name!r} is not at {', '.join(map(str, tried))}; give its path or set MASKFLEET_DATA")
 
@@ -121,6 +130,32 @@ def read_mnist(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     x = read_idx(folder / "train-images-idx3-ubyte.gz")
     scaled: NDArray[np.float32] = x.reshape(len(x), -1) / np.float32(255)
     return scaled, read_idx(folder / "train-labels-idx1-ubyte.gz").astype(np.int64)
+
+
+def read_cifar100(path: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The CIFAR-100 subset's images, float32[n, 3 * 32 * 32] channels first, normalised. Raises DataError."""
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            x, y = z["x"], z["y"]
+    except (OSError, KeyError, ValueError, BadZipFile) as error:
+        raise DataError(f"{path} is not the CIFAR-100 archive (keys x, y): {error}") from None
+    scaled = (x.astype(np.float32) / 255 - _CIFAR_MEAN) / _CIFAR_DEVIATION
+    return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2)).reshape(len(x), -1), y.astype(np.int64)
+
+
+def read(config: DataConfig) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """All samples of a data set that is not divided by nature, of the classes that `labels` keeps."""
+    if config.name == "digits":
+        x, y = read_digits()
+    else:
+        path = find(config.name, config.path)
+        x, y = read_cifar100(path) if config.name == "cifar100" else read_mnist(path)
+    if config.labels is None:
+        return x, y
+    number = np.full(max(int(y.max()), *config.labels) + 1, -1)
+    number[list(config.labels)] = np.arange(len(config.labels))
+    kept = number[y] >= 0
+    return x[kept], number[y[kept]]
 
 
 def deal(config: DataConfig, y: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
@@ -177,15 +212,17 @@ def hold_out(y: NDArray[np.int64], unit: NDArray[np.int64], stream: int) -> NDAr
 
 def _divided(config: DataConfig, seed: int) -> Samples:
     if config.name == "har":
-        if config.split != "natural" or config.samples is not None:
-            raise ConfigError('UCI HAR is divided by person; leave out `samples`, and `split` or set it to "natural"')
+        if config.split != "natural" or config.samples is not None or config.labels is not None:
+            raise ConfigError(
+                'UCI HAR is divided by person; leave out `samples`, `labels`, and `split` or set it to "natural"'
+            )
         s = read_har(find("har", config.path), config.inside)
         people = np.unique(s.owner)
         if config.devices is not None and config.devices > len(people):
             raise ConfigError(f"UCI HAR has {len(people)} persons; devices = {config.devices} is too many")
         chosen = np.flatnonzero(np.isin(s.owner, people[: config.devices]))
         return Samples(s.x[chosen], s.y[chosen], s.owner[chosen], s.unit[chosen])
-    x, y = read_digits() if config.name == "digits" else read_mnist(find(config.name, config.path))
+    x, y = read(config)
     chosen = np.sort(counter.permutation(counter.key(seed, "samples"), len(y))[: config.samples])
     owner = deal(config, y[chosen], seed)
     held = owner >= 0

@@ -106,12 +106,18 @@ class _Run:
     records: dict[str, Arrays] = field(default_factory=dict)
     updates: dict[str, bytes] = field(default_factory=dict)
     downlinks: dict[str, dict[str, int]] = field(default_factory=dict)
+    shared: tuple[int, payload.Payload, dict[str, int]] | None = None
+    """The last shared downlink and its round: made once, as a coordinator does."""
 
     def task(self, round_: int, device: str) -> Task:
         return Task(self.course.assignment(round_, device), self.trainer, self.devices[device])
 
     def downlink(self, round_: int, device: str) -> tuple[payload.Payload, dict[str, int]]:
+        if self.shared is not None and self.shared[0] == round_:
+            return self.shared[1:]
         data, sizes = aggregation.downlink(self.course, round_, device, self.state, self.records.get(device, {}))
+        if self.course.method.shared_downlink:
+            self.shared = (round_, payload.decode(data), sizes)
         return payload.decode(data), sizes
 
     def train(self, round_: int, device: str) -> str:

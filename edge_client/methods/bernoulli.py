@@ -100,7 +100,7 @@ class BernoulliMasks(Method):
     head: Literal["probe", "mask"] = "probe"
     probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     probe_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 64

@@ -35,10 +35,10 @@ Terms = Callable[[Where], list[F64]]
 TINY = 1e-9  # distances below it are one
 REACH = 0.4  # a flip is likely up to about this distance in logits: some steps of Adam at 0.1
 _TILE = 1 << 16  # positions whose terms are in memory at a time
-_FIT = 1 << 16  # positions the model is fitted on
+_FIT = 1 << 15  # positions the model is fitted on
 _BINS, _STEP, _LOWEST = 32, 0.5, -11.0  # bins of predicted log-odds
 _WORTH = 64  # a set or a complement smaller than this is not worth a model
-_ROUNDS = 12  # Newton steps
+_ROUNDS = 12  # most Newton steps
 _CRC = 4  # bytes of the CRC-32 that guards a payload
 
 
@@ -256,6 +256,8 @@ def _fit(members: Bits, terms: Terms) -> F64:
         curvature = (design * (p * (1 - p))) @ design.T + 1e-2 * np.eye(len(design))
         step = np.linalg.solve(curvature, design @ (truth - p) - 1e-2 * model)
         model += np.clip(step, -8, 8)
+        if float(np.abs(step).max()) < 1e-3:
+            break
     rounded: F64 = np.clip(np.nan_to_num(model), -60000, 60000).astype(np.float16).astype(np.float64)
     return rounded
 

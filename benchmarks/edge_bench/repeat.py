@@ -1,0 +1,103 @@
+"""A simulation for several seeds, one run after another into one JSON file; started again, it goes on where it stopped.
+
+    python -m edge_bench.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out benchmarks/results/x.json
+
+The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the command, the commit
+and the machine. `summary` has the mean over the seeds of accuracy and of bits per parameter in the last round.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import typer
+
+from edge_bench import datasets, report
+from edge_bench.cli import read_toml, write_json
+from edge_bench.simulate import find_bundle, read_config, run_all
+from edge_client.methods import make_method
+
+ROW = (
+    "round",
+    "bits_per_parameter_up",
+    "bits_per_parameter_down",
+    "loss",
+    "accuracy_before",
+    "accuracy_after",
+    "traffic",
+)
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" when files differ from it; empty outside one."""
+    try:
+        words = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def slim(record: dict[str, Any]) -> dict[str, Any]:
+    """A run's record with those columns of its rounds that are compared."""
+    rounds = [{k: r[k] for k in ROW} for r in record["rounds"]]
+    for r in rounds:
+        for moment in ("accuracy_before", "accuracy_after"):
+            r[moment] = r[moment]["mean"]
+    return {**record, "rounds": rounds}
+
+
+def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By method: the seeds' final accuracies, and their mean bits per parameter, last round and all rounds."""
+    labels = dict.fromkeys(name.rsplit("/", 1)[0] for name in runs)
+    table = {}
+    for label in labels:
+        mine = [r for name, r in runs.items() if name.rsplit("/", 1)[0] == label]
+        table[label] = {
+            "accuracy": [r["accuracy_mean"] for r in mine],
+            "accuracy_mean": mean(r["accuracy_mean"] for r in mine),
+            "last_round_bits_up": mean(r["rounds"][-1]["bits_per_parameter_up"] for r in mine),
+            "last_round_bits_down": mean(r["rounds"][-1]["bits_per_parameter_down"] for r in mine),
+            "all_rounds_bits_up": mean(r["bits_per_parameter_up"] for r in mine),
+            "all_rounds_bits_down": mean(r["bits_per_parameter_down"] for r in mine),
+        }
+    return table
+
+
+def main(
+    config: Annotated[Path, typer.Argument(help="The simulation's TOML file.")],
+    out: Annotated[Path, typer.Option(help="The JSON file; runs that it has are not repeated.")],
+    seeds: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,2",
+    only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
+) -> None:
+    """Run every method of a simulation for every seed."""
+    raw = read_toml(config) | ({} if bundle is None else {"bundle": bundle})
+    runs: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
+    for seed in map(int, seeds.split(",")):
+        checked = read_config(raw | {"seed": seed})
+        found = find_bundle(checked.bundle)
+        devices = datasets.load(checked.data, seed, found.manifest)
+        for label, table in checked.methods.items():
+            name = f"{label}/{seed}"
+            if name in runs or (only is not None and label not in only.split(",")):
+                continue
+            one = checked.model_copy(update={"methods": {label: table}})
+            result = run_all(one, found, devices)[label]
+            record = report.simulated(result, make_method({"name": label, **table}), found.model())
+            runs[name] = {**slim(record), "commit": commit()}
+            print(f"{name}: {record['accuracy_mean']:.2%}", flush=True)
+            command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
+            settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
+            top = {"command": command, "machine": report.machine(), "settings": settings}
+            write_json(out, {**top, "summary": summary(runs), "runs": runs})
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
