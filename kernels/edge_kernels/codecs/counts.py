@@ -6,8 +6,9 @@ top + 1. Rank 0, 1, ... are decided one after the other: each is a set among the
 stay as predicted nearly everything is decided by the first set. Ranks of 16 and more share sets by bit length and add
 raw low bits.
 
-Bytes: for each set, while any value is undecided and more than one class is possible, ``varint(length)`` and the
-`entropy` payload; then the low bits of all ranks of 16 and more, as bit planes.
+Bytes: segments of 2**20 values (the last one shorter), one after the other. A segment is, for each set, while any
+value is undecided and more than one class is possible, ``varint(length)`` and the `entropy` payload; then the low bits
+of all ranks of 16 and more, as bit planes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from edge_kernels.codecs.sets import CodecError, Contexts, check_size, complemen
 from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, read_planes, varint
 
 MAX_TOP = 2**31 - 2
+_SEGMENT = 1 << 20  # values coded together: memory beside the result is bounded by it
 _DIRECT = 16  # ranks with a class of their own
 _LEVELS = 64  # most contexts made of predictions
 
@@ -35,7 +37,20 @@ def encode(values: Counts, top: int, prediction: Counts | None = None, contexts:
     coarsened to 64 levels. Without either the values are coded at their plain entropy.
     """
     _check(values, len(values), top, "values")
-    guess, undecided = _given(prediction, contexts, len(values), top)
+    guess, given = _given(prediction, contexts, len(values), top)
+    return b"".join(
+        _encode_segment(
+            values[part], top, guess[part] if len(guess) > 1 else guess, None if given is None else given[part]
+        )
+        for part in _segments(len(values))
+    )
+
+
+def _segments(d: int) -> list[slice]:
+    return [slice(low, min(low + _SEGMENT, d)) for low in range(0, d, _SEGMENT)]
+
+
+def _encode_segment(values: Counts, top: int, guess: Counts, undecided: Contexts | None) -> bytes:
     ranks = _ranks(values, guess, top)
     classes = _classes(ranks)
     out = []
@@ -55,8 +70,19 @@ def encode(values: Counts, top: int, prediction: Counts | None = None, contexts:
 def decode(data: bytes, d: int, top: int, prediction: Counts | None = None, contexts: Contexts | None = None) -> Counts:
     """The values[d] of a payload, in the smallest unsigned dtype that holds `top`. Raises CodecError."""
     check_size(d)
-    guess, undecided = _given(prediction, contexts, d, top)
+    guess, given = _given(prediction, contexts, d, top)
     reader = Reader(data)
+    out: Counts = np.empty(d, dtype_for(top))
+    for part in _segments(d):
+        out[part] = _decode_segment(
+            reader, part.stop - part.start, top, guess[part] if len(guess) > 1 else guess,
+            None if given is None else given[part],
+        )  # fmt: skip
+    reader.end()
+    return out
+
+
+def _decode_segment(reader: Reader, d: int, top: int, guess: Counts, undecided: Contexts | None) -> Counts:
     ranks = np.zeros(d, np.uint32)
     where: NDArray[np.uint32] | None = None  # of the values still undecided; None for all
     left = d
@@ -79,7 +105,6 @@ def decode(data: bytes, d: int, top: int, prediction: Counts | None = None, cont
     ahead = reader.peek_bits(int(widths.sum(dtype=np.int64)))
     low, used = read_planes(ahead, widths)
     reader.skip_bits(ahead, used)
-    reader.end()
     ranks[big] = low + (np.uint32(1) << widths.astype(np.uint32))
     if int(ranks.max(initial=0)) > top:
         raise CodecError(f"a rank of {int(ranks.max())} is beyond {top}; the payload is damaged or top is wrong")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs import rans
-from edge_kernels.codecs.sets import CodecError, Contexts, Positions
+from edge_kernels.codecs.sets import CodecError, Contexts, Positions, complement
 from edge_kernels.codecs.streams import (
     Bits,
     Reader,
@@ -111,7 +111,7 @@ class _Groups:
     sizes: I64
     starts: I64
     counts: I64
-    labels: NDArray[np.uint16] | None
+    labels: NDArray[np.uint8] | NDArray[np.uint16] | None
 
     @staticmethod
     def of(contexts: Contexts | None, d: int, shift: int) -> _Groups:
@@ -123,14 +123,14 @@ class _Groups:
         if top >= MAX_CONTEXTS:
             raise CodecError(f"context {top} is not below {MAX_CONTEXTS}; quantise more coarsely")
         merged = (top >> shift) + 1
-        labels = np.empty(d, np.uint16)
+        labels = np.empty(d, np.uint8 if merged <= 256 else np.uint16)
         counts = np.zeros((max(-(-d // _TILE), 1), merged), np.int64)
         for tile, low in enumerate(range(0, d, _TILE)):
             np.right_shift(contexts[low : low + _TILE], shift, out=labels[low : low + _TILE], casting="unsafe")
             counts[tile] = np.bincount(labels[low : low + _TILE], minlength=merged)
         used = np.flatnonzero(counts.any(axis=0))
         counts = counts[:, used]
-        numbers = np.zeros(merged, np.uint16)
+        numbers = np.zeros(merged, labels.dtype)
         numbers[used] = np.arange(len(used))
         if len(used) < merged:
             for low in range(0, d, _TILE):
@@ -208,7 +208,7 @@ class _Model:
         logs = bit_lengths((size // runs).astype(np.uint32)).astype(np.int64)  # 1 + floor(log2(mean gap))
         raw = np.maximum(logs - 4, 0).astype(np.uint32)
         ratios = [_ratio(int(n), int(r), int(k)) for n, r, k in zip(size, runs, raw, strict=True)]
-        tables = rans.geometric_tables(np.array(ratios, np.uint64))
+        tables = rans.geometric_tables(ratios)
         bits = int((runs * logs).sum())
         lanes = min(max((bits >> 12) + min(bits >> 13, 3), 1), 1 << 14) if len(coded) else 0
         return _Model(coded, (flips * 2 > sizes)[coded], runs, raw, tables, lanes)
@@ -230,7 +230,7 @@ def _gaps_by_group(places: NDArray[np.uint32], groups: _Groups, flips: I64, mode
     for group, inverted, run in zip(model.coded, model.inverted, model.runs, strict=True):
         mine = places[ends[group] - flips[group] : ends[group]] - np.uint32(groups.starts[group])
         if inverted:
-            mine = _others(mine, int(groups.sizes[group]))
+            mine = complement(mine, int(groups.sizes[group]))
         gaps = out[at : at + run]
         gaps[0] = mine[0]
         np.subtract(mine[1:], mine[:-1], out=gaps[1:])
@@ -247,23 +247,17 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
         out[ends[group] - flips[group] : ends[group]] = np.arange(groups.starts[group], groups.starts[group + 1])
     at = 0
     for group, inverted, run in zip(model.coded, model.inverted, model.runs, strict=True):
-        mine = np.cumsum(gaps[at : at + run], dtype=np.int64)
-        mine += np.arange(run)
-        if int(mine[-1]) >= groups.sizes[group]:
+        mine, size = gaps[at : at + run], int(groups.sizes[group])
+        if int(mine.sum(dtype=np.uint64)) + int(run) > size:
             raise CodecError("a flip lies beyond the end of its context; the payload is damaged or d is wrong")
-        rarer = mine.astype(np.uint32)
+        mine += np.uint32(1)  # gaps become places in place: nothing overflows below `size`
+        np.cumsum(mine, out=mine)
+        mine -= np.uint32(1)
         target = out[ends[group] - flips[group] : ends[group]]
-        target[:] = _others(rarer, int(groups.sizes[group])) if inverted else rarer
+        target[:] = complement(mine, size) if inverted else mine
         target += np.uint32(groups.starts[group])
         at += int(run)
     return out
-
-
-def _others(places: NDArray[np.uint32], size: int) -> NDArray[np.uint32]:
-    """Places below `size` that are not in `places`."""
-    mask = np.ones(size, np.bool_)
-    mask[places] = False
-    return np.flatnonzero(mask).astype(np.uint32)
 
 
 def _flip_bits(flips: I64, sizes: I64) -> Bits:
@@ -304,29 +298,43 @@ def _read_gaps(reader: Reader, model: _Model, total: int) -> NDArray[np.uint32]:
     states = reader.bytes(4 * model.lanes).view("<u4").astype(np.uint64)
     if (states < rans.LOW).any():
         raise CodecError("a coder's state is below 2**16; the payload is damaged")
-    owners = np.repeat(np.arange(len(model.coded), dtype=np.uint16), model.runs)
     rest = reader.bytes(reader.left)
     words = rest[: len(rest) // 2 * 2].view("<u2")
-    entries, used = rans.decode(owners, model.tables, states, words)
+    symbols, used = rans.decode(model.runs, model.tables, states, words)
     if (states >= 2 * rans.LOW).any():
         raise CodecError("the coders do not end where they began; the payload is damaged or d is wrong")
     hidden = np.unpackbits((states - np.uint64(rans.LOW)).astype("<u2").view(np.uint8), bitorder="little")
     bits = np.concatenate([hidden, np.unpackbits(rest[2 * used :], bitorder="little")]).view(np.bool_)
-    symbols = entries - model.tables.first[owners]
-    widths = model.raw[owners].astype(np.uint8)
-    low, taken = read_planes(bits, widths)
-    escape = (model.tables.first[1:] - model.tables.first[:-1] - np.uint32(1))[owners]
-    escaped = np.flatnonzero(symbols == escape)
-    beyond, more = read_gamma(bits[taken:], len(escaped))
-    taken += more
+    low_bits = int((model.runs * model.raw).sum())
+    if low_bits > len(bits):
+        raise CodecError("the payload ends within its raw bits; it is truncated or damaged")
+    escape = (model.tables.first[1:] - model.tables.first[:-1] - np.uint32(1)).astype(np.uint8)
+    ends = np.cumsum(model.runs)
+    chunks = [(low, min(low + _TILE, total)) for low in range(0, total, _TILE)]
+    escapes = [int(np.count_nonzero(symbols[a:b] == escape[rans.owners(ends, a, b)])) for a, b in chunks]
+    beyond, more = read_gamma(bits[low_bits:], sum(escapes))
+    taken = low_bits + more
     if len(bits) - max(taken, len(hidden)) >= 8 or bits[taken:].any():
         raise CodecError("bytes or padding bits follow the end of the payload; it is damaged or d is wrong")
-    high = symbols.astype(np.uint64)
-    high[escaped] += beyond
-    gaps = (high << model.raw[owners].astype(np.uint64)) + low
-    if int(gaps.max(initial=0)) > 0xFFFFFFFF:
-        raise CodecError("a gap is longer than any vector; the payload is damaged")
-    return gaps.astype(np.uint32)
+    planes_at = np.cumsum([0] + [int(model.runs[model.raw > j].sum()) for j in range(int(model.raw.max(initial=0)))])
+    gaps = np.empty(total, np.uint32)
+    at = 0
+    for (a, b), count in zip(chunks, escapes, strict=True):  # in chunks, for memory
+        owner = rans.owners(ends, a, b)
+        raw = model.raw[owner]
+        high = symbols[a:b].astype(np.uint64)
+        high[symbols[a:b] == escape[owner]] += beyond[at : at + count]
+        at += count
+        high <<= raw
+        for j in range(int(raw.max())):
+            kept = raw > j
+            end = planes_at[j] + np.count_nonzero(kept)
+            high[kept] += bits[planes_at[j] : end].astype(np.uint64) << np.uint64(j)
+            planes_at[j] = end
+        if int(high.max()) > 0xFFFFFFFF:
+            raise CodecError("a gap is longer than any vector; the payload is damaged")
+        gaps[a:b] = high
+    return gaps
 
 
 def _hide(raw: NDArray[np.bool_], lanes: int) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:

@@ -22,7 +22,12 @@ _LEVEL = 9
 
 def encode(positions: Positions, d: int) -> bytes:
     """The set's `fuse8` filter as a PNG file."""
-    body = np.frombuffer(fuse.encode(positions, d, 8), np.uint8)
+    return encode_filter(fuse.encode(positions, d, 8))
+
+
+def encode_filter(data: bytes) -> bytes:
+    """A serialised filter as a PNG file."""
+    body = np.frombuffer(data, np.uint8)
     width = math.isqrt(len(body) - 1) + 1
     height = -(-len(body) // width)
     rows = np.zeros((height, width + 1), np.uint8)  # column 0: filter type 0

@@ -13,7 +13,9 @@ Also here: the frequency table of a geometric number, in integer arithmetic, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +25,10 @@ from edge_kernels.codecs.sets import CodecError
 SCALE = 15  # log2 of the sum of a table's frequencies
 LOW = 1 << 16  # least state
 SYMBOLS = 128  # most symbols in a table, the escape included
+_STEPS = 64  # steps whose tables are looked up together
 _TAIL = 4  # a table ends where at most this much probability is left
 
+U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
@@ -41,35 +45,28 @@ class Tables:
     first: U32
 
 
-def geometric_tables(ratios: U64) -> Tables:
-    """One table per ratio: symbol s has probability ``(1 - x) * x**s`` with x = ratio / 2**32, the escape the rest.
+def geometric_tables(ratios: Sequence[int]) -> Tables:
+    """One table per ratio: symbol s has probability ``(1 - x) * x**s`` with x = ratio / 2**32, the escape the rest."""
+    freqs = [_geometric(ratio) for ratio in ratios]
+    first = np.cumsum([0, *(len(table) for table in freqs)], dtype=np.uint32)
+    flat = np.array([freq for table in freqs for freq in table], np.uint32)
+    edges = np.zeros(len(flat), np.uint32)
+    np.cumsum(flat[:-1], out=edges[1:])  # every table sums to 2**15, so table t begins at t << 15
+    return Tables(edges, flat, first)
 
-    Frequencies are ``f = max(1, (rest * (2**32 - ratio)) >> 32)`` taken off `rest`, 2**15 at first; the table ends,
-    with frequency `rest` for its escape, after 127 symbols or when `rest` <= 4.
+
+@lru_cache(maxsize=512)
+def _geometric(ratio: int) -> tuple[int, ...]:
+    """Frequencies ``max(1, (rest * (2**32 - ratio)) >> 32)`` taken off `rest`, which is 2**15 at first.
+
+    The table ends, with frequency `rest` for its escape, after 127 symbols or when `rest` <= 4.
     """
-    count = len(ratios)
-    rest = np.full(count, 1 << SCALE, np.uint64)
-    freqs = np.zeros((count, SYMBOLS), np.uint32)
-    stops = np.uint64(1 << 32) - ratios
-    lengths = np.zeros(count, np.int64)
-    live = np.ones(count, np.bool_)
-    for s in range(SYMBOLS - 1):
-        freq = np.maximum((rest * stops) >> np.uint64(32), np.uint64(1))
-        freq[~live] = 0
-        freqs[:, s] = freq
-        rest -= freq
-        lengths += live
-        live &= rest > _TAIL
-        if not live.any():
-            break
-    rows = np.arange(count)
-    freqs[rows, lengths] = rest
-    lengths += 1
-    starts = np.cumsum(freqs, axis=1, dtype=np.uint32) - freqs + (rows.astype(np.uint32) << np.uint32(SCALE))[:, None]
-    used = np.arange(SYMBOLS) < lengths[:, None]
-    first = np.zeros(count + 1, np.uint32)
-    np.cumsum(lengths, out=first[1:])
-    return Tables(starts[used], freqs[used], first)
+    rest = 1 << SCALE
+    freqs: list[int] = []
+    while rest > _TAIL and len(freqs) < SYMBOLS - 1:
+        freqs.append(max(rest * ((1 << 32) - ratio) >> 32, 1))
+        rest -= freqs[-1]
+    return (*freqs, rest)
 
 
 def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
@@ -93,32 +90,48 @@ def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
     return np.concatenate(out) if out else np.zeros(0, np.uint16)
 
 
-def decode(owners: NDArray[np.uint16], tables: Tables, states: U64, words: NDArray[np.uint16]) -> tuple[U32, int]:
-    """Decode one table entry per symbol; `owners[i]` is symbol i's table. Changes `states`; also returns words read.
+def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[np.uint16]) -> tuple[U8, int]:
+    """Decode ``sum(runs)`` symbols, the first ``runs[0]`` of them by table 0 and so on: symbol numbers uint8.
 
-    Raises CodecError when the words run out.
+    Changes `states`; also returns the number of words read. Raises CodecError when the words run out.
     """
     lanes = max(len(states), 1)
     mask, shift = np.uint64((1 << SCALE) - 1), np.uint64(SCALE)
     edges, freqs = tables.edges, tables.freqs.astype(np.uint64)
-    entries = np.empty(len(owners), np.uint32)
+    numbers = (
+        np.arange(len(edges)) - np.repeat(tables.first[:-1], (tables.first[1:] - tables.first[:-1]).astype(np.int64))
+    ).astype(np.uint8)
+    symbols = np.empty(int(runs.sum()), np.uint8)
+    ends = np.cumsum(runs)
     used = 0
-    for low in range(0, len(owners), lanes):
-        bases = owners[low : low + lanes].astype(np.uint32) << np.uint32(SCALE)
-        x = states[: len(bases)]
-        slots = (x & mask).astype(np.uint32)
-        slots |= bases
-        found = np.searchsorted(edges, slots, side="right") - 1
-        entries[low : low + lanes] = found
+    for low in range(0, len(symbols), lanes):
+        if low % (lanes * _STEPS) == 0:
+            bases = owners(ends, low, min(low + lanes * _STEPS, len(symbols))).astype(np.uint32) << np.uint32(SCALE)
+            begin = low
+        slots = bases[low - begin : low - begin + lanes]
+        x = states[: len(slots)]
+        slots |= (x & mask).astype(np.uint32)
+        found = edges.searchsorted(slots, side="right")
+        found -= 1
+        symbols[low : low + lanes] = numbers[found]
         slots -= edges[found]
         x >>= shift
         x *= freqs[found]
         x += slots
         under = x < LOW
-        if under.any():
-            more = np.count_nonzero(under)
+        more = int(np.count_nonzero(under))
+        if more:
             if used + more > len(words):
                 raise CodecError("the payload ends within its coded symbols; it is truncated or d is wrong")
             x[under] = (x[under] << np.uint64(16)) | words[used : used + more]
-            used += int(more)
-    return entries, used
+            used += more
+    return symbols, used
+
+
+def owners(ends: NDArray[np.int64], low: int, high: int) -> NDArray[np.uint16]:
+    """The tables of symbols `low` .. `high - 1`, where table t's symbols end before ``ends[t]``."""
+    until = np.clip(ends, low, high)
+    runs = until.copy()
+    runs[:1] -= low
+    runs[1:] -= until[:-1]
+    return np.repeat(np.arange(len(ends), dtype=np.uint16), runs)

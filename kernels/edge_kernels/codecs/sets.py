@@ -15,7 +15,7 @@ Positions = NDArray[np.uint32]
 Contexts = NDArray[np.unsignedinteger[Any]]
 
 MAX_D = 2**32 - 1  # a position is a uint32
-_CHUNK = 1 << 19  # positions handled at a time, so that temporaries stay small beside the result
+_CHUNK = 1 << 16  # positions handled at a time, so that temporaries stay small beside the result
 
 
 class CodecError(ValueError):

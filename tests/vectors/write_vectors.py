@@ -1,0 +1,143 @@
+"""Writes the test vectors beside it: ``python tests/vectors/write_vectors.py``. Run only when a format changes.
+
+Each file holds a list of cases: the input, the parameters and the payload's bytes in hex, for readers in any language.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edge_kernels import codecs, counter
+from edge_kernels.codecs import counts, fuse, klms, png, values
+
+HERE = Path(__file__).parent
+
+
+def positions_at(d: int, rate: float, *words: int | str) -> list[int]:
+    """Positions whose uniform lies below `rate`."""
+    return [int(i) for i in np.flatnonzero(counter.uniform(counter.key("vectors", *words), d) < rate)]
+
+
+def sets() -> list[dict[str, Any]]:
+    """Cases of sets: empty, full, single, sparse, even, dense, uneven."""
+    uneven = positions_at(4000, 0.3, "uneven")
+    return [
+        {"d": 0, "positions": []},
+        {"d": 1, "positions": [0]},
+        {"d": 13, "positions": [0, 3, 12]},
+        {"d": 64, "positions": list(range(64))},
+        {"d": 1000, "positions": positions_at(1000, 0.02, "sparse")},
+        {"d": 300, "positions": positions_at(300, 0.5, "even")},
+        {"d": 300, "positions": positions_at(300, 0.9, "dense")},
+        {"d": 5000, "positions": [p for p in uneven if p < 500 or p % 97 == 0]},
+    ]
+
+
+def set_cases(name: str) -> list[dict[str, Any]]:
+    """Every set in one exact codec."""
+    return [
+        {**case, "hex": codecs.encode(name, np.array(case["positions"], np.uint32), case["d"]).hex()} for case in sets()
+    ]
+
+
+def context_cases() -> list[dict[str, Any]]:
+    """The codec `entropy` with contexts: some used, some empty, one full of flips."""
+    d = 600
+    contexts = (counter.uint64(counter.key("vectors", "contexts"), d) % np.uint64(7)).astype(np.uint8)
+    rates = np.array([0.01, 0.02, 0.5, 0.0, 0.9, 1.0, 0.1])[contexts]
+    positions = np.flatnonzero(counter.uniform(counter.key("vectors", "flips"), d) < rates).astype(np.uint32)
+    payload = codecs.encode("entropy", positions, d, contexts)
+    return [{"d": d, "contexts": contexts.tolist(), "positions": positions.tolist(), "hex": payload.hex()}]
+
+
+def fuse_cases() -> list[dict[str, Any]]:
+    """Filters built by numpy and all positions they hold."""
+    out = []
+    for width in (8, 16, 32):
+        for d, rate in ((50, 0.1), (2000, 0.02)):
+            keys = positions_at(d, rate, "fuse", d)
+            payload = fuse.build(np.array(keys, np.uint32), width).to_bytes()
+            held = fuse.decode(payload, d, width).tolist()
+            out.append({"codec": f"fuse{width}", "d": d, "keys": keys, "positions": held, "hex": payload.hex()})
+    keys = positions_at(2000, 0.02, "fuse", 2000)
+    image = png.encode_filter(fuse.build(np.array(keys, np.uint32), 8).to_bytes())
+    held = png.decode(image, 2000).tolist()
+    return [*out, {"codec": "fuse8-png", "d": 2000, "keys": keys, "positions": held, "hex": image.hex()}]
+
+
+def count_cases() -> list[dict[str, Any]]:
+    """Counts with and without a prediction, small and large."""
+    out = []
+    for d, top in ((40, 0), (200, 1), (200, 10), (100, 1000)):
+        before = (counter.uint64(counter.key("vectors", "before", top), d) % np.uint64(top + 1)).astype(
+            counts.dtype_for(top)
+        )
+        stay = counter.uniform(counter.key("vectors", "stay", top), d) < 0.7
+        drawn = counter.uint64(counter.key("vectors", "now", top), d) % np.uint64(top + 1)
+        now = np.where(stay, before, drawn).astype(before.dtype)
+        for prediction in (None, before):
+            given = None if prediction is None else prediction.tolist()
+            payload = counts.encode(now, top, prediction)
+            out.append({"d": d, "top": top, "prediction": given, "values": now.tolist(), "hex": payload.hex()})
+    return out
+
+
+def klms_cases() -> list[dict[str, Any]]:
+    """A sample: prior and target as float32 bits in hex, the stream, the bytes and the mask they mean."""
+    d = 300
+    prior = (counter.uint64(counter.key("vectors", "prior"), d) % np.uint64(11)).astype(np.float32) / np.float32(10)
+    target = np.clip(prior + np.float32(0.05), 0, 1)
+    out = []
+    for bits in (4, 8):
+        stream = counter.key("vectors", "klms", bits)
+        payload = klms.encode(target, prior, stream, counter.key("vectors", "choice"), bits, margin=2)
+        mask = np.flatnonzero(klms.decode(payload, prior, stream)).tolist()
+        out.append({"d": d, "prior_float32_hex": prior.astype("<f4").tobytes().hex(), "stream": str(stream),
+                    "hex": payload.hex(), "positions": mask})  # fmt: skip
+    return out
+
+
+def value_cases() -> list[dict[str, Any]]:
+    """Signs and floats."""
+    signs = np.where(counter.uniform(counter.key("vectors", "signs"), 21) < 0.5, -1, 1)
+    floats = [0.0, -0.0, 1.0, -2.5, 0.333251953125, 65504.0]
+    return [
+        {"codec": "signs", "values": signs.tolist(), "hex": values.encode_signs(signs).hex()},
+        {"codec": "float16", "values": floats, "hex": values.encode_floats(np.array(floats), "float16").hex()},
+        {"codec": "float32", "values": floats, "hex": values.encode_floats(np.array(floats), "float32").hex()},
+    ]
+
+
+def counter_cases() -> list[dict[str, Any]]:
+    """The counter-based generator; 64-bit numbers are decimal texts, since JSON readers may round them."""
+    out = []
+    for words, start in (((), 0), ((0,), 0), ((7, "cohort", 3), 0), ((-1, "é"), 1000), ((2**64 - 1,), 2**40)):
+        stream = counter.key(*words)
+        out.append(
+            {
+                "words": [w if isinstance(w, str) else {"integer": str(w)} for w in words],
+                "key": str(stream),
+                "start": str(start),
+                "uint64": [str(n) for n in counter.uint64(stream, 4, start)],
+                "uniform": [float(u).hex() for u in counter.uniform(stream, 4, start)],
+                "permutation": counter.permutation(stream, 8).tolist(),
+            }
+        )
+    return out
+
+
+def main() -> None:
+    """Write every file."""
+    files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
+    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(),
+              "values": value_cases(), "counter": counter_cases()}  # fmt: skip
+    for name, cases in files.items():
+        lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
+        (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
