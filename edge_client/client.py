@@ -143,8 +143,9 @@ class _Run:
         if pending is not None:
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
             done += self._send(session, pending)
+        hold = 0.0  # the first answer is wanted at once: it says what is waited for
         while rounds is None or done < rounds:
-            work = self._ask(session, 0.0 if once else self.client.poll)
+            work = self._ask(session, hold)
             if isinstance(work, Stopped):
                 self.say(Event("done", f"the operator stopped the federation: {work.reason}"))
                 return Result(identity.device, done, "stopped", reason=work.reason)
@@ -154,19 +155,23 @@ class _Run:
                     return Result(identity.device, done, "finished", report, self.client.personal)
             elif isinstance(work, Train):
                 done += self._round(session, work)
-            elif isinstance(work, Wait) and not once:
-                text = (
-                    f"no work yet: {work.reason}; asking again in {work.poll_after:.0f} s, "
-                    f"for up to {self.client.poll:.0f} s"
-                )
-                self.say(Event("wait", text, seconds=work.poll_after + self.client.poll))
-                self.transport.pause(work.poll_after)
+            elif once:
+                self.say(Event("info", f"no work now: {work.reason}"))
+            else:
+                self._wait(work, hold)
             if once:
-                if isinstance(work, Wait):
-                    self.say(Event("info", f"no work now: {work.reason}"))
                 break
+            hold = self.client.poll
         self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
+
+    def _wait(self, work: Wait, held: float) -> None:
+        """Say what is waited for, and stay away as long as the coordinator wishes one that was held so long to."""
+        after = work.poll_after if held or not self.client.poll else 0.0
+        again = f"in {after:.0f} s, " if after else ""
+        text = f"no work yet: {work.reason}; asking again {again}for up to {self.client.poll:.0f} s"
+        self.say(Event("wait", text, seconds=after + self.client.poll))
+        self.transport.pause(after)
 
     # --- before the rounds
 

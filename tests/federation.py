@@ -114,7 +114,7 @@ class Federation:
             if self.coordinator.poll() is not None:
                 raise AssertionError(f"the coordinator ended:\n{self.coordinator.text()}")
             try:
-                self.operator.get("/v1/federations")
+                self.operator.get("/v1/health")
                 return
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -145,9 +145,20 @@ class Federation:
         process.start()
         return process
 
+    def wait_for_round(self, round_: int) -> None:
+        """Wait until round `round_` is under way, or the federation is finished."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            now = self.ask("GET", f"/v1/federations/{self.id}")
+            if now["round"] >= round_ or now["phase"] == "finished":
+                return
+            time.sleep(0.02)
+        said = "\n".join(f"{name}: {p.text()[-500:]}" for name, p in self.devices.items())
+        raise AssertionError(f"round {round_} has not come after {PATIENCE} s: {now}\n{said}")
+
     def state(self) -> bytes:
         """The global state as the coordinator exports it."""
-        response = self.operator.get(f"/v1/federations/{self.id}/export")
+        response = self.operator.get(f"/v1/federations/{self.id}/state")
         assert response.is_success, response.text
         return response.content
 

@@ -251,7 +251,7 @@ def test_once_without_work_returns_and_waits_for_nothing(tmp_path: Path) -> None
 
 
 def test_a_wait_says_for_what_and_how_long(tmp_path: Path) -> None:
-    waits = [Wait(reason="2 more devices have to join", poll_after=30.0).model_dump_json()]
+    waits = [Wait(reason=f"{n} more devices have to join", poll_after=30.0).model_dump_json() for n in (1, 2)]
     coordinator = Coordinator()
     coordinator.fault = lambda r: (
         httpx.Response(200, content=waits.pop()) if r.url.path.endswith("/work") and waits else None
@@ -259,7 +259,8 @@ def test_a_wait_says_for_what_and_how_long(tmp_path: Path) -> None:
     said = list[Event]()
     device(tmp_path, coordinator).run(on_event=said.append)
     assert [(e.text, e.seconds) for e in said if e.kind == "wait"] == [
-        ("no work yet: 2 more devices have to join; asking again in 30 s, for up to 25 s", 55.0)
+        ("no work yet: 2 more devices have to join; asking again for up to 25 s", 25.0),
+        ("no work yet: 1 more devices have to join; asking again in 30 s, for up to 25 s", 55.0),
     ]
 
 
