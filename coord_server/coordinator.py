@@ -142,12 +142,15 @@ class Coordinator:
             start = method.start(load_model(self.store, config.bundle), config.seed)
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
+        text = config.model_dump_json()
+        if FederationConfig.model_validate_json(text) != config:
+            raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
         packed = aggregation.pack(start)
         small = len(packed) <= INLINE
         sha256 = sha256_of(packed) if small else self.store.blobs.put(f"{config.name}/state", packed).sha256
         return FederationRow(
             id=config.name,
-            config=config.model_dump_json(),
+            config=text,
             state=engine.dump(engine.State()),
             global_state=sha256,
             global_content=packed if small else None,

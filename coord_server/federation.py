@@ -574,7 +574,6 @@ class LiveFederation:
             try:
                 async with self._folding:
                     await self._fold_and_journal(decision)
-                    self.fault = None
                     await asyncio.to_thread(self._sweep)
                 return
             except Refusal as refused:  # stopped meanwhile
@@ -605,7 +604,7 @@ class LiveFederation:
             self._store.metadata.close_round(self.id, round_, record.model_dump_json(), total, kept, state)
 
         def adopt() -> None:
-            self._arrays, self._global = closed.state, total
+            self._arrays, self._global, self.fault = closed.state, total, None
             self._records.update({device: content.sha256 for device, content in kept.items()})
             for key in [k for k in self._downlinks if k[0] <= round_]:
                 del self._downlinks[key]

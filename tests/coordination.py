@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from base64 import b64encode
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from coord_server.api import create_app
+from coord_server.coordinator import Coordinator
+from coord_server.store import open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.protocol.payload import Payload, decode, encode
 
@@ -132,3 +138,16 @@ class Fleet:
         work = await self.work(device, wait)
         assert work["status"] == "train", work
         return await self.upload(device, work["round"], work["lease"], trained(await self.fetch(device, work), device))
+
+
+@asynccontextmanager
+async def served(folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Fleet]:
+    """A coordinator on `folder`, spoken to without a socket; again on the same folder is a restart."""
+    store = open_store(folder)
+    coordinator = Coordinator(store, OPERATOR, clock)
+    await coordinator.start()
+    transport = httpx.ASGITransport(create_app(coordinator), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as http:
+        yield Fleet(http)
+    await coordinator.close()
+    store.close()

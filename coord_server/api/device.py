@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
 
 from coord_server.api import wire
 from coord_server.api.access import BundleDigest, Calling, Reading, Served
@@ -14,6 +14,7 @@ from coord_server.refusals import Refusal
 from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
+EXAMPLE = {"token": "3b1d0c5e" * 8, "device": "pi-07", "credential": "9f2a77c1" * 8}
 WAIT_MOST = 60.0  # seconds an answer is held back at most
 
 router = APIRouter(prefix="/v1", tags=["device"])
@@ -39,7 +40,9 @@ _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description"
     responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "bad-message",
                          "storage-full"),
 )  # fmt: skip
-async def enrol(served: Served, request: Enrol) -> Enrolled:
+async def enrol(
+    served: Served, request: Annotated[Enrol, Body(openapi_examples={"a device": {"value": EXAMPLE}})]
+) -> Enrolled:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 
     Sending the same name and credential again gets the same answer.

@@ -125,7 +125,9 @@ async def put_part(request: Request, served: Operated, digest: BundleDigest, nam
     responses=documented(*_COMMON, "name-taken", "bundle-incomplete", "bad-config"),
 )
 async def post_federation(
-    served: Operated, response: Response, config: Annotated[FederationConfig, Body(examples=[EXAMPLE])]
+    served: Operated,
+    response: Response,
+    config: Annotated[FederationConfig, Body(openapi_examples={"har": {"value": EXAMPLE}})],
 ) -> Federation:
     """Its name is its id. It recruits until `min_devices` have enrolled, then runs by itself."""
     live = await served.create(config)
@@ -191,7 +193,7 @@ async def stop(served: Operated, federation: FederationId) -> Federation:
 async def post_token(
     served: Operated,
     federation: FederationId,
-    request: Annotated[TokenRequest, Body(examples=[{"uses": 30, "expires_in": 86400}])],
+    request: Annotated[TokenRequest, Body(openapi_examples={"a day": {"value": {"uses": 30, "expires_in": 86400}}})],
 ) -> JoinToken:
     """Shown once: only its digest is kept."""
     return await served.new_token(federation, request)

@@ -69,9 +69,12 @@ async def _http(request: Request, error: Exception) -> Response:
     return problem(kind, detail, dict(error.headers or {}), error.status_code)
 
 
-async def _malformed(_: Request, error: Exception) -> Response:
+async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    sent_as = request.headers.get("content-type")
+    if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
+        return problem("bad-message", f"the message was sent as {sent_as}; send Content-Type: application/json")
     where = ".".join(str(p) for p in first["loc"])
     value = "" if first["type"] in ("missing", "json_invalid") else f" = {str(first.get('input'))[:100]!r}"
     return problem("bad-message", f"{where}{value}: {first['msg']}; correct it and send again")

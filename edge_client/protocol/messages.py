@@ -43,7 +43,7 @@ class FederationConfig(Message):
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Annotated[int, Field(ge=1)] = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    deadline_seconds: Annotated[FiniteFloat, Field(gt=0, le=1e9)] = 3600.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: str | None = None
     """Training backend the devices are asked to use; None leaves it to each device."""
@@ -83,7 +83,7 @@ class TokenRequest(Message):
     """Ask for a join token."""
 
     uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    expires_in: Annotated[float, Field(gt=0)] = 7 * 86400.0
+    expires_in: Annotated[FiniteFloat, Field(gt=0, le=1e9)] = 7 * 86400.0
 
 
 class JoinToken(Message):
@@ -173,9 +173,9 @@ class Report(Message):
     test_samples: Annotated[int, Field(ge=0)]
     parameters_dense: Annotated[int, Field(ge=0)]
     parameters_compact: Annotated[int, Field(ge=0)]
-    latency_dense_ms: float | None = None
-    latency_compact_ms: float | None = None
-    max_abs_diff: float | None = None
+    latency_dense_ms: FiniteFloat | None = None
+    latency_compact_ms: FiniteFloat | None = None
+    max_abs_diff: FiniteFloat | None = None
 
 
 class DeviceMetrics(Message):

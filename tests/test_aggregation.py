@@ -1,0 +1,114 @@
+"""Aggregation over bytes: what is counted, what is refused, and that the bits never depend on the order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from coordination import D, manifest, update
+
+from coord_server import aggregation
+from coord_server.aggregation import Contribution, Course
+from edge_client.bundle import Model
+from edge_client.errors import PayloadError
+from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg
+from edge_client.protocol.payload import Arrays, Payload, encode
+
+
+def course() -> Course:
+    model = Model(manifest(), np.zeros(D, np.float32), np.zeros(0, np.float32))
+    return Course(make_method({"name": "fedavg"}), model, seed=7, rounds=2)
+
+
+def close(c: Course, updates: Iterable[tuple[str, bytes]]) -> aggregation.Closed:
+    state = c.method.start(c.model, c.seed)
+    down = {"parameters": 4 * D, "header": 100}
+    parts = [Contribution(device, data, {}, down) for device, data in updates]
+    return aggregation.close_round(c, 1, state, parts, lambda *_: None, 2.5)
+
+
+def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None:
+    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, accuracy_after=0.5)
+    closed = close(course(), [("a", one), ("b", three)])
+    assert closed.state["parameters"].tolist() == [2.5] * D
+    record = closed.record
+    assert record.devices == ["a", "b"]
+    assert record.traffic.up["parameters"] == 2 * 4 * D
+    assert sum(record.traffic.up.values()) == len(one) + len(three)
+    assert record.traffic.down == {"parameters": 8 * D, "header": 200}
+    assert record.bits_per_parameter_up == 8 * (len(one) + len(three)) / (2 * D)
+    assert record.bits_per_parameter_down == 8 * (8 * D + 200) / (2 * D)
+    assert (record.accuracy_after.mean, record.accuracy_after.worst) == (0.625, 0.5)
+    assert record.seconds == 2.5
+
+
+def test_the_mean_accuracy_is_weighted_by_test_samples_and_ignores_devices_without_any() -> None:
+    found = aggregation.accuracy([1.0, 0.5, 0.0], [1, 3, 0])
+    assert (found.mean, found.worst, found.best) == (0.625, 0.5, 1.0)
+    assert found.p10 == pytest.approx(0.55)
+    assert aggregation.accuracy([0.3], [0]).mean == 0.0
+
+
+def test_devices_out_of_order_or_twice_are_a_mistake_of_the_caller() -> None:
+    body = update(np.ones(D))
+    for names in ("ba", "aa"):
+        with pytest.raises(ValueError, match="sort"):
+            close(course(), [(n, body) for n in names])
+    with pytest.raises(ValueError, match="no update"):
+        close(course(), [])
+
+
+def test_updates_are_read_one_at_a_time() -> None:
+    alive: list[str] = []
+
+    def lazily() -> Iterable[Contribution]:
+        for device in "abc":
+            alive.append(device)
+            yield Contribution(device, update(np.ones(D)), {}, {})
+
+    def check(a: object, state: Arrays, total: Arrays, u: Arrays, record: Arrays) -> tuple[Arrays, Arrays]:
+        seen.append(len(alive))
+        return {"n": np.ones(1)}, {"kept": np.array([len(alive)])}
+
+    class Spy(FedAvg):
+        fold = staticmethod(check)
+
+        def finish(self, *_: object) -> Arrays:
+            return {}
+
+    seen: list[int] = []
+    kept: dict[str, Arrays] = {}
+    base = course()
+    spied = Course(Spy(), base.model, 7, 2)
+    aggregation.close_round(spied, 1, base.method.start(base.model, 7), lazily(), kept.__setitem__, 0.0)
+    assert seen == [1, 2, 3]
+    assert [int(kept[d]["kept"][0]) for d in "abc"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (update(np.full(D, np.nan)), "NaN"),
+        (update(np.ones(D - 1)), "float32"),
+        (update(np.ones(D))[:-3], "not a maskfleet payload"),
+        (update(np.ones(D), accuracy_after=1.5), "accuracy_after"),
+        (update(np.ones(D), loss="high"), "loss"),
+        (update(np.ones(D), -1), "samples"),
+        (encode(Payload({"parameters": np.ones(D, np.float32)})), "Field required"),
+        (b"", "not a maskfleet payload"),
+    ],
+)
+def test_what_is_wrong_with_an_update_is_said(body: bytes, word: str) -> None:
+    c = course()
+    with pytest.raises(PayloadError, match=word):
+        aggregation.check_update(c, 1, "a", c.method.start(c.model, 7), {}, body)
+
+
+def test_packed_states_come_back_bit_for_bit_and_equal_states_pack_to_equal_bytes() -> None:
+    state = {"b": np.array([1.5, -0.0], np.float32), "a": np.arange(3, dtype=np.uint64)}
+    data = aggregation.pack(state)
+    assert aggregation.pack(dict(reversed(state.items()))) == data
+    found = aggregation.unpack(data)
+    assert all(found[k].tobytes() == v.tobytes() and found[k].dtype == v.dtype for k, v in state.items())

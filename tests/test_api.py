@@ -1,0 +1,542 @@
+"""The REST API without a socket: rounds, idempotence, refusals, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from coordination import (
+    OPERATOR,
+    D,
+    Fleet,
+    bearer,
+    content_digest,
+    credential,
+    manifest,
+    served,
+    settings,
+    trained,
+    update,
+)
+
+from coord_server import aggregation
+from coord_server.api import create_app
+from coord_server.api.wire import JSON_LIMIT
+from coord_server.coordinator import Coordinator
+from coord_server.refusals import STATUS
+from coord_server.store import open_store
+from coord_server.store.metadata import INLINE
+from edge_client.bundle import Model, digest, generate
+from edge_client.errors import StateError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import Problem
+
+Script = Callable[[Fleet], Awaitable[Any]]
+
+
+def play(folder: Path, script: Script) -> Any:
+    """Run `script` against a coordinator on `folder`."""
+
+    async def main() -> Any:
+        async with served(folder) as fleet:
+            return await script(fleet)
+
+    return asyncio.run(main())
+
+
+def refused(answer: httpx.Response, kind: str) -> str:
+    """The sentence of a problem of this kind."""
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    problem = Problem.model_validate_json(answer.content)
+    assert (problem.type, problem.status, answer.status_code) == (f"/problems/{kind}", STATUS[kind], STATUS[kind])
+    assert "Traceback" not in answer.text
+    return problem.detail
+
+
+async def until_round(fleet: Fleet, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    for _ in range(400):
+        found: dict[str, Any] = (await fleet.operator("GET", "/v1/federations/fed")).json()
+        if done(found):
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError(found)
+
+
+async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
+    for _ in range(rounds):
+        for device in devices:
+            assert (await fleet.train(device)).status_code == 201
+    assert (await fleet.work(devices[0], 10))["status"] == "finish"
+    return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+
+
+# --- a federation from end to end
+
+
+@pytest.mark.parametrize("d", [D, 2 * ((INLINE // 8) + 100)])
+def test_two_devices_go_through_two_rounds_and_the_state_is_the_simulators_bit_for_bit(tmp_path: Path, d: int) -> None:
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=d)
+        return await whole(fleet, "bb", "a")
+
+    state = play(tmp_path, script)
+    m = manifest(d)
+    model = Model(m, generate(m.parameters, 3), np.zeros(0, np.float32))
+    course = aggregation.Course(make_method({"name": "fedavg"}), model, 7, 2)
+    expected = course.method.start(model, 7)
+    for r in (1, 2):
+        down, kinds = aggregation.downlink(course, r, "a", expected, {})
+        parts = [aggregation.Contribution(n, trained(down, n), {}, kinds) for n in ("a", "bb")]
+        expected = aggregation.close_round(course, r, expected, parts, lambda *_: None, 0.0).state
+    assert state == aggregation.pack(expected)
+
+
+def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        rounds = (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()
+        assert [r["round"] for r in rounds] == [1, 2]
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json() == rounds[1]
+        devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert sum(v for r in rounds for v in r["traffic"]["up"].values()) == sum(d["bytes_up"] for d in devices)
+        assert sum(v for r in rounds for v in r["traffic"]["down"].values()) == sum(d["bytes_down"] for d in devices)
+        refused(await fleet.operator("GET", "/v1/federations/fed/rounds/3"), "not-found")
+
+    play(tmp_path, script)
+
+
+def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", start="manual", cohort=1)
+        waiting = asyncio.create_task(fleet.work("a", 30))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        begun = time.monotonic()
+        assert (await fleet.operator("POST", "/v1/federations/fed/start")).json()["phase"] == "running"
+        assert (await waiting)["status"] == "train"
+        assert time.monotonic() - begun < 10
+
+    play(tmp_path, script)
+
+
+def test_a_device_with_nothing_to_do_is_told_why_and_when_to_ask_again(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        found = await fleet.work("a", 0.05)
+        assert found["status"] == "wait"
+        assert found["reason"] == "waiting for 2 devices; 1 enrolled"
+        assert found["poll_after"] > 0
+
+    play(tmp_path, script)
+
+
+def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        work = await fleet.work("a")
+        assert (await fleet.operator("POST", "/v1/federations/fed/pause")).json()["phase"] == "paused"
+        assert "paused" in (await fleet.work("b"))["reason"]
+        body = trained(await fleet.fetch("a", work), "a")
+        assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
+        assert (await fleet.operator("POST", "/v1/federations/fed/resume")).json()["updates"] == 1
+        refused(await fleet.operator("POST", "/v1/federations/fed/resume"), "wrong-phase")
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/b")).status_code == 204
+        refused(await fleet.operator("DELETE", "/v1/federations/fed/devices/b"), "not-found")
+        refused(await fleet.enrol("b"), "device-removed")
+        await until_round(fleet, lambda f: f["round"] == 2)  # nobody waits for b any more
+        path = "/v1/federations/fed/work"
+        refused(await fleet.http.get(path, headers=bearer(credential("b"))), "device-removed")
+        assert (await fleet.operator("POST", "/v1/federations/fed/stop")).json()["phase"] == "stopped"
+        assert (await fleet.work("a"))["status"] == "stopped"
+
+    play(tmp_path, script)
+
+
+def test_at_the_deadline_the_round_goes_on_without_the_late(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b", deadline_seconds=0.6)
+        late = await fleet.work("b")
+        assert (await fleet.train("a")).status_code == 201
+        await until_round(fleet, lambda f: f["round"] == 2)
+        refused(await fleet.upload("b", 1, late["lease"], update(np.ones(D))), "wrong-round")
+
+    play(tmp_path, script)
+
+
+def test_the_final_report_is_shown_to_the_operator(tmp_path: Path) -> None:
+    report = {"accuracy": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
+        assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert shown[0]["report"]["parameters_compact"] == 3
+        refused(await fleet.http.put(path, json={**report, "accuracy": 2}, headers=mine), "bad-message")
+        refused(await fleet.http.put(path, json=report, headers=bearer(credential("b"))), "forbidden")
+
+    play(tmp_path, script)
+
+
+# --- the same thing twice
+
+
+def test_enrolling_again_is_harmless_and_a_name_cannot_be_taken_over(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        again = await fleet.enrol("a")
+        assert (again.status_code, again.json()["device"]) == (200, "a")
+        refused(await fleet.enrol("a", "f" * 64), "name-taken")
+        refused(await fleet.enrol("b", credential("a")), "name-taken")
+        fleet.join = "wrong"
+        refused(await fleet.enrol("c"), "unauthorized")
+        once = (await fleet.operator("POST", "/v1/federations/fed/tokens", json={"uses": 1})).json()
+        fleet.join = once["token"]
+        assert (await fleet.enrol("b")).status_code == 200
+        assert (await fleet.enrol("b")).status_code == 200  # the answer was lost; the token is used up meanwhile
+        refused(await fleet.enrol("c"), "token-spent")
+        brief = (await fleet.operator("POST", "/v1/federations/fed/tokens", json={"expires_in": 1e-3})).json()
+        fleet.join = brief["token"]
+        await asyncio.sleep(0.01)
+        assert "expired" in refused(await fleet.enrol("c"), "token-spent")
+
+    play(tmp_path, script)
+
+
+def test_an_upload_sent_again_gets_the_same_receipt_even_rounds_later(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        work = await fleet.work("a")
+        body = trained(await fleet.fetch("a", work), "a")
+        first = await fleet.upload("a", 1, work["lease"], body)
+        same = await fleet.upload("a", 1, work["lease"], body)
+        assert (first.status_code, same.status_code) == (201, 200)
+        assert first.json() == same.json()
+        refused(await fleet.upload("a", 1, work["lease"], update(np.ones(D))), "conflicting-update")
+        await fleet.train("b")
+        await until_round(fleet, lambda f: f["round"] == 2)
+        later = await fleet.upload("a", 1, work["lease"], body)
+        assert (later.status_code, later.json()) == (200, first.json())
+        both = await asyncio.gather(*(fleet.train("a") for _ in range(4)))
+        assert sorted(r.status_code for r in both)[-1] == 201
+        assert len({r.text for r in both}) == 1
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert shown[0]["updates"] == 2
+
+    play(tmp_path, script)
+
+
+# --- what is immutable
+
+
+def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        address, mine = digest(manifest().to_bytes()), bearer(credential("a"))
+        whole = await fleet.http.get(f"/v1/bundles/{address}", headers=mine)
+        assert whole.content == manifest().to_bytes()
+        assert "immutable" in whole.headers["cache-control"]
+        work = await fleet.work("a")
+        for path in (f"/v1/bundles/{address}/parts/train.onnx", f"/v1/federations/fed/payloads/{work['downlink']}"):
+            whole = await fleet.http.get(path, headers=mine)
+            assert whole.headers["etag"] == f'"{digest(whole.content)}"'
+            known = await fleet.http.get(path, headers={**mine, "If-None-Match": whole.headers["etag"]})
+            assert (known.status_code, known.content) == (304, b"")
+            rest = await fleet.http.get(path, headers={**mine, "Range": "bytes=2-"})
+            assert (rest.status_code, rest.content) == (206, whole.content[2:])
+            size = len(whole.content)
+            assert rest.headers["content-range"] == f"bytes 2-{size - 1}/{size}"
+            last = await fleet.http.get(path, headers={**mine, "Range": "bytes=-2"})
+            assert last.content == whole.content[-2:]
+            refused(await fleet.http.get(path, headers={**mine, "Range": f"bytes={size}-"}), "bad-range")
+            refused(await fleet.http.get(path, headers=bearer("x")), "unauthorized")
+            refused(await fleet.http.get(path), "unauthorized")
+        refused(await fleet.http.get(f"/v1/federations/fed/payloads/{'0' * 64}", headers=mine), "not-found")
+        refused(await fleet.http.get(f"/v1/bundles/{address}/parts/other", headers=mine), "not-found")
+
+    play(tmp_path, script)
+
+
+# --- bad input
+
+
+def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        lease = (await fleet.work("a"))["lease"]
+        good = trained(await fleet.fetch("a", await fleet.work("a")), "a")
+        flipped = bytearray(good)
+        flipped[-5] ^= 0x40
+        sound = {"Content-Digest": content_digest(good)}
+
+        async def chunks(data: bytes) -> AsyncIterator[bytes]:
+            for low in range(0, len(data), 1000):
+                yield data[low : low + 1000]
+
+        huge = good + bytes(10_000)
+        too_long = {**sound, "Content-Length": str(10**12)}
+        for kind, said, answer in [
+            ("bad-payload", "NaN", fleet.upload("a", 1, lease, update(np.full(D, np.nan)))),
+            ("bad-payload", "float32", fleet.upload("a", 1, lease, update(np.ones(D + 1)))),
+            ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, good[:-9])),
+            ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, b"")),
+            ("bad-payload", "accuracy_after", fleet.upload("a", 1, lease, update(np.ones(D), accuracy_after=7))),
+            ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
+            ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
+            ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),
+            ("too-large", "at most", fleet.upload("a", 1, lease, huge)),
+            ("too-large", "Content-Length", fleet.upload("a", 1, lease, chunks(good), too_long)),
+            ("too-large", "exceeds", fleet.upload("a", 1, lease, chunks(huge), sound)),
+            ("wrong-lease", "lease", fleet.upload("a", 1, "0" * 16, good)),
+            ("wrong-round", "round 1", fleet.upload("a", 2, lease, good)),
+            ("wrong-round", "round 1", fleet.upload("a", 10**9, lease, good)),
+            ("bad-message", "round", fleet.upload("a", 0, lease, good)),
+            ("forbidden", "'a'", fleet.upload("b", 1, lease, good, bearer(credential("a")))),
+            ("unauthorized", "credential", fleet.upload("a", 1, lease, good, bearer("0" * 64))),
+        ]:
+            assert said in refused(await answer, kind)
+        assert os.listdir(tmp_path / "blobs" / "incoming") == []
+        assert (await fleet.upload("a", 1, lease, chunks(good), sound)).status_code == 201
+        assert (await fleet.train("b")).status_code == 201
+        await until_round(fleet, lambda f: f["round"] == 2)
+
+    play(tmp_path, script)
+
+
+def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append(1)
+        yield b"x"
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        sound = {"Content-Digest": content_digest(b"x")}
+        refused(await fleet.upload("a", 1, "0" * 16, body(), sound), "wrong-lease")
+
+    play(tmp_path, script)
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"method": {"name": "fedmagic"}}, "bad-config", "choose one of"),
+        ({"method": {"name": "fedavg", "lr": -1}}, "bad-config", "lr"),
+        ({"method": {}}, "bad-config", "choose one of"),
+        ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
+        ({"bundle": "short"}, "bad-message", "bundle"),
+        ({"rounds": 0}, "bad-message", "rounds"),
+        ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort"),
+        ({"name": "../x"}, "bad-message", "name"),
+        ({"name": "bundles"}, "name-taken", "bundles"),
+        ({"speed": 1}, "bad-message", "speed"),
+        ({"deadline_seconds": float("inf")}, "bad-message", "finite"),
+        ({"method": {"name": "fedavg", "lr": float("inf")}}, "bad-config", "lr"),
+    ],
+)
+def test_a_bad_federation_is_refused_with_what_to_do(
+    tmp_path: Path, change: dict[str, Any], kind: str, said: str
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.bundle()
+        body = json.dumps({**settings(), **change})
+        headers = {**bearer(OPERATOR), "Content-Type": "application/json"}
+        answer = await fleet.http.post("/v1/federations", content=body, headers=headers)
+        assert said in refused(answer, kind)
+        assert (await fleet.operator("GET", "/v1/federations")).json() == []
+
+    play(tmp_path, script)
+
+
+def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        refused(await fleet.operator("POST", "/v1/bundles", content=b"{}"), "bad-bundle")
+        receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
+        assert receipt["missing"] == ["train.onnx"]
+        refused(await fleet.operator("POST", "/v1/federations", json=settings()), "bundle-incomplete")
+        path = f"/v1/bundles/{receipt['digest']}/parts/"
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"grapf"), "bad-bundle")
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"gra"), "bad-bundle")
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"graph and more"), "too-large")
+        refused(await fleet.operator("PUT", path + "other.onnx", content=b"graph"), "not-found")
+        for _ in range(2):
+            whole = await fleet.operator("PUT", path + "train.onnx", content=b"graph")
+            assert (whole.status_code, whole.json()["missing"]) == (200, [])
+        assert (await fleet.operator("POST", "/v1/federations", json=settings())).status_code == 201
+        refused(await fleet.operator("POST", "/v1/federations", json=settings()), "name-taken")
+
+    play(tmp_path, script)
+
+
+def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        for path in ("/", "/v1/nothing", "/v1/federations/none"):
+            refused(await fleet.operator("GET", path), "not-found")
+        refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
+        refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
+        refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")
+        for token in ("", "x", "é"):
+            shown = {"Authorization": f"Bearer {token}".encode("latin-1")}
+            refused(await fleet.http.get("/v1/federations", headers=shown), "unauthorized")
+        answer = await fleet.http.get("/v1/federations")
+        refused(answer, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+    play(tmp_path, script)
+
+
+def test_a_failure_of_the_coordinator_itself_is_a_problem_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> list[object]:
+        raise RuntimeError("secret detail")
+
+    async def script(fleet: Fleet) -> None:
+        monkeypatch.setattr(Coordinator, "federations", broken)
+        detail = refused(await fleet.operator("GET", "/v1/federations"), "internal-error")
+        assert "secret" not in detail
+
+    play(tmp_path, script)
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("d", [D, 2 * ((INLINE // 8) + 100)])
+def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=d)
+        work = await fleet.work("a", 10)
+        body = trained(await fleet.fetch("a", work), "a")
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def locked(*_: object) -> None:
+            raise StateError("database or disk is full")
+
+        with monkeypatch.context() as m:
+            m.setattr(os, "fsync", full)
+            m.setattr("coord_server.store.metadata.Metadata.acknowledge", locked)
+            assert refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
+            assert (await fleet.operator("GET", "/v1/federations/fed")).json()["updates"] == 0
+        assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
+        with monkeypatch.context() as m:
+            m.setattr(os, "fsync", full)
+            m.setattr("coord_server.store.metadata.Metadata.close_round", locked)
+            assert (await fleet.train("bb")).status_code == (201 if d == D else 507)
+            if d == D:  # the round is full, the disk too: it says so and goes on by itself
+                found = await until_round(fleet, lambda f: f["fault"] is not None)
+                assert "disk is full" in found["fault"]
+                assert found["round"] == 1
+        if d != D:
+            assert (await fleet.train("bb")).status_code == 201
+        found = await until_round(fleet, lambda f: f["round"] == 2)
+        assert found["fault"] is None
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    async def undisturbed(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=d)
+        return await whole(fleet, "a", "bb")
+
+    assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
+
+
+def test_a_restart_goes_on_in_the_same_round_with_the_updates_that_were_acknowledged(tmp_path: Path) -> None:
+    async def first(fleet: Fleet) -> dict[str, Any]:
+        await fleet.federation("a", "bb")
+        assert (await fleet.train("a")).status_code == 201
+        return await fleet.work("bb")
+
+    async def second(fleet: Fleet, work: dict[str, Any]) -> bytes:
+        found = (await fleet.operator("GET", "/v1/federations/fed")).json()
+        assert (found["round"], found["updates"], found["expected"]) == (1, 1, 1)
+        body = trained(await fleet.fetch("bb", work), "bb")  # asked before, fetched after
+        assert (await fleet.upload("bb", 1, work["lease"], body)).status_code == 201
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    async def undisturbed(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb")
+        return await whole(fleet, "a", "bb")
+
+    work = play(tmp_path / "x", first)
+    assert play(tmp_path / "x", lambda fleet: second(fleet, work)) == play(tmp_path / "y", undisturbed)
+
+
+def test_a_coordinator_that_went_down_in_mid_aggregation_does_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+
+        def dies(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(aggregation, "close_round", dies)
+        for device in ("a", "bb"):
+            assert (await fleet.train(device)).status_code == 201
+        found = await until_round(fleet, lambda f: f["fault"] is not None)
+        assert (found["round"], found["updates"]) == (1, 2)
+        assert "being aggregated" in (await fleet.work("a"))["reason"]
+
+    async def second(fleet: Fleet) -> bytes:
+        await until_round(fleet, lambda f: f["round"] == 2)
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    async def undisturbed(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb")
+        return await whole(fleet, "a", "bb")
+
+    play(tmp_path / "x", first)
+    monkeypatch.undo()
+    assert play(tmp_path / "x", second) == play(tmp_path / "y", undisturbed)
+
+
+def test_updates_and_downlinks_of_closed_rounds_are_swept(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=2 * ((INLINE // 8) + 100))
+        await whole(fleet, "a", "bb")
+        for _ in range(200):
+            left = [p.name for p in (tmp_path / "blobs" / "fed" / "updates").iterdir()]
+            if not left:
+                break
+            await asyncio.sleep(0.02)
+        assert left == []
+        assert len(list((tmp_path / "blobs" / "fed" / "state").iterdir())) == 1
+
+    play(tmp_path, script)
+
+
+# --- the document
+
+
+def test_the_openapi_document_is_complete(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    document = create_app(Coordinator(store, "x")).openapi()
+    store.close()
+    assert "Problem" in document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], (method, path)
+            assert operation["description"], (method, path)
+            codes = set(operation["responses"])
+            assert codes & {"200", "201", "204"}, (method, path)
+            if path != "/v1/health":
+                assert "401" in codes, (method, path)
+            for code, answer in operation["responses"].items():
+                if int(code) >= 400:
+                    assert "application/problem+json" in answer["content"], (method, path, code)
+    example = document["paths"]["/v1/federations"]["post"]["requestBody"]["content"]["application/json"]["examples"]
+    assert example
