@@ -41,7 +41,7 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
     stats = {k: b for k, b in module.named_buffers() if not k.endswith(_COUNTER) and b.is_floating_point()}
     for name, value in (*values.items(), *stats.items()):
         if value.dtype != torch.float32 or value.numel() == 0:
-            raise BundleError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; call module.float()")
+            raise BundleError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
     layers = _layers(module, example)
     if not layers:
         raise BundleError("the module has no linear, convolution or LSTM layer that its forward pass runs")
@@ -61,9 +61,8 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
 def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collection[str]) -> tuple[Row, ...]:
     rows, offset = [], 0
     for name, value in values.items():
-        # A scalar has one value: the flat vector and the graph both see it as shape (1,) or () alike.
         shape = tuple(value.shape)
-        rule = rules.get(name) or Init(kind="uniform", scale=float(value.abs().max()))
+        rule = rules.get(name) or Init(kind="uniform", scale=value.detach().abs().max().item())
         rows.append(Row(name=name, shape=shape, offset=offset, init=rule, trainable=name in trainable))
         offset += value.numel()
     return tuple(rows)

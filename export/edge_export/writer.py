@@ -25,6 +25,8 @@ from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.torch_program import torch_program
 from edge_export.train_graph import train_graph
 
+_FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2"})
+
 
 def export_bundle(
     module: nn.Module,
@@ -61,6 +63,9 @@ def export_bundle(
     BundleError
         The module cannot be a bundle: what is wrong with it, and what to change.
     """
+    folder = Path(folder)
+    if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
+        raise BundleError(f"{folder} holds other files than a bundle's; choose an empty folder")
     example = _example(module, example_batch, classes)
     found = tables(module, example, init, trainable)
     if seed is not None and (missing := unseeded(module, init, found)):
@@ -114,10 +119,15 @@ def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:
     taken = {*batch.shape[1:], classes} | {n for p in module.parameters() for n in p.shape}
     size = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67) if n not in taken)
     example = batch.detach()[torch.arange(size) % batch.shape[0]].clone()
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise BundleError(f"tensor {name!r} is {value.dtype}; call module.float()")
     modes = {m: m.training for m in module.modules()}
     try:
         with torch.no_grad():
             logits = module.eval()(example)
+    except Exception as error:  # whatever the author's forward raises
+        raise BundleError(f"the module does not run on {example.dtype} {tuple(example.shape)}: {error}") from error
     finally:
         for m, mode in modes.items():
             m.training = mode
@@ -136,9 +146,6 @@ def _stored(module: nn.Module, found: Tables) -> dict[str, Tensor]:
 
 def _write(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
     """All files or none: written beside `folder`, then moved there."""
-    folder = Path(folder)
-    if folder.exists() and any(p.name not in {MANIFEST, WEIGHTS, *parts, "model.pt2"} for p in folder.iterdir()):
-        raise BundleError(f"{folder} holds other files than a bundle's; choose an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -1,0 +1,211 @@
+"""Export: the tables, the graphs' form, determinism, and the backward decompositions against autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from edge_client.bundle import Bundle
+from edge_client.errors import BundleError, ConfigError
+
+torch = pytest.importorskip("torch")
+from edge_bench import models  # noqa: E402
+from edge_export import cli, demo_bundles, export_bundle  # noqa: E402
+from edge_export.decompositions import table  # noqa: E402
+from edge_export.eval_graph import eval_graph  # noqa: E402
+from edge_export.tables import tables  # noqa: E402
+from torch import nn  # noqa: E402
+
+aten = torch.ops.aten
+DEMO = Path(demo_bundles.__file__).parents[2] / "benchmarks" / "edge_bench" / "bundles"
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+def test_maskable_weights_come_first_in_forward_order_then_everything_else() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 3)
+            self.norm = nn.BatchNorm1d(4)
+            self.first = nn.Linear(5, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.first(x)))
+
+    found = tables(Backwards(), torch.zeros(2, 5), "he", None)
+    assert [t.name for t in found.parameters] == [
+        "first.weight", "last.weight", "last.bias", "norm.weight", "norm.bias", "first.bias",
+    ]  # fmt: skip
+    assert [t.offset for t in found.parameters] == [0, 20, 32, 35, 39, 43]
+    assert [(b.name, b.init.scale) for b in found.buffers] == [("norm.running_mean", 0.0), ("norm.running_var", 1.0)]
+    assert [(la.name, la.weights, la.biases) for la in found.layers] == [
+        ("first", ("first.weight",), ("first.bias",)),
+        ("last", ("last.weight",), ("last.bias",)),
+    ]
+
+
+def test_an_lstm_is_one_layer_of_two_weights_with_gates_in_pytorchs_order() -> None:
+    found = tables(models.CharacterLstm(7, 4, 5), torch.zeros(2, 3, dtype=torch.int64), "he", None)
+    assert found.layers[0].gates == ("i", "f", "g", "o")
+    assert found.layers[0].weights == ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
+    assert found.parameters[0].shape == (20, 4)
+
+
+@pytest.mark.parametrize(
+    ("init", "kind", "scale", "bias"),
+    [("he", "uniform", (6 / 9) ** 0.5, 0.0), ("torch", "uniform", 1 / 3, 1 / 3), ("sign", "sign", (2 / 9) ** 0.5, 0.0)],
+)
+def test_a_seed_draws_by_the_rules_of_the_scheme(init: str, kind: str, scale: float, bias: float) -> None:
+    found = {t.name: t.init for t in tables(_cnn(), torch.zeros(2, 1, 8, 8), init, None).parameters}
+    assert (found["0.weight"].kind, found["0.weight"].scale) == (kind, pytest.approx(scale))
+    assert found["0.bias"].scale == pytest.approx(bias)
+    assert (found["1.weight"].kind, found["1.weight"].scale) == ("constant", 1.0)
+
+
+def test_the_evaluation_graph_is_canonical() -> None:
+    module = _cnn()
+    names = [n for n, _ in module.named_parameters()]
+    graph = eval_graph(module, torch.zeros(3, 1, 8, 8), names, ["1.running_mean", "1.running_var"]).graph
+    assert [n.op_type for n in graph.node] == ["Conv", "BatchNormalization", "Relu", "MaxPool", "Flatten", "Gemm"]
+    assert [i.name for i in graph.input] == [*names, "1.running_mean", "1.running_var", "x"]
+    assert [o.name for o in graph.output] == ["logits"]
+    assert graph.input[-1].type.tensor_type.shape.dim[0].dim_param == "n"
+    gemm = {a.name: onnx.helper.get_attribute_value(a) for a in graph.node[-1].attribute}
+    assert gemm == {"transB": 1}
+    assert not graph.initializer
+
+
+def test_the_committed_demo_bundles_are_what_export_builds(tmp_path: Path) -> None:
+    total = 0
+    for name in demo_bundles.MODELS:
+        stored, built = Bundle.open(DEMO / name), demo_bundles.build(name, tmp_path / name)
+        total += sum(p.stat().st_size for p in (DEMO / name).iterdir())
+        for part in stored.manifest.parts:
+            a, b = onnx.load(stored.part(part)), onnx.load(built.part(part))
+            assert onnx.printer.to_text(a.graph) == onnx.printer.to_text(b.graph)
+        assert stored.manifest.model_copy(update={"parts": {}}) == built.manifest.model_copy(update={"parts": {}})
+        if torch.__version__.startswith("2.13."):  # the version they were built with: the same bytes
+            assert stored.manifest.to_bytes() == built.manifest.to_bytes()
+        train = onnx.load(stored.part("train.onnx")).graph
+        assert not [n for n in train.node if n.op_type == "Transpose"]
+        assert not [n for n in train.node if n.name or n.doc_string or n.metadata_props]
+    assert total < 100_000
+
+
+def test_the_demo_bundles_load_without_torch_parts_and_from_a_seed() -> None:
+    model = Bundle.open(DEMO / "har").model()
+    assert model.manifest.seed == demo_bundles.SEED
+    assert set(model.manifest.parts) == {"train.onnx", "eval.onnx"}
+    assert model.parameters.shape == (376_606,)
+    first = model.manifest.parameters[0]
+    assert np.abs(model.parameters[first.span]).max() <= first.init.scale
+    assert model.parameters[first.span].std() == pytest.approx(first.init.scale / 3**0.5, rel=0.01)
+
+
+def test_vgg9_has_the_size_the_paper_prints() -> None:
+    sizes = [
+        sum(p.numel() for n, p in models.vgg9(1, classes).named_parameters() if p.ndim > 1 or n.startswith("23"))
+        for classes in (10, 62)
+    ]
+    assert [round(4 * s / 2**20, 2) for s in sizes] == [4.33, 4.53]
+    with torch.no_grad():
+        assert models.vgg9()(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.zeros(2, 4), "dropout"),
+        (nn.Linear(4, 3).double(), torch.zeros(2, 4), "float64"),
+        (nn.Linear(4, 5), torch.zeros(2, 4), "classes"),
+        (nn.Linear(4, 3), torch.zeros(2, 4, dtype=torch.float64), "float32 or int64"),
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None)), torch.zeros(2, 4), "momentum"),
+        (nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3)), torch.zeros(2, 3), "no linear"),
+    ],
+)
+def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
+    tmp_path: Path, module: nn.Module, example: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(BundleError, match=message):
+        export_bundle(module, example, tmp_path / "b", name="b", classes=3)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(BundleError, match="other files"):
+        export_bundle(models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", classes=3, torch_part=False)
+    assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+
+
+def test_the_command_loads_a_factory_and_names_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("def make():\n    return 7\n")
+    assert cli.load_factory(f"{file}:make")() == 7
+    with pytest.raises(ConfigError, match="no callable 'other'"):
+        cli.load_factory(f"{file}:other")
+    with pytest.raises(ConfigError, match=r"FILE\.py:NAME"):
+        cli.load_factory("net.py")
+    with pytest.raises(ConfigError, match="must return a torch"):
+        cli.export(f"{file}:make", "4", 3, tmp_path / "b")
+    with pytest.raises(ConfigError, match="not a shape"):
+        cli.export(f"{file}:make", "4,x", 3, tmp_path / "b")
+
+
+CONVS = [
+    # in, out, kernel, stride, padding, dilation, groups, size
+    (3, 4, (3, 3), (1, 1), (1, 1), (1, 1), 1, (6, 7)),
+    (40, 4, (3, 3), (2, 2), (1, 1), (1, 1), 1, (6, 7)),
+    (40, 6, (2, 3), (2, 1), (0, 2), (1, 2), 2, (8, 9)),
+    (6, 6, (3, 3), (2, 2), (1, 1), (1, 1), 6, (9, 9)),
+    (5, 7, (1, 1), (3, 3), (0, 0), (1, 1), 1, (8, 8)),
+    (4, 6, (5,), (2,), (2,), (2,), 2, (20,)),
+    (2, 3, (2, 2, 2), (2, 1, 2), (1, 0, 1), (1, 1, 1), 1, (4, 5, 6)),
+]
+
+
+@pytest.mark.parametrize("case", CONVS)
+def test_convolution_backward_equals_autograd(case: tuple) -> None:
+    inner, out, kernel, stride, padding, dilation, groups, size = case
+    x = torch.randn(3, inner, *size, dtype=torch.float64)
+    w = torch.randn(out, inner // groups, *kernel, dtype=torch.float64)
+    settings = (list(stride), list(padding), list(dilation), False, [0] * len(size), groups)
+    g = torch.randn_like(aten.convolution.default(x, w, None, *settings))
+    expected = aten.convolution_backward.default(g, x, w, [out], *settings, [True] * 3)
+    got = table()[aten.convolution_backward.default](g, x, w, [out], *settings, [True] * 3)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "size"),
+    [(2, 2, 0, (6, 7)), (3, 2, 1, (7, 8)), (3, 1, 1, (5, 5)), (2, 3, 0, (8, 9)), (3, 3, 0, (9, 11))],
+)
+def test_pool_backwards_equal_autograd_and_ties_go_to_the_first_maximum(
+    kernel: int, stride: int, padding: int, size: tuple[int, int]
+) -> None:
+    x = torch.randint(0, 3, (2, 3, *size)).double()  # many ties
+    k, s, p = [kernel] * 2, [stride] * 2, [padding] * 2
+    out, indices = aten.max_pool2d_with_indices.default(x, k, s, p)
+    g = torch.randn_like(out)
+    expected = aten.max_pool2d_with_indices_backward.default(g, x, k, s, p, [1, 1], False, indices)
+    got = table()[aten.max_pool2d_with_indices_backward.default](g, x, k, s, p, [1, 1], False, indices)
+    torch.testing.assert_close(got, expected)
+    expected = aten.avg_pool2d_backward.default(g, x, k, s, p, False, True, None)
+    torch.testing.assert_close(table()[aten.avg_pool2d_backward.default](g, x, k, s, p, False, True, None), expected)
+
+
+def test_pools_that_no_window_arithmetic_covers_are_refused() -> None:
+    x = torch.zeros(1, 1, 5, 5)
+    with pytest.raises(BundleError, match="ceil_mode"):
+        table()[aten.max_pool2d_with_indices_backward.default](x, x, [2, 2], [2, 2], [0, 0], [1, 1], True, x)
+    with pytest.raises(BundleError, match="count_include_pad"):
+        table()[aten.avg_pool2d_backward.default](x, x, [3, 3], [1, 1], [1, 1], False, False, None)

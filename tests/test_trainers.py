@@ -1,0 +1,193 @@
+"""The trainer contract: every backend gives the same numbers on the same bundle. A further backend is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.bundle import F32, Bundle
+from edge_client.errors import BundleError, ConfigError
+from edge_client.training import Trainer, open_trainer
+from edge_client.training.sgd import Sgd
+
+torch = pytest.importorskip("torch")
+from edge_bench import models  # noqa: E402
+from edge_export import export_bundle  # noqa: E402
+from torch import nn  # noqa: E402
+
+BACKENDS = ["onnxruntime", "torch"]
+REFERENCE = "torch"
+
+
+def _avg_pool_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, stride=2, padding=1),
+        nn.BatchNorm2d(6, momentum=0.3),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 8, 2, groups=2, dilation=2, padding=1),
+        nn.LeakyReLU(0.1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+def _max_pool_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 12, 5, padding=2),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        nn.Flatten(),
+        nn.Linear(12 * 9, 5),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    classes: int
+    tokens: int = 0  # number of different tokens; 0: float input
+
+
+CASES = {
+    "mlp": Case(lambda: models.mlp(40, 24, 16, 6), (40,), 6),
+    "max-pool cnn": Case(_max_pool_cnn, (1, 10, 10), 5),
+    "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), 4),
+    "lstm": Case(lambda: models.CharacterLstm(11, 6, 9), (3,), 11, tokens=11),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    case: Case
+    module: nn.Module
+    bundle: Bundle
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    case = CASES[request.param]
+    torch.manual_seed(5)
+    module = case.make()
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):  # statistics and affine away from their trivial start
+            nn.init.uniform_(part.weight, 0.5, 1.5)
+            nn.init.uniform_(part.bias, -0.5, 0.5)
+            nn.init.uniform_(part.running_mean, -0.2, 0.2)
+            nn.init.uniform_(part.running_var, 0.5, 2.0)
+    x, _ = _batch(case, 2, 0)
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    return Exported(case, module, export_bundle(module, torch.from_numpy(x), folder, name="c", classes=case.classes))
+
+
+def _batch(case: Case, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (n, *case.sample)
+    x = rng.integers(0, case.tokens, shape) if case.tokens else rng.standard_normal(shape).astype(np.float32)
+    return x, rng.integers(0, case.classes, n)
+
+
+def _distance(a: F32, b: F32) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("n", [32, 7, 2])
+def test_loss_gradients_and_statistics_equal_eager_pytorch_whatever_the_batch_size(exported: Exported, n: int) -> None:
+    x, y = _batch(exported.case, n, n)
+    module = exported.case.make().train()
+    module.load_state_dict(exported.module.state_dict())
+    loss = nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
+    loss.backward()
+    m, start = exported.bundle.manifest, exported.bundle.model()
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    expected = np.concatenate([state[t.name].grad.numpy().ravel() for t in m.parameters])
+    stats = np.concatenate([np.zeros(0, np.float32), *(state[t.name].numpy().ravel() for t in m.buffers)])
+    for backend in BACKENDS:
+        got = open_trainer(backend, exported.bundle).gradient(start.parameters, start.buffers, x, y)
+        assert got.loss == pytest.approx(float(loss.detach()), rel=1e-5), backend
+        assert _distance(got.parameters, expected) < 1e-4, backend
+        for t in m.parameters:  # no layer hides behind a larger one; a bias under batch-norm has gradient 0 +- rounding
+            norm = np.linalg.norm(expected[t.span])
+            error = np.linalg.norm(got.parameters[t.span] - expected[t.span])
+            assert error < 1e-4 * norm + 1e-6, (backend, t.name)
+        np.testing.assert_allclose(got.buffers, stats, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_equal_eager_pytorch_in_evaluation_mode(exported: Exported) -> None:
+    start = exported.bundle.model()
+    for n in (1, 33):
+        x, _ = _batch(exported.case, n, n)
+        with torch.no_grad():
+            expected = exported.module.eval()(torch.from_numpy(x)).numpy()
+        for backend in BACKENDS:
+            got = open_trainer(backend, exported.bundle).logits(start.parameters, start.buffers, x)
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def _train(trainer: Trainer, bundle: Bundle, case: Case) -> tuple[F32, F32]:
+    start = bundle.model()
+    parameters, buffers = start.parameters.copy(), start.buffers.copy()
+    sgd = Sgd(len(parameters), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    for step in range(50):
+        x, y = _batch(case, (16, 9, 16, 4, 2)[step % 5], 100 + step)
+        g = trainer.gradient(parameters, buffers, x, y)
+        buffers[:] = g.buffers
+        sgd.step(parameters, g.parameters)
+    return parameters, buffers
+
+
+def test_fifty_identical_sgd_steps_end_at_the_same_model_on_every_backend(exported: Exported) -> None:
+    start = exported.bundle.model()
+    expected, stats = _train(open_trainer(REFERENCE, exported.bundle), exported.bundle, exported.case)
+    assert _distance(start.parameters, expected) > 0.02  # the model moved
+    for backend in BACKENDS:
+        got, got_stats = _train(open_trainer(backend, exported.bundle), exported.bundle, exported.case)
+        assert _distance(got, expected) < 1e-3, backend
+        np.testing.assert_allclose(got_stats, stats, rtol=1e-3, atol=1e-4)
+
+
+def test_a_trainer_is_a_pure_function_and_opens_a_graph_only_when_it_needs_it(exported: Exported) -> None:
+    start = exported.bundle.model()
+    x, y = _batch(exported.case, 8, 1)
+    for backend in BACKENDS:
+        trainer = open_trainer(backend, exported.bundle)
+        first = trainer.gradient(start.parameters, start.buffers, x, y)
+        kept = first.parameters.copy(), first.buffers.copy()
+        trainer.gradient(start.parameters * 2, start.buffers, x, y)
+        trainer.logits(start.parameters, start.buffers, x)
+        again = trainer.gradient(start.parameters, start.buffers, x, y)
+        np.testing.assert_array_equal(again.parameters, kept[0])
+        np.testing.assert_array_equal(again.buffers, kept[1])
+
+
+def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backends_are_refused(tmp_path: Path) -> None:
+    module = models.mlp(5, 4, 3)
+    bundle = export_bundle(
+        module, torch.zeros(2, 5), tmp_path / "b", name="b", classes=3, trainable={"2.weight", "2.bias"}
+    )
+    start = bundle.model()
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((6, 5)).astype(np.float32), rng.integers(0, 3, 6)
+    found = [open_trainer(b, bundle).gradient(start.parameters, start.buffers, x, y).parameters for b in BACKENDS]
+    for t in bundle.manifest.parameters:
+        assert t.trainable == t.name.startswith("2.")
+        assert bool(found[0][t.span].any()) == t.trainable
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ConfigError, match="'abacus'"):
+        open_trainer("abacus", bundle)
+    for part in ("train.onnx", "model.pt2"):
+        (bundle.folder / part).write_bytes(b"not a graph")
+    for backend in BACKENDS:
+        with pytest.raises(BundleError, match="SHA-256"):
+            open_trainer(backend, bundle).gradient(start.parameters, start.buffers, x, y)
