@@ -6,6 +6,7 @@ Who may call what is checked by the API; what a federation does is in `federatio
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from edge_client.protocol.messages import (
     TokenRequest,
 )
 
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
 
@@ -78,9 +80,12 @@ class Coordinator:
     async def add_bundle(self, manifest: bytes) -> BundleReceipt:
         """Take a manifest; again is harmless. Raises Refusal, StateError."""
         try:
-            parse_manifest(manifest)
+            parts = parse_manifest(manifest).parts
         except BundleError as error:
             raise Refusal("bad-bundle", str(error)) from None
+        for name in parts:
+            if not _PART_NAME.fullmatch(name):
+                raise Refusal("bad-bundle", f"a part is named {name!r}; use letters, digits, dots, - and _ only")
         digest = sha256_of(manifest)
 
         def journal() -> None:

@@ -21,7 +21,6 @@ STATUS = {
     "name-taken": 409,
     "bundle-incomplete": 409,
     "token-spent": 403,
-    "length-required": 411,
     "too-large": 413,
     "bad-range": 416,
     "bad-digest": 422,

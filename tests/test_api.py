@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -363,6 +364,8 @@ def test_a_bad_federation_is_refused_with_what_to_do(
 def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         refused(await fleet.operator("POST", "/v1/bundles", content=b"{}"), "bad-bundle")
+        odd = manifest().to_bytes().replace(b"train.onnx", b"../train.onnx")
+        assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
         receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
         assert receipt["missing"] == ["train.onnx"]
         refused(await fleet.operator("POST", "/v1/federations", json=settings()), "bundle-incomplete")
@@ -540,3 +543,11 @@ def test_the_openapi_document_is_complete(tmp_path: Path) -> None:
                     assert "application/problem+json" in answer["content"], (method, path, code)
     example = document["paths"]["/v1/federations"]["post"]["requestBody"]["content"]["application/json"]["examples"]
     assert example
+
+
+def test_every_kind_of_problem_is_in_the_manual() -> None:
+    manual = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    found = dict(
+        re.findall(r"^\| (\d{3}) \| `([a-z-]+)` \|", manual, re.MULTILINE)[i][::-1] for i in range(len(STATUS))
+    )
+    assert {kind: int(status) for kind, status in found.items()} == STATUS
