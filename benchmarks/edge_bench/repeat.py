@@ -2,15 +2,14 @@
 
     python -m edge_bench.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out benchmarks/results/x.json
 
-The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the command, the commit
-and the machine. `summary` has the mean over the seeds of accuracy and of bits per parameter in the last round.
+The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the command, the
+commit and the machine. `summary` has the mean over the seeds of accuracy and of bits per parameter in the last round.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -100,4 +99,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    typer.run(main)

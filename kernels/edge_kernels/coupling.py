@@ -107,14 +107,14 @@ def history(net: NDArray[np.int16], shapes: Sequence[tuple[int, ...]]) -> Histor
 
 def encode_flips(flips: Bits, theta: F64, uniforms: F64, past: History | None) -> bytes:
     """One device's flips bool[d] as bytes."""
-    return _guard(flips) + _encode(flips, _flip_terms(theta, uniforms, past))
+    return _guard(flips ^ (uniforms < theta)) + _encode(flips, _flip_terms(theta, uniforms, past))
 
 
 def decode_flips(data: bytes, theta: F64, uniforms: F64, past: History | None) -> Bits:
     """The flips of :func:`encode_flips` with the same theta, uniforms and past. Raises CodecError."""
     flips = _decode(data[_CRC:], len(theta), _flip_terms(theta, uniforms, past))
-    if _guard(flips) != data[:_CRC]:
-        raise CodecError("the flips do not match their checksum: the two sides' probabilities or uniforms differ")
+    if _guard(flips ^ (uniforms < theta)) != data[:_CRC]:
+        raise CodecError("the mask does not match its checksum: the two sides' probabilities or uniforms differ")
     return flips
 
 
@@ -131,7 +131,7 @@ def encode_net(net: NDArray[np.int16], cohort: Cohort, past: History | None) -> 
         parts.append(_encode(more, _subset(_moved_terms(cohort, past), sparse)))
         sparse = sparse[more]
     lengths = np.array([len(p) for p in parts], "<u4").tobytes()
-    return _guard(net) + bytes([len(parts)]) + lengths + b"".join(parts)
+    return _guard(cohort.reference + net) + bytes([len(parts)]) + lengths + b"".join(parts)
 
 
 def decode_net(data: bytes, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int16]:
@@ -155,8 +155,8 @@ def decode_net(data: bytes, cohort: Cohort, past: History | None, masks: int) ->
         more = _decode(part, len(sparse), _subset(_moved_terms(cohort, past), sparse))
         sparse = sparse[more]
         net[sparse] += np.sign(net[sparse])
-    if len(sparse) or _guard(net) != data[:_CRC]:
-        raise CodecError("the net flips do not match their checksum: the two sides' states differ")
+    if len(sparse) or _guard(cohort.reference + net) != data[:_CRC]:
+        raise CodecError("the counts do not match their checksum: the two sides' states differ")
     return net
 
 
@@ -272,6 +272,6 @@ def _tiles(n: int) -> Iterator[slice]:
 
 
 def _guard(values: NDArray[Any]) -> bytes:
-    """CRC-32 of bool[n] packed, or of int16[n] little endian."""
-    raw = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values.astype("<i2")
+    """CRC-32 of a mask bool[n], packed, or of counts as 32-bit integers: of what is meant, not of what is sent."""
+    raw = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values.astype("<i4")
     return zlib.crc32(raw.tobytes()).to_bytes(4, "little")

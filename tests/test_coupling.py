@@ -1,0 +1,137 @@
+"""Coupled Bernoulli masks: what is told, and that it is told exactly."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from edge_kernels import coupling
+from edge_kernels.codecs import CodecError
+from edge_kernels.coupling import Cohort
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def trained(d: int, seed: int, devices: int = 4) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """theta, each device's uniforms, and its probabilities after a little training that all devices agree on."""
+    rng = np.random.default_rng(seed)
+    theta = np.clip(rng.beta(0.4, 0.4, d), 0.01, 0.99)
+    pull = rng.standard_normal(d) * (rng.random(d) < 0.3)
+    logits = np.log(theta / (1 - theta))
+    after = [1 / (1 + np.exp(-(logits + pull * rng.uniform(0.1, 0.5)))) for _ in range(devices)]
+    return theta, [rng.random(d) for _ in range(devices)], after
+
+
+def entropy_bits(flips: np.ndarray) -> float:
+    p = flips.mean()
+    return float(-flips.size * (p * np.log2(p) + (1 - p) * np.log2(1 - p)))
+
+
+def test_the_reference_is_one_below_theta_and_the_distance_is_an_odds_ratio_less_one() -> None:
+    reference, x = coupling.distance(np.array([0.5, 0.5]), np.array([0.25, 0.75]))
+    assert reference.tolist() == [True, False]
+    # odds 1 against odds 1/3, and odds 3 against odds 1
+    assert x.tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_log2_is_exact_at_powers_of_two_and_linear_between() -> None:
+    assert coupling.log2(np.array([0.25, 1.0, 8.0, 12.0])).tolist() == [-2.0, 0.0, 3.0, 3.5]
+
+
+def test_activity_is_the_product_of_what_moved_in_a_row_and_in_a_column() -> None:
+    net = np.array([0, 3, 0, 0, -1, 0], np.int16)  # two rows of three
+    activity = coupling.history(net, [(2, 3)]).activity.reshape(2, 3)
+    assert activity.argmax() == 1
+    assert activity[0, 1] > activity[1, 1] > activity[1, 0]
+    assert (coupling.history(net, [(6,)]).activity[[1, 4]] > coupling.history(net, [(6,)]).activity[0]).all()
+
+
+def test_a_cohort_counts_reference_ones_and_who_is_near() -> None:
+    cohort = Cohort.empty(2)
+    cohort.add(np.array([0.5, 0.5]), np.array([0.49, 0.99]))
+    cohort.add(np.array([0.5, 0.5]), np.array([0.01, 0.02]))
+    assert cohort.reference.tolist() == [2, 1]
+    assert cohort.down[0] > 0.9 > 0.1 > cohort.down[1]
+    assert cohort.up[0] == 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**32), st.floats(0, 1), st.booleans())
+def test_any_flips_come_back_whatever_the_model_expects(d: int, seed: int, rate: float, known: bool) -> None:
+    rng = np.random.default_rng(seed)
+    theta, u, flips = np.clip(rng.random(d), 0.01, 0.99), rng.random(d), rng.random(d) < rate
+    past = coupling.history(rng.integers(-3, 4, d).astype(np.int16), [(d,)]) if known else None
+    data = coupling.encode_flips(flips, theta, u, past)
+    assert (coupling.decode_flips(data, theta, u, past) == flips).all()
+    assert coupling.encode_flips(flips, theta, u, past) == data
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**32), st.integers(1, 12), st.booleans())
+def test_any_net_flips_come_back(d: int, seed: int, masks: int, known: bool) -> None:
+    rng = np.random.default_rng(seed)
+    theta, cohort = np.clip(rng.random(d), 0.01, 0.99), Cohort.empty(d)
+    for _ in range(masks):
+        cohort.add(theta, rng.random(d))
+    net = (rng.integers(0, masks + 1, d) - cohort.reference).astype(np.int16)
+    past = coupling.history(rng.integers(-3, 4, d).astype(np.int16), [(d,)]) if known else None
+    data = coupling.encode_net(net, cohort, past)
+    assert (coupling.decode_net(data, cohort, past, masks) == net).all()
+
+
+def test_what_both_sides_know_makes_flips_cheaper() -> None:
+    theta, u, after = trained(100_000, 1)
+    flips = (u[0] < after[0]) ^ (u[0] < theta)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    blind = entropy_bits(flips) / 8
+    plain = len(coupling.encode_flips(flips, theta, u[0], None))
+    assert plain < 0.7 * blind
+    # Last round's movement was in the same places: it helps more than its few coefficients cost.
+    past = coupling.history(net, [(100, 1000)])
+    assert len(coupling.encode_flips(flips, theta, u[0], past)) < plain
+
+
+def test_net_flips_cost_less_than_their_plain_entropy() -> None:
+    theta, u, after = trained(100_000, 2)
+    cohort = Cohort.empty(theta.size)
+    for x in u:
+        cohort.add(theta, x)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    p = np.unique(net, return_counts=True)[1] / net.size
+    assert len(coupling.encode_net(net, cohort, None)) < 0.8 * -(p * np.log2(p)).sum() * net.size / 8
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_flips_and_net_flips_are_refused(data: st.DataObject) -> None:
+    theta, u, after = trained(3000, 3)
+    cohort = Cohort.empty(theta.size)
+    for x in u:
+        cohort.add(theta, x)
+    flips = (u[0] < after[0]) ^ (u[0] < theta)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    whole = data.draw(
+        st.sampled_from([coupling.encode_flips(flips, theta, u[0], None), coupling.encode_net(net, cohort, None)])
+    )
+    at = data.draw(st.integers(0, len(whole) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut", "random"]))
+    broken = {
+        "flip": whole[:at] + bytes([whole[at] ^ 1 << data.draw(st.integers(0, 7))]) + whole[at + 1 :],
+        "cut": whole[:at],
+        "random": data.draw(st.binary(max_size=200)),
+    }[kind]
+    for read in (
+        lambda: coupling.decode_flips(broken, theta, u[0], None) == flips,
+        lambda: coupling.decode_net(broken, cohort, None, 4) == net,
+    ):
+        # A flipped bit may leave the content as it was (a model coefficient's last digit); never make it another.
+        with contextlib.suppress(CodecError):
+            assert read().all()
+
+
+def test_another_theta_is_noticed() -> None:
+    theta, u, after = trained(20_000, 4)
+    data = coupling.encode_flips((u[0] < after[0]) ^ (u[0] < theta), theta, u[0], None)
+    with pytest.raises(CodecError):
+        coupling.decode_flips(data, np.clip(theta + 0.05, 0.01, 0.99), u[0], None)
