@@ -17,6 +17,7 @@ from edge_client.training.gates import (
     SignTanh,
     group_lasso,
     lasso_score_gradient,
+    sigmoid_slope,
 )
 from edge_client.training.sgd import Adam, Sgd
 
@@ -43,21 +44,21 @@ def test_the_sigmoid_gate_keeps_weights_whose_score_is_zero_or_more() -> None:
 
 def test_the_sigmoid_gate_passes_the_gradient_through_the_sigmoids_slope() -> None:
     p = 1 / (1 + np.exp(-S.astype(float)))
-    np.testing.assert_allclose(_gradient(SigmoidThreshold()), G * W * p * (1 - p), rtol=1e-6)
-    assert _gradient(SigmoidThreshold())[0] == 0.5  # 1 * 2 * 1/4
+    np.testing.assert_allclose(_gradient(SigmoidThreshold()), G * W * p * (1 - p), rtol=1e-5)
+    assert _gradient(SigmoidThreshold())[0] == pytest.approx(0.5, rel=1e-5)  # 1 * 2 * 1/4
 
 
 def test_the_sign_gate_flips_weights_and_takes_the_sign_of_zero_as_plus() -> None:
     assert _effective(SignTanh()) == [2.0, -3.0, 5.0, -7.0]
-    np.testing.assert_allclose(_gradient(SignTanh()), G * W * (1 - np.tanh(S.astype(float)) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(_gradient(SignTanh()), G * W * (1 - np.tanh(S.astype(float)) ** 2), rtol=1e-5)
 
 
 def test_the_bernoulli_gate_keeps_its_sample_and_has_two_backward_rules() -> None:
     sample = np.array([False, True, True, False])
     assert _effective(BernoulliSigmoid(sample)) == [0.0, 3.0, 5.0, -0.0]
     p = 1 / (1 + np.exp(-S.astype(float)))
-    np.testing.assert_allclose(_gradient(BernoulliSigmoid(sample)), G * W * p * (1 - p), rtol=1e-6)
-    np.testing.assert_allclose(_gradient(BernoulliSigmoid(sample, "ref")), G * W * p * p * (1 - p), rtol=1e-6)
+    np.testing.assert_allclose(_gradient(BernoulliSigmoid(sample)), G * W * p * (1 - p), rtol=1e-5)
+    np.testing.assert_allclose(_gradient(BernoulliSigmoid(sample, "ref")), G * W * p * p * (1 - p), rtol=1e-5)
 
 
 def test_no_gate_is_plain_training() -> None:
@@ -98,7 +99,7 @@ def test_vectors_longer_than_a_block_and_outputs_in_place_change_nothing(gate: G
     out = np.empty(n, np.float32)
     gate.score_gradient(w, s, g, out)
     parts = np.concatenate([_block(gate, w, s, g, i) for i in range(0, n, 1000)])
-    np.testing.assert_array_equal(out, parts)
+    np.testing.assert_allclose(out, parts, rtol=1e-5)
     gate.score_gradient(w, s, g, g)
     np.testing.assert_array_equal(out, g)
 
@@ -108,6 +109,15 @@ def _block(gate: Gate, w: np.ndarray, s: np.ndarray, g: np.ndarray, low: int) ->
     out = np.empty(part.stop - low, np.float32)
     gate.score_gradient(w[part], s[part], g[part], out)
     return out
+
+
+@pytest.mark.parametrize("radius", [0.1, 1.0, 1.01, 30.0])
+def test_the_slope_is_the_sigmoids_slope_at_every_radius(radius: float) -> None:
+    scores = np.linspace(-radius, radius, 10_001).astype(np.float32)
+    out = np.empty_like(scores)
+    sigmoid_slope(scores, out)
+    e = np.exp(-np.abs(scores.astype(float)))
+    np.testing.assert_allclose(out, e / (1 + e) ** 2, rtol=1e-5)
 
 
 def test_vectors_of_different_lengths_are_refused() -> None:
@@ -121,12 +131,12 @@ def test_group_lasso_of_a_two_by_two_layer_by_hand() -> None:
     out = np.zeros(4, np.float32)
     assert group_lasso(scores, (2, 2), 2.0, out) == pytest.approx(2.0 * (0.75 + 0.5 + 0.75 + 0.5))
     # d/ds of 2 * (norm of row + norm of column) = 2 * (1 + 1) * sigmoid' for the only live entry of each.
-    np.testing.assert_allclose(out, [4 * 0.75 * 0.25, 0, 0, 4 * 0.25], rtol=1e-6)
+    np.testing.assert_allclose(out, [4 * 0.75 * 0.25, 0, 0, 4 * 0.25], rtol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.sampled_from([(7, 5), (3, 4, 3, 3), (1, 6), (6, 1, 2), (40, 900)]),
+    st.sampled_from([(7, 5), (3, 4, 3, 3), (1, 6), (6, 1, 2), (40, 900), (2, 40_000)]),
     st.floats(0, 1),
     st.integers(0, 1000),
 )

@@ -14,7 +14,7 @@ import numpy as np
 from edge_client.bundle import F32
 from edge_client.errors import ConfigError
 
-BLOCK = 1 << 14  # values per pass: parameters, gradient and state of a block stay in the second-level cache
+BLOCK = 1 << 15  # values per pass: parameters, gradient and state of a block stay in the second-level cache
 
 
 class Optimiser(Protocol):

@@ -39,6 +39,8 @@ class TorchTrainer:
             module: torch.fx.GraphModule = torch.export.load(path).module(check_guards=False)
         except Exception as error:  # PyTorch's loader raises whatever the archive makes it raise
             raise BundleError(f"PyTorch {torch.__version__} cannot open model.pt2: {error}") from error
+        # The hooks compare every input with the exported shapes again, at twice the cost of a small model's forward.
+        module._forward_pre_hooks.clear()
         return module
 
     @cached_property
@@ -47,7 +49,6 @@ class TorchTrainer:
         for node in module.graph.nodes:
             if node.target == torch.ops.aten.batch_norm.default:
                 node.update_arg(5, False)
-            # A counter of batches means nothing in evaluation, and must not move.
         module.recompile()
         return module
 
