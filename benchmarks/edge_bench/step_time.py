@@ -1,0 +1,166 @@
+"""Time of a training step: ``python -m edge_bench.step_time --json FILE`` (needs torch; about two minutes).
+
+For each model, on one thread and one batch: a PyTorch eager step (forward, backward), and per backend the gradient,
+the plain step (gradient and SGD with momentum) and the mask step (gate, gradient, gate's backward, SGD on the
+scores) without and with group lasso. All variants are interleaved in one run; the clock is the process's CPU time, so
+that another process's share is not counted; figures are medians, and what counts are the ratios:
+
+    onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
+    mask_over_plain          mask step / plain step of the same backend, and the same with lasso
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from edge_export import export_bundle
+from torch import nn
+
+from edge_bench import models
+from edge_client.bundle import Bundle
+from edge_client.training import open_trainer
+from edge_client.training.gates import SigmoidThreshold, lasso_score_gradient
+from edge_client.training.sgd import Sgd
+
+BATCH = 32
+LASSO = 2e-4
+BACKENDS = ("onnxruntime", "torch")
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+    # name: module, one sample, classes, rounds measured
+    "mlp 1152-300-100-6": (models.har_mlp, (1152,), 6, 300),
+    "small cnn": (models.small_cnn, (1, 28, 28), 10, 40),
+    "vgg9": (models.vgg9, (1, 32, 32), 10, 7),
+}
+
+
+def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[], object]]:
+    """The variants of one backend, each a call that does one whole step."""
+    trainer, model = open_trainer(backend, bundle), bundle.model()
+    m, d = bundle.manifest, bundle.manifest.d
+    layers = [m.tensors[w] for layer in m.layers for w in layer.weights]
+    masked = slice(0, layers[-1].span.stop)
+    gate, rng = SigmoidThreshold(), np.random.default_rng(0)
+    plain, weights, effective = model.parameters.copy(), model.parameters[masked], model.parameters.copy()
+    scores = (0.1 * rng.choice([-1.0, 1.0], masked.stop)).astype(np.float32)
+    plain_sgd, score_sgd = Sgd(d, 0.01, 0.9), Sgd(masked.stop, 0.01, 0.9)
+
+    def plain_step() -> None:
+        plain_sgd.step(plain, trainer.gradient(plain, model.buffers, x, y).parameters)
+
+    def mask_step(lasso: float) -> None:
+        gate.effective(weights, scores, effective[masked])
+        gradient = trainer.gradient(effective, model.buffers, x, y).parameters[masked]
+        if lasso:
+            for t in layers:
+                s = t.span
+                lasso_score_gradient(weights[s], scores[s], gradient[s], t.shape, lasso, gradient[s])
+        else:
+            gate.score_gradient(weights, scores, gradient, gradient)
+        score_sgd.step(scores, gradient)
+
+    return {
+        "gradient": lambda: trainer.gradient(model.parameters, model.buffers, x, y),
+        "plain": plain_step,
+        "mask": lambda: mask_step(0.0),
+        "mask_lasso": lambda: mask_step(LASSO),
+    }
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Medians in milliseconds and ratios of one model."""
+    make, sample, classes, rounds = MODELS[name]
+    module = make().train()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCH, *sample)).astype(np.float32)
+    y = rng.integers(0, classes, BATCH)
+    batch, labels = torch.from_numpy(x), torch.from_numpy(y)
+    bundle = export_bundle(module, batch, folder, name=name, classes=classes, seed=0)
+
+    def eager() -> None:
+        module.zero_grad()
+        torch.autograd.backward(nn.functional.cross_entropy(module(batch), labels))
+
+    variants: dict[str, Callable[[], object]] = {"eager": eager}
+    for backend in BACKENDS:
+        variants |= {f"{backend}.{k}": f for k, f in steps(bundle, backend, x, y).items()}
+    taken: dict[str, list[float]] = {k: [] for k in variants}
+    for i in range(rounds + 2):
+        for key, step in variants.items():
+            start = time.process_time()
+            step()
+            if i >= 2:  # the first rounds open sessions and warm the caches
+                taken[key].append(time.process_time() - start)
+    ms = {k: 1e3 * median(v) for k, v in taken.items()}
+    ratios = {"onnxruntime_over_eager": ms["onnxruntime.gradient"] / ms["eager"]}
+    for b in BACKENDS:
+        ratios[f"{b}.mask_over_plain"] = ms[f"{b}.mask"] / ms[f"{b}.plain"]
+        ratios[f"{b}.mask_lasso_over_plain"] = ms[f"{b}.mask_lasso"] / ms[f"{b}.plain"]
+    return {
+        "parameters": bundle.manifest.d,
+        "batch": BATCH,
+        "rounds": rounds,
+        "milliseconds": {k: round(v, 4) for k, v in ms.items()},
+        "ratios": {k: round(v, 3) for k, v in ratios.items()},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where it was measured."""
+    cpu = next((line.split(":")[1].strip() for line in _lines(Path("/proc/cpuinfo")) if "model name" in line), "")
+    return {
+        "cpu": cpu or platform.processor(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def main() -> None:
+    """Measure, print the ratios, write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m edge_bench.step_time", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m edge_bench.step_time", *sys.argv[1:]]),
+        "commit": commit,
+        "machine": machine(),
+        "threads": 1,
+        "clock": "CPU time of the process",
+        "models": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        for i, name in enumerate(arguments.models):
+            result["models"][name] = measure(name, Path(scratch) / str(i))
+            print(name, json.dumps(result["models"][name]["ratios"]), flush=True)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
