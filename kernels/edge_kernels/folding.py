@@ -79,7 +79,7 @@ class Tally:
             planes = self._planes(low, _READ)
             for byte in range(dtype.itemsize):  # planes beyond the dtype are empty: no count is above `total`
                 by_byte[low * 64 : (low + _READ) * 64, byte] = _transposed(
-                    planes[8 * byte : 8 * byte + 8], len(planes[0])
+                    planes[8 * byte : 8 * byte + 8], min(_READ, self._words - low)
                 )
         return out[: self.d]
 

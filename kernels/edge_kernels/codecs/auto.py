@@ -35,6 +35,8 @@ def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> by
 
 def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     """The set of a payload made by :func:`encode`. Raises CodecError."""
+    if len(data) > 1 + entropy.size_limit(d):
+        raise CodecError(f"{len(data)} bytes are more than any exact codec needs for a set out of {d}; is d right?")
     name, body = codec_of(data), data[1:]
     if name == "bits":
         return bits.decode(body, d)

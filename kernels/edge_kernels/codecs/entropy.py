@@ -70,6 +70,8 @@ def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     if mode != _NONE and contexts is None:
         raise CodecError("this payload was coded with contexts; pass the same ones")
     groups = _Groups.of(None if mode == _NONE else contexts, d, mode)
+    if len(data) > size_limit(d, len(groups.sizes)):
+        raise CodecError(f"{len(data)} bytes are more than entropy needs for any set out of {d}; is d right?")
     flips = _read_flips(reader, groups.sizes)
     model = _Model.of(groups.sizes, flips)
     total = int(model.runs.sum())
@@ -78,6 +80,11 @@ def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     gaps = _read_gaps(reader, model, total)
     places = _places_of_gaps(gaps, groups, flips, model)
     return groups.positions(places)
+
+
+def size_limit(d: int, groups: int = MAX_CONTEXTS) -> int:
+    """More bytes than any set out of `d` takes in so many groups."""
+    return d // 4 + 64 + 16 * groups
 
 
 def size_estimate(positions: Positions, d: int, contexts: Contexts | None = None) -> float:
@@ -119,10 +126,7 @@ class _Groups:
         if contexts is None:
             sizes = np.array([d] if d else [], np.int64)
             return _Groups(d, sizes, np.append(np.zeros(1, np.int64), sizes), sizes[None], None)
-        top = int(contexts.max(initial=0))
-        if top >= MAX_CONTEXTS:
-            raise CodecError(f"context {top} is not below {MAX_CONTEXTS}; quantise more coarsely")
-        merged = (top >> shift) + 1
+        merged = (_top(contexts) >> shift) + 1
         labels = np.empty(d, np.uint8 if merged <= 256 else np.uint16)
         counts = np.zeros((max(-(-d // _TILE), 1), merged), np.int64)
         for tile, low in enumerate(range(0, d, _TILE)):
@@ -212,6 +216,14 @@ class _Model:
         bits = int((runs * logs).sum())
         lanes = min(max((bits >> 12) + min(bits >> 13, 3), 1), 1 << 14) if len(coded) else 0
         return _Model(coded, (flips * 2 > sizes)[coded], runs, raw, tables, lanes)
+
+
+def _top(contexts: Contexts) -> int:
+    """The greatest context. Raises CodecError where it is too great."""
+    top = int(contexts.max(initial=0))
+    if top >= MAX_CONTEXTS:
+        raise CodecError(f"context {top} is not below {MAX_CONTEXTS}; quantise more coarsely")
+    return top
 
 
 def _ratio(size: int, flips: int, raw: int) -> int:
@@ -351,7 +363,7 @@ def _best_mode(positions: Positions, d: int, contexts: Contexts | None) -> tuple
     best = (_NONE, _bytes(np.array([d]), np.array([len(positions)])))
     if contexts is None or not d:
         return best
-    sizes = np.zeros(int(contexts.max()) + 1, np.int64)
+    sizes = np.zeros(_top(contexts) + 1, np.int64)
     for low in range(0, d, _TILE):
         part = np.bincount(contexts[low : low + _TILE])
         sizes[: len(part)] += part

@@ -169,5 +169,5 @@ def _read(data: bytes, d: int) -> tuple[list[Block], NDArray[np.uint32]]:
     reader.skip_bits(ahead, at + used)
     reader.end()
     ends = np.minimum(np.cumsum(units) << log, d)
-    starts = np.append(0, ends[:-1])
+    starts = np.append(0, ends)[: len(ends)]
     return [Block(int(a), int(b - a), int(w)) for a, b, w in zip(starts, ends, widths, strict=True)], indices

@@ -1,0 +1,189 @@
+"""Readers of the codecs written from docs/codecs.md alone: one number at a time, plain integers, no numpy.
+
+The tests hold the fast codecs against these, and a port to another language can start from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+M64 = (1 << 64) - 1
+
+
+class BitReader:
+    """Bits of bytes, least significant first."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def bit(self) -> int:
+        self.at += 1
+        return self.data[(self.at - 1) // 8] >> ((self.at - 1) % 8) & 1
+
+    def unary(self) -> int:
+        count = 0
+        while not self.bit():
+            count += 1
+        return count
+
+    def planes(self, widths: Sequence[int]) -> list[int]:
+        values = [0] * len(widths)
+        for j in range(max(widths, default=0)):
+            for i, width in enumerate(widths):
+                if width > j:
+                    values[i] |= self.bit() << j
+        return values
+
+    def align(self) -> int:
+        self.at = -(-self.at // 8) * 8
+        return self.at // 8
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        shift += 7
+        at += 1
+        if data[at - 1] < 128:
+            return value, at
+
+
+def rice(data: bytes, d: int) -> list[int]:
+    log, complement = data[0] & 31, data[0] & 128
+    count, at = varint(data, 1)
+    out: list[int] = []
+    while len(out) < count:
+        n = min(1 << log, count - len(out))
+        k, thirds = data[at] & 31, data[at] & 32
+        _, at = varint(data, at + 1)
+        bits = BitReader(data[at:])
+        quotients = [bits.unary() for _ in range(n)]
+        low = bits.planes([k] * n)
+        rests = [0] * n
+        if thirds:
+            above = [bits.bit() for _ in range(n)]
+            rests = [1 + bits.bit() if flag else 0 for flag in above]
+        for q, r, rest in zip(quotients, low, rests, strict=True):
+            gap = ((q * 3 + rest if thirds else q) << k) + r
+            out.append((out[-1] if out else -1) + 1 + gap)
+        at += bits.align()
+    return sorted(set(range(d)) - set(out)) if complement else out
+
+
+def table(size: int, runs: int, raw: int) -> list[int]:
+    x = ((size - runs) << 64) // size
+    for _ in range(raw):
+        x = x * x >> 64
+    ratio = x >> 32
+    rest, freqs = 1 << 15, []
+    while rest > 4 and len(freqs) < 127:
+        freqs.append(max(1, rest * ((1 << 32) - ratio) >> 32))
+        rest -= freqs[-1]
+    return [*freqs, rest]
+
+
+def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[int]:
+    mode = data[0]
+    labels = [0] * d if mode == 15 or contexts is None else [c >> mode for c in contexts]
+    members = [[i for i in range(d) if labels[i] == label] for label in sorted(set(labels))]
+    bits = BitReader(data[1:])
+    width = len(members[0]).bit_length() // 2 if members else 0
+    widths = []
+    for _ in members:
+        zigzag = bits.unary()
+        width += (zigzag + 1) // 2 if zigzag % 2 else -(zigzag // 2)
+        widths.append(width)
+    flips = [low + (1 << w) - 1 for low, w in zip(bits.planes(widths), widths, strict=True)]
+    at = 1 + bits.align()
+
+    coded = []  # (members, inverted, runs, raw, freqs)
+    weight = 0
+    for mine, n in zip(members, flips, strict=True):
+        runs = min(n, len(mine) - n)
+        if runs:
+            log = (len(mine) // runs).bit_length()
+            raw = max(log - 4, 0)
+            coded.append((mine, 2 * n > len(mine), runs, raw, table(len(mine), runs, raw)))
+            weight += runs * log
+    lanes = min(max((weight >> 12) + min(weight >> 13, 3), 1), 1 << 14) if coded else 0
+    states = [int.from_bytes(data[at + 4 * i : at + 4 * i + 4], "little") for i in range(lanes)]
+    at += 4 * lanes
+
+    symbols: list[int] = []
+    for _, _, runs, _, freqs in coded:
+        for _ in range(runs):
+            lane = len(symbols) % lanes
+            slot, symbol, start = states[lane] % (1 << 15), 0, 0
+            while slot >= start + freqs[symbol]:
+                start += freqs[symbol]
+                symbol += 1
+            states[lane] = freqs[symbol] * (states[lane] >> 15) + slot - start
+            if states[lane] < 1 << 16:
+                states[lane] = states[lane] << 16 | int.from_bytes(data[at : at + 2], "little")
+                at += 2
+            symbols.append(symbol)
+    raw_bits = BitReader(b"".join((x - (1 << 16)).to_bytes(2, "little") for x in states) + data[at:])
+    raws = [raw for _, _, runs, raw, _ in coded for _ in range(runs)]
+    escapes = [len(freqs) - 1 for _, _, runs, _, freqs in coded for _ in range(runs)]
+    low = raw_bits.planes(raws)
+    escaped = [i for i in range(len(symbols)) if symbols[i] == escapes[i]]
+    lengths = [raw_bits.unary() for _ in escaped]
+    for i, extra, length in zip(escaped, raw_bits.planes(lengths), lengths, strict=True):
+        symbols[i] += extra + (1 << length) - 1
+    gaps = iter([(s << k) + r for s, k, r in zip(symbols, raws, low, strict=True)])
+
+    out = [i for mine, n in zip(members, flips, strict=True) if n == len(mine) for i in mine]
+    for mine, inverted, runs, _, _ in coded:
+        place, found = -1, set()
+        for _ in range(runs):
+            place += 1 + next(gaps)
+            found.add(place)
+        out += [i for place, i in enumerate(mine) if (place in found) != inverted]
+    return sorted(out)
+
+
+def counts(data: bytes, d: int, top: int, prediction: Sequence[int] | None) -> list[int]:
+    """One segment: d at most 2**20."""
+
+    def class_of(rank: int) -> int:
+        return rank if rank < 16 else rank.bit_length() + 11
+
+    contexts = prediction if prediction is None or top < 64 else [p * 64 // (top + 1) for p in prediction]
+    at, undecided, classes = 0, list(range(d)), [class_of(top)] * d
+    for rank in range(class_of(top)):
+        if undecided:
+            length, at = varint(data, at)
+            given = None if contexts is None else [contexts[i] for i in undecided]
+            hits = set(entropy(data[at : at + length], len(undecided), given))
+            at += length
+            for place in hits:
+                classes[undecided[place]] = rank
+            undecided = [i for place, i in enumerate(undecided) if place not in hits]
+    big = [i for i in range(d) if classes[i] >= 16]
+    ranks = list(classes)
+    widths = [classes[i] - 12 for i in big]
+    for i, width, low in zip(big, widths, BitReader(data[at:]).planes(widths), strict=True):
+        ranks[i] = (1 << width) + low
+    steps = [(r + 1) // 2 if r % 2 else -(r // 2) for r in ranks]
+    return [((prediction[i] if prediction is not None else 0) + step) % (top + 1) for i, step in enumerate(steps)]
+
+
+def fuse(data: bytes, d: int, width: int) -> list[int]:
+    def field(low: int, size: int) -> int:
+        return int.from_bytes(data[low : low + size], "little")
+
+    seed, length, span = field(0, 8), field(12, 4), field(20, 4)
+    cell: Callable[[int], int] = lambda i: field(28 + i * width // 8, width // 8)  # noqa: E731
+    out = []
+    for key in range(d):
+        h = (key + seed) & M64
+        h = (h ^ h >> 33) * 0xFF51AFD7ED558CCD & M64
+        h = (h ^ h >> 33) * 0xC4CEB9FE1A85EC53 & M64
+        h ^= h >> 33
+        h0 = h * span >> 64
+        h1 = (h0 + length) ^ (h >> 18 & length - 1)
+        h2 = (h0 + 2 * length) ^ (h & length - 1)
+        if (h ^ h >> 32) & ((1 << width) - 1) == cell(h0) ^ cell(h1) ^ cell(h2):
+            out.append(key)
+    return out

@@ -1,0 +1,123 @@
+"""Counts against a prediction: lossless, at the conditional entropy, refused when damaged."""
+
+from __future__ import annotations
+
+import codec_readers
+import numpy as np
+import pytest
+from edge_kernels import counter
+from edge_kernels.codecs import CodecError, counts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+QUICK = settings(deadline=None, max_examples=30)
+
+
+def near(prediction: counts.Counts, top: int, stay: float) -> counts.Counts:
+    """Values that mostly equal the prediction, else lie one above or anywhere."""
+    d = len(prediction)
+    u = counter.uniform(counter.key("near", d, top), d)
+    drawn = (counter.uint64(counter.key("drawn", d, top), d) % np.uint64(top + 1)).astype(prediction.dtype)
+    above = np.minimum(prediction + (prediction < top), top).astype(prediction.dtype)
+    chosen: NDArray[np.unsignedinteger] = np.where(u < stay, prediction, np.where(u < (1 + stay) / 2, above, drawn))
+    return chosen
+
+
+def predictions(d: int, top: int) -> counts.Counts:
+    return (counter.uint64(counter.key("before", d, top), d) % np.uint64(top + 1)).astype(counts.dtype_for(top))
+
+
+def conditional_bits(values: counts.Counts, given_: counts.Counts, top: int) -> float:
+    joint = np.zeros((top + 1, top + 1))
+    np.add.at(joint, (given_, values), 1)
+    shares = joint / np.maximum(joint.sum(axis=1, keepdims=True), 1)
+    return float(-(joint * np.log2(np.where(joint > 0, shares, 1))).sum())
+
+
+def test_counts_equal_to_the_prediction_cost_a_few_bytes() -> None:
+    before = predictions(100_000, 10)
+    payload = counts.encode(before, 10, before)
+    assert len(payload) <= 40  # eleven contexts, each full of "as predicted"
+    assert np.array_equal(counts.decode(payload, 100_000, 10, before), before)
+
+
+def test_a_range_of_one_value_costs_nothing() -> None:
+    assert counts.encode(np.zeros(50, np.uint8), 0) == b""
+    assert counts.decode(b"", 50, 0).tolist() == [0] * 50
+
+
+@QUICK
+@given(
+    st.sampled_from([0, 1, 2, 50, 700]),
+    st.sampled_from([0, 1, 2, 10, 15, 16, 17, 100, 255, 256, 5000]),
+    st.booleans(),
+    st.sampled_from([0.0, 0.9]),
+)
+def test_counts_come_back_and_the_plain_reader_agrees(d: int, top: int, predicted: bool, stay: float) -> None:
+    before = predictions(d, top)
+    now = near(before, top, stay)
+    prediction = before if predicted else None
+    payload = counts.encode(now, top, prediction)
+    found = counts.decode(payload, d, top, prediction)
+    assert found.dtype == counts.dtype_for(top)
+    assert np.array_equal(found, now)
+    if d <= 50:
+        plain = codec_readers.counts(payload, d, top, before.tolist() if predicted else None)
+        assert plain == now.tolist()
+
+
+def test_segments_are_coded_one_after_the_other() -> None:
+    d = (1 << 20) + 1000
+    before = predictions(d, 3)
+    now = near(before, 3, 0.99)
+    assert np.array_equal(counts.decode(counts.encode(now, 3, before), d, 3, before), now)
+
+
+def test_counts_of_ten_devices_cost_their_conditional_entropy() -> None:
+    d = 200_000
+    before = np.random.default_rng(0).binomial(10, np.random.default_rng(1).beta(0.3, 0.3, d)).astype(np.uint8)
+    now = near(before, 10, 0.8)
+    assert len(counts.encode(now, 10, before)) <= 1.02 * conditional_bits(now, before, 10) / 8
+    alone = conditional_bits(now, np.zeros(d, np.uint8), 10) / 8
+    assert len(counts.encode(now, 10)) <= 1.02 * alone
+
+
+def test_own_contexts_are_used() -> None:
+    d = 20_000
+    contexts = (np.arange(d) % 2).astype(np.uint8)
+    now = np.where(contexts == 0, 3, counter.uint64(1, d) % np.uint64(8)).astype(np.uint8)
+    payload = counts.encode(now, 7, contexts=contexts)
+    assert np.array_equal(counts.decode(payload, d, 7, contexts=contexts), now)
+    assert len(payload) <= 1.03 * d / 2 * 3 / 8 < 0.8 * len(counts.encode(now, 7))
+
+
+def test_what_is_no_count_is_refused() -> None:
+    good = np.zeros(5, np.uint8)
+    for call in (
+        lambda: counts.encode(np.array([3], np.uint8), 2),
+        lambda: counts.encode(np.array([1]), 2),
+        lambda: counts.encode(good, 2, np.zeros(4, np.uint8)),
+        lambda: counts.encode(good, 2, np.full(5, 3, np.uint8)),
+        lambda: counts.encode(good, -1),
+        lambda: counts.encode(good, 2, contexts=np.zeros(4, np.uint8)),
+        lambda: counts.decode(b"\0", 5, 0),
+    ):
+        with pytest.raises(CodecError):
+            call()
+
+
+@QUICK
+@given(st.integers(0, 2**30), st.integers(0, 255), st.sampled_from([3, 40]))
+def test_damaged_counts_stay_within_their_range_or_are_refused(at: int, byte: int, top: int) -> None:
+    before = predictions(300, top)
+    payload = bytearray(counts.encode(near(before, top, 0.5), top, before))
+    payload[at % len(payload)] = byte
+    try:
+        found = counts.decode(bytes(payload), 300, top, before)
+    except CodecError as error:
+        assert len(str(error)) > 20  # noqa: PT017
+    else:
+        assert int(found.max()) <= top
+    with pytest.raises(CodecError):
+        counts.decode(bytes(payload[: at % len(payload)]), 300, top, before)

@@ -1,0 +1,281 @@
+"""Codecs of sets of positions: hand-made examples, round trips, the plain readers, rates against the entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import codec_readers
+import numpy as np
+import pytest
+from edge_kernels import codecs, counter
+from edge_kernels.codecs import CodecError, auto, entropy, rice, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+QUICK = settings(deadline=None, max_examples=40)  # the machine may be busy
+EXACT = codecs.names(exact_only=True)
+
+
+def flips(d: int, rate: float, word: str = "flips") -> NDArray[np.bool_]:
+    return counter.uniform(counter.key(word, d, int(rate * 1e6)), d) < rate
+
+
+def entropy_of(mask: NDArray[np.bool_], contexts: NDArray[Any] | None = None) -> float:
+    """Bits of the mask if each context's flips are independent at the context's own rate."""
+    contexts = np.zeros(len(mask), np.uint8) if contexts is None else contexts
+    size = np.bincount(contexts).astype(float)
+    flip = np.bincount(contexts[mask], minlength=len(size)).astype(float)
+    rate = np.divide(flip, size, out=np.zeros_like(size), where=size > 0)
+    inner = (rate > 0) & (rate < 1)
+    p, n = rate[inner], size[inner]
+    return float(-(n * (p * np.log2(p) + (1 - p) * np.log2(1 - p))).sum())
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> NDArray[np.bool_]:
+    """Masks of few to some thousand positions: of one rate, in runs, or of two rates."""
+    d = draw(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 1000, 3000]))
+    u = counter.uniform(draw(st.integers(0, 2**32)), d)
+    rate = draw(st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.3, 0.5, 0.8, 0.999, 1.0]))
+    other = draw(st.sampled_from([rate, 0.0, 0.5, 1.0]))
+    return u < np.where(np.arange(d) < draw(st.integers(0, max(d, 1))), rate, other)
+
+
+# --- by hand
+
+
+def test_bits_put_position_zero_in_the_lowest_bit_of_the_first_byte() -> None:
+    assert codecs.encode("bits", np.array([0, 3, 9]), 12) == bytes([0b00001001, 0b00000010])
+
+
+def test_rice_bytes_of_a_small_set_are_those_worked_out_by_hand() -> None:
+    # Gaps 1, 0, 2 before positions 1, 2, 5 of 12: mean 1. M = 2 costs 1 + 0 + 1 + 3 + 3 = 8 bits, as few as M = 1 can
+    # do no better (3 + 3 = 6): unary 01, 1, 001 is 6 bits. So k = 0, U = 6, bits 0 1 1 0 0 1 from the lowest up.
+    assert codecs.encode("rice", np.array([1, 2, 5]), 12) == bytes([16, 3, 0, 6, 0b100110])
+
+
+def test_an_empty_set_costs_two_bytes_in_entropy() -> None:
+    # No contexts (mode 15); the flip count 0 of 12 positions: width 0 after the guess 4 // 2, a step of -2, zigzag 4.
+    assert codecs.encode("entropy", np.zeros(12, bool), 12) == bytes([15, 0b10000])
+
+
+def test_auto_names_its_codec_in_the_first_byte() -> None:
+    assert codecs.encode("auto", np.zeros(7, bool), 7) == b"\0\0"
+    assert auto.codec_of(codecs.encode("auto", flips(100_000, 0.01), 100_000)) == "entropy"
+    uneven = np.zeros(100_000, bool)
+    uneven[:2000] = flips(2000, 0.5)
+    assert auto.codec_of(codecs.encode("auto", uneven, 100_000)) == "rice"
+    assert auto.codec_of(codecs.encode("auto", flips(100_000, 0.5), 100_000)) == "bits"
+
+
+def test_signs_and_floats_are_packed_as_specified() -> None:
+    signs = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1])
+    assert values.encode_signs(signs) == bytes([0b11111001, 0])
+    assert values.decode_signs(bytes([0b11111001, 0]), 9).tolist() == signs.tolist()
+    assert values.encode_floats(np.array([1.0, -2.0]), "float16").hex() == "003c00c0"
+    assert values.encode_floats(np.array([1.0, -2.0]), "float32").hex() == "0000803f000000c0"
+    assert values.decode_floats(bytes.fromhex("003c00c0"), 2, "float16").tolist() == [1.0, -2.0]
+
+
+# --- for all sets
+
+
+@QUICK
+@given(masks(), st.sampled_from(EXACT))
+def test_an_exact_codec_gives_back_the_set(mask: NDArray[np.bool_], name: str) -> None:
+    payload = codecs.encode(name, mask, len(mask))
+    found = codecs.decode(name, payload, len(mask))
+    assert found.dtype == np.uint32
+    assert np.array_equal(found, np.flatnonzero(mask))
+    assert payload == codecs.encode(name, np.flatnonzero(mask), len(mask))  # from positions as from the mask
+    assert np.array_equal(codecs.decode_mask(name, payload, len(mask)), mask)
+
+
+@QUICK
+@given(masks(), st.integers(1, 300), st.booleans(), st.sampled_from(["entropy", "auto"]))
+def test_contexts_change_the_bytes_and_never_the_set(
+    mask: NDArray[np.bool_], levels: int, wide: bool, name: str
+) -> None:
+    dtype = np.uint16 if wide or levels > 256 else np.uint8
+    contexts = (counter.uint64(levels, len(mask)) % np.uint64(levels)).astype(dtype)
+    payload = codecs.encode(name, mask, len(mask), contexts)
+    assert np.array_equal(codecs.decode(name, payload, len(mask), contexts), np.flatnonzero(mask))
+
+
+@QUICK
+@given(masks())
+def test_the_plain_readers_of_the_specification_agree(mask: NDArray[np.bool_]) -> None:
+    d, expected = len(mask), np.flatnonzero(mask).tolist()
+    contexts = (counter.uint64(9, d) % np.uint64(6)).astype(np.uint8)
+    assert codec_readers.rice(codecs.encode("rice", mask, d), d) == expected
+    assert codec_readers.entropy(codecs.encode("entropy", mask, d), d) == expected
+    assert codec_readers.entropy(codecs.encode("entropy", mask, d, contexts), d, contexts.tolist()) == expected
+
+
+def test_the_plain_reader_agrees_where_contexts_pay_and_many_lanes_run() -> None:
+    d = 30_000
+    contexts = (counter.uint64(3, d) % np.uint64(4)).astype(np.uint8)
+    mask = counter.uniform(4, d) < np.array([0.001, 0.05, 0.4, 0.97])[contexts]
+    payload = codecs.encode("entropy", mask, d, contexts)
+    assert payload[0] == 0  # unmerged contexts
+    assert codec_readers.entropy(payload, d, contexts.tolist()) == np.flatnonzero(mask).tolist()
+
+
+def test_sets_across_block_and_tile_borders_come_back() -> None:
+    d = 300_000
+    contexts = (np.arange(d) // 1000 % 40).astype(np.uint8)
+    for mask in (flips(d, 0.4), np.arange(d) % 65536 >= 65535, np.arange(d) >= d - 1, np.arange(d) % 3 != 0):
+        for name in EXACT:
+            payload = codecs.encode(name, mask, d, contexts)
+            assert np.array_equal(codecs.decode_mask(name, payload, d, contexts), mask), name
+
+
+# --- rates
+
+
+@pytest.mark.parametrize("rate", [0.0005, 0.002, 0.01, 0.05, 0.1, 0.15, 0.21, 0.25])
+def test_rice_is_within_three_per_cent_and_entropy_within_one_of_the_entropy_at_a_million(rate: float) -> None:
+    mask = flips(1_000_000, rate)
+    bound = entropy_of(mask) / 8
+    assert len(codecs.encode("rice", mask, len(mask))) <= 1.03 * bound
+    assert len(codecs.encode("entropy", mask, len(mask))) <= 1.01 * bound
+
+
+def test_blocks_of_rice_adapt_to_uneven_flips() -> None:
+    d = 1_000_000
+    rates = np.where(np.arange(d) // 50_000 % 2 == 0, 0.2, 0.001)
+    mask = counter.uniform(8, d) < rates
+    bound = entropy_of(mask, (rates > 0.1).astype(np.uint8)) / 8
+    assert len(codecs.encode("rice", mask, d)) <= 1.08 * bound < 0.85 * entropy_of(mask) / 8
+
+
+def test_coupled_samples_cost_their_conditional_entropy() -> None:
+    d = 300_000
+    theta = np.random.default_rng(0).beta(0.3, 0.3, d)
+    moved = np.clip(theta + 0.1 * (counter.uniform(1, d) - 0.5), 0, 1)
+    u = counter.uniform(2, d)
+    mask = (u < theta) != (u < moved)
+    contexts = entropy.coupling_contexts(theta, u)
+    payload = codecs.encode("entropy", mask, d, contexts)
+    assert np.array_equal(codecs.decode_mask("entropy", payload, d, contexts), mask)
+    bound = entropy_of(mask, contexts) / 8
+    assert bound <= len(payload) <= 1.01 * bound + 256  # a byte for each context's flip count
+    assert len(payload) < 0.75 * entropy_of(mask) / 8
+
+
+def test_useless_contexts_are_merged_rather_than_paid_for() -> None:
+    mask = flips(5000, 0.02)
+    contexts = (counter.uint64(1, 5000) % np.uint64(256)).astype(np.uint8)
+    assert len(codecs.encode("entropy", mask, 5000, contexts)) <= len(codecs.encode("entropy", mask, 5000)) + 16
+
+
+def test_coupling_contexts_have_sixteen_bins_of_theta_and_of_the_distance() -> None:
+    theta = np.array([0.0, 0.5, 0.5, 1.0, 0.5])
+    u = np.array([0.75, 0.4375, 0.5, 0.0, 0.5 - 2**-20])
+    assert entropy.coupling_contexts(theta, u).tolist() == [
+        0 * 16 + 0,
+        8 * 16 + 3,
+        8 * 16 + 0,
+        15 * 16 + 0,
+        8 * 16 + 15,
+    ]
+
+
+@QUICK
+@given(masks(), st.booleans())
+def test_auto_is_within_one_per_cent_or_sixteen_bytes_of_the_best(mask: NDArray[np.bool_], with_contexts: bool) -> None:
+    d = len(mask)
+    contexts = (np.arange(d) % 3).astype(np.uint8) if with_contexts else None
+    best = min(len(codecs.encode(name, mask, d, contexts)) for name in EXACT if name != "auto")
+    assert len(codecs.encode("auto", mask, d, contexts)) <= max(1.01 * best, best + 16)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.0003, 0.02, 0.2, 0.35, 0.5, 0.65, 1.0])
+@pytest.mark.parametrize("d", [1000, 300_000])
+def test_auto_is_near_the_best_at_every_rate(d: int, rate: float) -> None:
+    mask = flips(d, rate)
+    best = min(len(codecs.encode(name, mask, d)) for name in EXACT if name != "auto")
+    assert len(codecs.encode("auto", mask, d)) <= max(1.01 * best, best + 16)
+
+
+@QUICK
+@given(masks())
+def test_the_size_of_rice_is_known_before_coding(mask: NDArray[np.bool_]) -> None:
+    positions = np.flatnonzero(mask).astype(np.uint32)
+    assert rice.size(positions, len(mask)) == len(rice.encode(positions, len(mask)))
+
+
+# --- refusals
+
+
+def raised(call: Callable[[], object]) -> str:
+    with pytest.raises(CodecError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("positions", "d"),
+    [([3, 2], 10), ([2, 2], 10), ([10], 10), ([-1], 10), ([0.5], 10), ([[1]], 10), ([0], 0), ([1], -1), ([1], 2**32)],
+)
+def test_what_is_no_set_below_d_is_refused(positions: list[Any], d: int) -> None:
+    raised(lambda: codecs.encode("bits", np.array(positions), d))
+
+
+def test_messages_name_the_value_and_say_what_to_do() -> None:
+    assert "no set codec is called 'zip'" in raised(lambda: codecs.encode("zip", np.zeros(1, bool), 1))
+    assert "use np.unique" in raised(lambda: codecs.encode("bits", np.array([3, 2]), 10))
+    assert "take 2 bytes, not 3" in raised(lambda: codecs.decode("bits", b"abc", 10))
+    assert "made for a larger d" in raised(lambda: codecs.decode("bits", b"\xff\xff", 10))
+    assert "pass the same ones" in raised(lambda: codecs.decode("entropy", b"\0\1", 10))
+    wrong = np.zeros(3, np.uint8)
+    assert "shape (10,)" in raised(lambda: codecs.decode("entropy", b"\0\1", 10, wrong))
+    assert "quantise more coarsely" in raised(
+        lambda: codecs.encode("entropy", np.arange(5000) > 0, 5000, np.arange(5000, dtype=np.uint16))
+    )
+    assert "NaN" in raised(lambda: values.decode_floats(b"\xff\xff\xff\xff", 1, "float32"))
+    raised(lambda: values.encode_floats(np.array([1e9]), "float16"))
+    raised(lambda: values.encode_signs(np.array([0, 1])))
+    assert "take 4 bytes" in raised(lambda: values.decode_floats(b"abc", 1, "float32"))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_truncation_and_extension_is_refused(name: str) -> None:
+    mask = flips(400, 0.1)
+    payload = codecs.encode(name, mask, 400)
+    for end in range(len(payload)):
+        raised(lambda end=end: codecs.decode(name, payload[:end], 400))  # type: ignore[misc]
+    raised(lambda: codecs.decode(name, payload + b"\0", 400))
+
+
+@QUICK
+@given(st.sampled_from(codecs.names()), st.binary(max_size=200), st.integers(0, 3000))
+def test_random_bytes_decode_to_a_set_or_are_refused(name: str, data: bytes, d: int) -> None:
+    assert is_set_or_refused(name, data, d)
+
+
+@QUICK
+@given(
+    masks(),
+    st.sampled_from(codecs.names()),
+    st.integers(0, 2**30),
+    st.integers(0, 255),
+    st.sampled_from([0, -1, 1, 8, 999]),
+)
+def test_damaged_payloads_decode_to_a_set_or_are_refused(
+    mask: NDArray[np.bool_], name: str, at: int, byte: int, more: int
+) -> None:
+    payload = bytearray(codecs.encode(name, mask, len(mask)))
+    if payload:
+        payload[at % len(payload)] = byte
+    assert is_set_or_refused(name, bytes(payload), max(len(mask) + more, 0))
+
+
+def is_set_or_refused(name: str, data: bytes, d: int) -> bool:
+    try:
+        found = codecs.decode(name, data, d).astype(np.int64)
+    except CodecError as error:
+        return len(str(error)) > 20
+    return len(found) == 0 or bool(found[-1] < d and (np.diff(found) > 0).all())
