@@ -9,10 +9,10 @@ A state folder serves one enrolment and one process at a time:
     bundles/         the models, see `edge_client.remote_bundle`
     personal.onnx, done.json: the end
 
-Every file is written whole: temporary file, fsync, rename, fsync of the folder. The order of a round is `pending-r`
-(from here it is never trained again), PUT, then renaming it to `kept-r`: what a method keeps counts only together
-with an update that counts. Killed between any two of them, the next process either trains the round again from the
-same values, or sends the same bytes again, which is harmless; that is why the renaming is not waited for.
+Every file is written whole: temporary file, fsync, rename. The order of a round is `pending-r`, PUT, then renaming
+it to `kept-r`: what a method keeps counts only together with an update that counts. Killed between any two of them,
+the next process either trains the round again from the same values to the same bytes, or sends the same bytes again;
+both are harmless, which is why a round waits for one fsync and no more.
 No network and no clock here.
 """
 
@@ -93,10 +93,11 @@ def disk(path: Path) -> Iterator[None]:
         raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
 
 
-def write_whole(path: Path, *chunks: bytes | memoryview) -> None:
+def write_whole(path: Path, *chunks: bytes | memoryview, settle: bool = True) -> None:
     """Replace `path` by `chunks` so that a reader, or the next start after a power cut, sees all or nothing.
 
-    Raises StateError (disk full, not writable); the old content then stays.
+    With `settle` False a power cut soon afterwards may bring the old content back, whole. Raises StateError (disk
+    full, not writable); the old content then stays.
     """
     temporary = path.with_name(path.name + ".new")
     with disk(path):
@@ -110,11 +111,12 @@ def write_whole(path: Path, *chunks: bytes | memoryview) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if settle:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 class Journal:
@@ -205,9 +207,9 @@ class Journal:
             update=len(pending.update),
             sha256=sha256(body + pending.update).hexdigest(),
         )
-        write_whole(
-            self._path("pending", pending.round), header.model_dump_json().encode() + b"\n", body, pending.update
-        )
+        first = header.model_dump_json().encode() + b"\n"
+        # Not settled: should a power cut take the file's name back, the round is trained again to the same bytes.
+        write_whole(self._path("pending", pending.round), first, body, pending.update, settle=False)
         self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:

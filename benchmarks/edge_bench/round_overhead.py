@@ -6,13 +6,15 @@ d = 1e6 parameters, 2 devices over loopback, float32 (4 MB each way) and 1-bit m
 processes of their own in both cases. maskfleet runs its real coordinator and client, journals and aggregation
 included, with a method that sends back what it gets (`idle_plugin`). The yardstick is as bare as it can be: a device
 GETs the payload and PUTs it back, the server keeps the last body in memory; a round is over when both devices have PUT.
-The two take turns, so that a busy machine meets both. Bytes are counted at the sockets by a TCP relay in a run of
-their own.
+A second yardstick, "durable", adds only the disk: device and server write each update to a file and fsync it, as
+maskfleet must. All take turns, so that a busy machine meets all. Bytes are counted at the sockets by a TCP relay
+in a run of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -166,8 +168,16 @@ def run_maskfleet(folder: Path, kind: str, d: int, rounds: int) -> list[float]:
 # --- the yardstick
 
 
-def bare_server(port: int, size: int) -> None:
-    """GET a payload, PUT a body: FastAPI on uvicorn and nothing else."""
+def store(folder: str, name: str, body: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with (Path(folder) / name).open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bare_server(port: int, size: int, folder: str) -> None:
+    """GET a payload, PUT a body: FastAPI on uvicorn and nothing else; in `folder` unless that is empty."""
     app = FastAPI()
     payload = np.random.default_rng(0).bytes(size)
     last: dict[str, bytes] = {}
@@ -179,30 +189,34 @@ def bare_server(port: int, size: int) -> None:
     @app.put("/update/{device}")
     async def put(device: str, request: Request) -> dict[str, int]:
         last[device] = await request.body()
+        if folder:
+            await asyncio.to_thread(store, folder, f"server-{device}", last[device])
         return {"size": len(last[device])}
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False)
 
 
-def bare_device(url: str, name: str, rounds: int) -> None:
+def bare_device(url: str, name: str, rounds: int, folder: str) -> None:
     """GET and PUT the same bytes, `rounds` times; prints when each PUT was answered."""
     times: list[float] = []
     with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
         for _ in range(rounds):
             body = http.get("/payload").content
+            if folder:
+                store(folder, f"device-{name}", body)
             http.put(f"/update/{name}", content=body).raise_for_status()
             times.append(time.monotonic())
     print(json.dumps(times))
 
 
-def run_bare(folder: Path, size: int, rounds: int) -> list[float]:
+def run_bare(folder: Path, size: int, rounds: int, durable: bool) -> list[float]:
     """Seconds of each round of the bare loop."""
-    port = free_port()
+    port, disk = free_port(), tempfile.mkdtemp(dir=folder) if durable else ""
     url, me = f"http://127.0.0.1:{port}", ["-m", "edge_bench.round_overhead", "--as"]
-    with process(folder, *me, "bare-server", str(port), str(size)):
+    with process(folder, *me, "bare-server", str(port), str(size), disk):
         wait_until_up(url)
         one = [*me, "bare-device", url]
-        with process(folder, *one, "a", str(rounds)) as a, process(folder, *one, "b", str(rounds)) as b:
+        with process(folder, *one, "a", str(rounds), disk) as a, process(folder, *one, "b", str(rounds), disk) as b:
             return seconds_per_round(times_of([a, b]), skip=1)
 
 
@@ -274,10 +288,12 @@ def measure(d: int, rounds: int, repeats: int) -> dict[str, Any]:
         folder = Path(name)
         install_plugin(folder / "plugin")
         for kind, width in KINDS.items():
-            ours, bare, ratios = list[float](), list[float](), list[float]()
+            size, ours, bare, durable = int(d * width), list[float](), list[float](), list[float]()
+            ratios = list[float]()
             for _ in range(repeats):
                 here = run_maskfleet(folder, kind, d, rounds)
-                there = run_bare(folder, int(d * width), rounds)
+                there = run_bare(folder, size, rounds, durable=False)
+                durable += run_bare(folder, size, rounds, durable=True)
                 ratios.append(statistics.median(here) / statistics.median(there))
                 ours += here
                 bare += there
@@ -285,7 +301,9 @@ def measure(d: int, rounds: int, repeats: int) -> dict[str, Any]:
             result[kind] = {
                 "seconds_per_round": statistics.median(ours),
                 "bare_seconds_per_round": statistics.median(bare),
+                "durable_seconds_per_round": statistics.median(durable),
                 "ratio": statistics.median(ours) / statistics.median(bare),
+                "ratio_to_durable": statistics.median(ours) / statistics.median(durable),
                 "ratio_of_each_repeat": ratios,
                 **counted,
                 "wire_over_payload": counted["wire_bytes_per_round"] / counted["payload_bytes_per_round"],
@@ -326,9 +344,9 @@ def main() -> None:
         if role == "device":
             device(rest[0], rest[1], rest[2], rest[3], int(rest[4]))
         elif role == "bare-server":
-            bare_server(int(rest[0]), int(rest[1]))
+            bare_server(int(rest[0]), int(rest[1]), rest[2])
         elif role == "bare-device":
-            bare_device(rest[0], rest[1], int(rest[2]))
+            bare_device(rest[0], rest[1], int(rest[2]), rest[3])
         return
     figures = measure(arguments.parameters, arguments.rounds, arguments.repeats)
     command = f"python -m edge_bench.round_overhead --parameters {arguments.parameters} --rounds {arguments.rounds}"
