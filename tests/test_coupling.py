@@ -76,8 +76,8 @@ def test_any_net_flips_come_back(d: int, seed: int, masks: int, known: bool) -> 
         cohort.add(theta, rng.random(d))
     net = (rng.integers(0, masks + 1, d) - cohort.reference).astype(np.int16)
     past = coupling.history(rng.integers(-3, 4, d).astype(np.int16), [(d,)]) if known else None
-    data = coupling.encode_net(net, cohort, past)
-    assert (coupling.decode_net(data, cohort, past, masks) == net).all()
+    data = coupling.encode_net(net, theta, cohort, past)
+    assert (coupling.decode_net(data, theta, cohort, past, masks) == net).all()
 
 
 def test_what_both_sides_know_makes_flips_cheaper() -> None:
@@ -99,7 +99,7 @@ def test_net_flips_cost_less_than_their_plain_entropy() -> None:
         cohort.add(theta, x)
     net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
     p = np.unique(net, return_counts=True)[1] / net.size
-    assert len(coupling.encode_net(net, cohort, None)) < 0.8 * -(p * np.log2(p)).sum() * net.size / 8
+    assert len(coupling.encode_net(net, theta, cohort, None)) < 0.8 * -(p * np.log2(p)).sum() * net.size / 8
 
 
 @settings(max_examples=150, deadline=None)
@@ -112,7 +112,9 @@ def test_damaged_flips_and_net_flips_are_refused(data: st.DataObject) -> None:
     flips = (u[0] < after[0]) ^ (u[0] < theta)
     net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
     whole = data.draw(
-        st.sampled_from([coupling.encode_flips(flips, theta, u[0], None), coupling.encode_net(net, cohort, None)])
+        st.sampled_from(
+            [coupling.encode_flips(flips, theta, u[0], None), coupling.encode_net(net, theta, cohort, None)]
+        )
     )
     at = data.draw(st.integers(0, len(whole) - 1))
     kind = data.draw(st.sampled_from(["flip", "cut", "random"]))
@@ -123,7 +125,7 @@ def test_damaged_flips_and_net_flips_are_refused(data: st.DataObject) -> None:
     }[kind]
     for read in (
         lambda: coupling.decode_flips(broken, theta, u[0], None) == flips,
-        lambda: coupling.decode_net(broken, cohort, None, 4) == net,
+        lambda: coupling.decode_net(broken, theta, cohort, None, 4) == net,
     ):
         # A flipped bit may leave the content as it was (a model coefficient's last digit); never make it another.
         with contextlib.suppress(CodecError):

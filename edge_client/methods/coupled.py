@@ -113,7 +113,7 @@ class Coupled(BernoulliMasks):
             if "streams" not in total:
                 empty = Cohort.empty(update["mask"].size)
                 total |= {"reference": empty.reference, "down": empty.down, "up": empty.up}
-                total["streams"] = np.zeros(0, np.uint64)
+                total |= {"seed": np.array([a.seed], np.int64), "streams": np.zeros(0, np.uint64)}
             stream = self.stream(a, a.device)
             if len(total["streams"]) < self.references:
                 theta = self.theta(a.model, a.seed, state)
@@ -133,10 +133,12 @@ class Coupled(BernoulliMasks):
                 after["change"] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
             return after
         net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int16)
+        theta = self.theta(model, int(total["seed"][0]), state)
         cohort = Cohort(total["reference"], total["down"], total["up"])
-        after |= {"net": net, "streams": total["streams"], "net_short": u8(coupling.encode_net(net, cohort, None))}
+        after |= {"net": net, "streams": total["streams"]}
+        after["net_short"] = u8(coupling.encode_net(net, theta, cohort, None))
         if "net" in state:
-            after["net_long"] = u8(coupling.encode_net(net, cohort, self.past(model, state["net"])))
+            after["net_long"] = u8(coupling.encode_net(net, theta, cohort, self.past(model, state["net"])))
         return after
 
     # --- client half
@@ -191,7 +193,7 @@ class Coupled(BernoulliMasks):
         cohort = Cohort.empty(theta.size)
         for stream in streams:
             cohort.add(theta, counter.uniform(int(stream), theta.size))
-        net = coupling.decode_net(data, cohort, self.past(a.model, kept["net"]) if long else None, len(streams))
+        net = coupling.decode_net(data, theta, cohort, self.past(a.model, kept["net"]) if long else None, len(streams))
         ones = cohort.reference + net
         if int(ones.min(initial=0)) < 0 or int(ones.max(initial=0)) > len(streams):
             raise PayloadError(f"the downlink's counts leave 0..{len(streams)}; fetch it again")

@@ -118,23 +118,23 @@ def decode_flips(data: bytes, theta: F64, uniforms: F64, past: History | None) -
     return flips
 
 
-def encode_net(net: NDArray[np.int16], cohort: Cohort, past: History | None) -> bytes:
+def encode_net(net: NDArray[np.int16], theta: F64, cohort: Cohort, past: History | None) -> bytes:
     """A cohort's net flips int16[d] as bytes: where there are any, which way, and how many more than one."""
     parts: list[bytes] = []
     size = np.abs(net)
     sparse = np.flatnonzero(net)
-    parts.append(_encode(net != 0, _moved_terms(cohort, past)))
-    parts.append(_encode(net[sparse] > 0, _subset(_way_terms(cohort, past), sparse)))
+    parts.append(_encode(net != 0, _moved_terms(theta, cohort, past)))
+    parts.append(_encode(net[sparse] > 0, _subset(_way_terms(theta, cohort, past), sparse)))
     while len(sparse):
         level = len(parts)
         more = size[sparse] >= level
-        parts.append(_encode(more, _subset(_moved_terms(cohort, past), sparse)))
+        parts.append(_encode(more, _subset(_moved_terms(theta, cohort, past), sparse)))
         sparse = sparse[more]
     lengths = np.array([len(p) for p in parts], "<u4").tobytes()
     return _guard(cohort.reference + net) + bytes([len(parts)]) + lengths + b"".join(parts)
 
 
-def decode_net(data: bytes, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int16]:
+def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int16]:
     """The net flips of :func:`encode_net`, each at most `masks` either way. Raises CodecError."""
     d = len(cohort.reference)
     count = data[_CRC] if len(data) > _CRC else 0
@@ -147,12 +147,12 @@ def decode_net(data: bytes, cohort: Cohort, past: History | None, masks: int) ->
     if int(ends[-1]) != len(data):
         raise CodecError(f"the parts of the net flips end at byte {ends[-1]} of {len(data)}; the payload is damaged")
     parts = [data[a:b] for a, b in zip([low, *ends[:-1]], ends, strict=True)]
-    sparse = np.flatnonzero(_decode(parts[0], d, _moved_terms(cohort, past)))
-    upward = _decode(parts[1], len(sparse), _subset(_way_terms(cohort, past), sparse))
+    sparse = np.flatnonzero(_decode(parts[0], d, _moved_terms(theta, cohort, past)))
+    upward = _decode(parts[1], len(sparse), _subset(_way_terms(theta, cohort, past), sparse))
     net = np.zeros(d, np.int16)
     net[sparse] = np.where(upward, 1, -1)
     for part in parts[2:]:
-        more = _decode(part, len(sparse), _subset(_moved_terms(cohort, past), sparse))
+        more = _decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))
         sparse = sparse[more]
         net[sparse] += np.sign(net[sparse])
     if len(sparse) or _guard(cohort.reference + net) != data[:_CRC]:
@@ -166,21 +166,22 @@ def decode_net(data: bytes, cohort: Cohort, past: History | None, masks: int) ->
 def _flip_terms(theta: F64, uniforms: F64, past: History | None) -> Terms:
     def terms(s: Where) -> list[F64]:
         reference, x = distance(theta[s], uniforms[s])
-        far = np.clip(log2(x), -14.0, 6.0)
+        far, side = np.clip(log2(x), -14.0, 6.0), np.where(reference, -1.0, 1.0)
+        plain = [np.ones(len(far)), far, far * far, side, side * (theta[s] - 0.5)]
         if past is None:
-            return [np.ones(len(far)), far, far * far]
-        way = np.sign(past.net[s]).astype(np.float64)
-        ahead, active = np.where(reference, -way, way), past.activity[s].astype(np.float64)
-        return [np.ones(len(far)), far, far * far, active, active * far, ahead, ahead * far, np.abs(ahead)]
+            return plain
+        ahead, active = side * np.sign(past.net[s]), past.activity[s].astype(np.float64)
+        return [*plain, active, active * far, ahead, ahead * far, np.abs(ahead)]
 
     return terms
 
 
-def _moved_terms(cohort: Cohort, past: History | None) -> Terms:
+def _moved_terms(theta: F64, cohort: Cohort, past: History | None) -> Terms:
     def terms(s: Where) -> list[F64]:
         down, up = cohort.down[s].astype(np.float64), cohort.up[s].astype(np.float64)
         near, lean = log2(down + up + 1e-6), log2(up + 1e-6) - log2(down + 1e-6)
-        plain = [np.ones(len(near)), near, near * near, np.abs(lean)]
+        middle = theta[s] - 0.5
+        plain = [np.ones(len(near)), near, near * near, np.abs(lean), middle * lean, middle * middle]
         if past is None:
             return plain
         way, active = np.sign(past.net[s]).astype(np.float64), past.activity[s].astype(np.float64)
@@ -189,11 +190,11 @@ def _moved_terms(cohort: Cohort, past: History | None) -> Terms:
     return terms
 
 
-def _way_terms(cohort: Cohort, past: History | None) -> Terms:
+def _way_terms(theta: F64, cohort: Cohort, past: History | None) -> Terms:
     def terms(s: Where) -> list[F64]:
         down, up = cohort.down[s].astype(np.float64), cohort.up[s].astype(np.float64)
         lean = log2(up + 1e-6) - log2(down + 1e-6)
-        plain = [np.ones(len(lean)), lean, lean * lean * lean / 64]
+        plain = [np.ones(len(lean)), lean, lean * lean * lean / 64, theta[s] - 0.5]
         if past is None:
             return plain
         way = np.sign(past.net[s]).astype(np.float64)
