@@ -56,7 +56,7 @@ class Fleet:
             local = self.method.local_round(t, self.kept.get(d, {}), self.down[d])
             self.local[d], self.kept[d] = local, local.kept
             record = self.records.get(d, {})
-            update = decode(encode(replace(local.update, meta={"samples": len(t.data.y)})))
+            update = decode(encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y)})))
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
             self.read[d] = self.method.read_update(t.assignment, self.state, record, update)
@@ -429,9 +429,39 @@ def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
     assert fleets[0].ask("a").arrays["net_long"].nbytes < fleets[1].ask("a").arrays["counts"].nbytes / 2
 
 
-def test_a_device_that_lost_what_it_kept_says_so() -> None:
+def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() -> None:
     fleet = Fleet(Coupled())
     for _ in range(3):
+        fleet.play(*DEVICES)
+    fleet.kept["a"] = {}
+    assert fleet.personal_accuracy("a") >= 0
+    fleet.play(*DEVICES)
+    assert dict(fleet.local["a"].update.arrays) == {}
+    assert int(fleet.state["masks"][0]) == 2
+    assert set(fleet.ask("a").arrays) == {"head", "counts"}
+    for _ in range(2):
+        for d in DEVICES:
+            agrees(fleet, d)
+        fleet.play(*DEVICES)
+    assert int(fleet.state["masks"][0]) == 3
+
+
+def test_a_round_that_everybody_sits_out_changes_nothing() -> None:
+    fleet = Fleet(Coupled())
+    for _ in range(3):
+        fleet.play("a", "b")
+    ones = fleet.state["ones"].copy()
+    fleet.kept = {}
+    fleet.play("a", "b")
+    assert (fleet.state["ones"] == ones).all()
+    for d in DEVICES:
+        agrees(fleet, d)
+        assert "counts" in fleet.ask(d).arrays
+
+
+def test_after_the_last_round_a_device_that_lost_what_it_kept_says_so() -> None:
+    fleet = Fleet(Coupled())
+    for _ in range(8):
         fleet.play(*DEVICES)
     fleet.kept["a"] = {}
     with pytest.raises(PayloadError, match="lost"):

@@ -1,11 +1,13 @@
-"""Bundles with pre-trained weights, for the methods that mask them.
+"""Bundles with the weights that methods mask: pre-trained, or signed constants.
 
     python -m edge_bench.pretrain mlp      build/bundles/mlp-mnist04
     python -m edge_bench.pretrain resnet20 build/bundles/resnet20-cifar100
+    python -m edge_bench.pretrain signs    build/bundles/mlp-signs
 
 `mlp` is 784-300-100 trained here on MNIST's digits 0-4, with a new head for five other classes. `resnet20` is the
 CIFAR-10 ResNet-20 from the weights beside the checkout, with a new head for the 100 classes of CIFAR-100; only its last
-stage (`layer3`) and the head get gradients. New heads are zero. Needs torch, downloads nothing.
+stage (`layer3`) and the head get gradients. New heads are zero. `signs` is 784-300-100-10 with every weight and bias
++-e / sqrt(fan_in), as FedPM's published code draws them. Needs torch, downloads nothing.
 """
 
 from __future__ import annotations
@@ -123,14 +125,27 @@ def build_resnet20(folder: Path) -> Bundle:
     return export_bundle(net, example, folder, name="resnet20-cifar100", classes=100, trainable=free, torch_part=False)
 
 
-BUILDERS: dict[str, Callable[[Path], Bundle]] = {"mlp": build_mlp, "resnet20": build_resnet20}
+def build_signs(folder: Path) -> Bundle:
+    """Write an MLP of signed constants for MNIST's ten digits."""
+    net = mlp(784, 300, 100, 10)
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            for name, values in layer.named_parameters():
+                stream = counter.key(SEED, "signs", layer.in_features, name)
+                signs = np.where(counter.uint64(stream, values.numel()) >> np.uint64(63), -1.0, 1.0)
+                scaled = torch.from_numpy(signs * (np.e / layer.in_features**0.5)).float()
+                values.data = scaled.reshape(values.shape)
+    return export_bundle(net, torch.zeros(2, 784), folder, name="mlp-signs", classes=10, torch_part=False)
+
+
+BUILDERS: dict[str, Callable[[Path], Bundle]] = {"mlp": build_mlp, "resnet20": build_resnet20, "signs": build_signs}
 
 
 def main(
-    what: Annotated[Literal["mlp", "resnet20"], typer.Argument(help="Which bundle.")],
+    what: Annotated[Literal["mlp", "resnet20", "signs"], typer.Argument(help="Which bundle.")],
     folder: Annotated[Path, typer.Argument(help="Where to write it.")],
 ) -> None:
-    """Build a pre-trained bundle."""
+    """Build a bundle."""
     torch.set_num_threads(1)
     bundle = BUILDERS[what](folder)
     print(f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters in {folder}")

@@ -16,6 +16,9 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
 Whether a device holds the last counts, its record says: the round of its last acknowledged update. Checksums of the
 flips and counts travel along, so two sides that differ find out instead of averaging noise.
 
+A device that lost what it kept cannot read net flips. It sits that round out: its update is empty but for `resync`, the
+server forgets its record, and the next downlink is whole again.
+
 With more than `references` devices in a round, drawing all their uniforms would cost a device more than the bytes are
 worth; then the counts are coded against those of the round before alone.
 """
@@ -46,6 +49,10 @@ class Known:
     tally: Arrays
     head: F32
     net: NDArray[np.int16] | None
+
+
+class Lost(PayloadError):
+    """The downlink builds on what the device kept from the round before, and it has kept less."""
 
 
 class Coupled(BernoulliMasks):
@@ -91,9 +98,11 @@ class Coupled(BernoulliMasks):
         return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """A head, or the mask `mask` bool[masked] that the flips make of the reference. Raises PayloadError."""
+        """A head, the mask `mask` bool[masked] that the flips make of the reference, or nothing."""
         if a.round <= self.probing:
             return self.read_head(a, update)
+        if not update.arrays and update.meta.get("resync") == 1:
+            return {}
         theta = self.theta(a.model, a.seed, state)
         u = counter.uniform(self.stream(a, a.device), theta.size)
         past = self.past(a.model, state["net"]) if _knows_net(a, state, record) else None
@@ -107,6 +116,8 @@ class Coupled(BernoulliMasks):
         self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
     ) -> tuple[Arrays, Arrays]:
         """Add the mask to the counts, and the device's uniforms to what devices will know of the round."""
+        if not update:
+            return total, {}
         knew = _knows_net(a, state, record)
         total, _ = super().fold(a, state, total, update, record)
         if "mask" in update:
@@ -176,9 +187,9 @@ class Coupled(BernoulliMasks):
     def _require(self, a: Assignment, kept: Arrays, names: set[str]) -> None:
         missing = sorted(names - kept.keys())
         if missing:
-            raise PayloadError(
+            raise Lost(
                 f"the downlink of round {a.round} builds on the round before, of which this device lost {missing}; "
-                "join again under another name"
+                "after the last round only joining a federation anew helps"
             )
 
     def _advance(self, a: Assignment, kept: Arrays, downlink: Payload, head: F32) -> Known:
@@ -200,9 +211,14 @@ class Coupled(BernoulliMasks):
         return Known(self.tallied(a.round - 1, kept, ones.astype(np.uint32), len(streams)), head, net)
 
     def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
-        """Probe, or train and upload the flips."""
+        """Probe, or train and upload the flips; sit a round out to get the whole counts again."""
         a = task.assignment
-        known = self.understand(a, kept, downlink)
+        try:
+            known = self.understand(a, kept, downlink)
+        except Lost:
+            # The loss of a blind guess: nothing was trained.
+            guess = float(np.log(a.model.manifest.classes))
+            return Local({}, Payload({}, {"resync": 1}), self._bundled(a, kept), guess)
         if a.round <= self.probing:
             return self.probe(task, kept, known.head)
         theta, buffers = self.theta(a.model, a.seed, known.tally), self.statistics(a, kept)
@@ -217,10 +233,18 @@ class Coupled(BernoulliMasks):
         return Local(keep, Payload({"flips": flips}), self.masked_model(a, known.head, mask, buffers), loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
-        """The global model, with the device's own batch-norm statistics."""
+        """The global model, with the device's own batch-norm statistics; the bundle's in a round it sits out."""
         a = task.assignment
-        known = self.understand(a, kept, downlink)
+        try:
+            known = self.understand(a, kept, downlink)
+        except Lost:
+            if a.round > a.rounds:
+                raise
+            return self._bundled(a, kept)
         return self.global_model(task, kept, self.theta(a.model, a.seed, known.tally), known.head)
+
+    def _bundled(self, a: Assignment, kept: Arrays) -> Personal:
+        return Personal(a.model.parameters, self.statistics(a, kept))
 
 
 def _last_round(record: Arrays) -> int:
