@@ -17,6 +17,7 @@ from edge_client.training.gates import (
     SignTanh,
     group_lasso,
     lasso_score_gradient,
+    sigmoid,
     sigmoid_slope,
 )
 from edge_client.training.sgd import Adam, Sgd
@@ -112,12 +113,14 @@ def _block(gate: Gate, w: np.ndarray, s: np.ndarray, g: np.ndarray, low: int) ->
 
 
 @pytest.mark.parametrize("radius", [0.1, 1.0, 1.01, 30.0])
-def test_the_slope_is_the_sigmoids_slope_at_every_radius(radius: float) -> None:
+def test_sigmoid_and_slope_are_exact_to_rounding_at_every_radius(radius: float) -> None:
     scores = np.linspace(-radius, radius, 10_001).astype(np.float32)
     out = np.empty_like(scores)
     sigmoid_slope(scores, out)
     e = np.exp(-np.abs(scores.astype(float)))
     np.testing.assert_allclose(out, e / (1 + e) ** 2, rtol=1e-5)
+    sigmoid(scores, out)
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-scores.astype(float))), rtol=2e-6)
 
 
 def test_vectors_of_different_lengths_are_refused() -> None:
