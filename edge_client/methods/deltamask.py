@@ -2,7 +2,7 @@
 
 Tsouvalas, Asano, Saeed, "Federated Fine-Tuning of Foundation Models via Probabilistic Masking", arXiv 2311.17299. What
 is masked, probed, trained and aggregated is in `bernoulli`; the paper masks the last blocks (`layers`) and probes the
-head for one round. Where the paper contradicts itself, the default is the reading argued in docs/methods.md:
+head for one round. Where the paper contradicts itself, the default is the reading argued in docs/methods/deltamask.md:
 Algorithm 2 to the letter is ``tally="mean", posterior="mean"``.
 
 - Both sides draw the reference mask m_g ~ Bern(theta) from a shared key. A device draws m_k ~ Bern(theta_k); of the
