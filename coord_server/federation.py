@@ -1,8 +1,12 @@
 """One federation, alive: the engine's state in memory, journalled before anything is promised.
 
 Every change goes through `_step`: under the federation's lock the engine is asked, the answer journalled in one
-transaction, and only then adopted. Its decisions are carried out here: rounds are folded in a thread, devices that
-wait are woken by an event, deadlines come from a timer. HTTP is not known here; blocking work runs in threads.
+transaction, and only then adopted. One step may be journalled behind: the closing of a round, because a coordinator
+that dies first folds the same acknowledged updates to the same bits. Nothing else is taken in before it is on disk,
+so devices can already fetch the next round while the disk works.
+
+Decisions are carried out here too: rounds are folded in a thread, devices that wait are woken by an event, deadlines
+come from a timer. HTTP is not known here; blocking work runs in threads.
 """
 
 from __future__ import annotations
@@ -117,6 +121,7 @@ class LiveFederation:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
+        self._behind: Callable[[], None] | None = None
 
     # --- life
 
@@ -140,6 +145,10 @@ class LiveFederation:
         async with self._lock:
             for task in self._tasks:
                 task.cancel()
+            try:
+                await self._flush()
+            except StateError as error:
+                log.error("%s: round is folded again at the next start: %s", self.id, error)
             seen, self._seen = self._seen, {}
             if seen:
                 await asyncio.to_thread(self._store.metadata.save_seen, self.id, seen)
@@ -162,19 +171,29 @@ class LiveFederation:
         return await asyncio.shield(self._spawn(locked()))
 
     async def _step(
-        self, event: engine.Event, journal: Callable[[str], T], adopt: Callable[[], None] = lambda: None
+        self,
+        event: engine.Event,
+        journal: Callable[[str], None],
+        adopt: Callable[[], None] = lambda: None,
+        behind: bool = False,
     ) -> tuple[engine.Decision, ...]:
         """Ask the engine, journal its new state, adopt it and carry out its decisions. The lock is held.
 
-        `journal` gets the state as JSON and runs in a thread; `adopt` changes what else memory holds. Raises Refusal
-        when the engine refuses, StateError when the journal cannot be written: then nothing has changed.
+        `journal` gets the state as JSON and runs in a thread, with `behind` at the next `_flush`; `adopt` changes what
+        else memory holds. Raises Refusal when the engine refuses, StateError when the journal cannot be written:
+        then nothing has changed.
         """
+        await self._flush()
         state, decisions = engine.apply(self.config, self.state, event)
         for decision in decisions:
             if isinstance(decision, engine.Refuse):
                 raise Refusal(decision.kind, decision.detail)
         if state != self.state:
-            await asyncio.to_thread(self._journal, journal, engine.dump(state))
+            text = engine.dump(state)
+            if behind:
+                self._behind = lambda: self._journal(journal, text)
+            else:
+                await asyncio.to_thread(self._journal, journal, text)
             before, self.state = self.state, state
             adopt()
             self._arm()
@@ -183,7 +202,13 @@ class LiveFederation:
         self._carry_out(decisions)
         return decisions
 
-    def _journal(self, journal: Callable[[str], T], state: str) -> None:
+    async def _flush(self) -> None:
+        """Journal what was left behind. The lock is held. Raises StateError."""
+        if self._behind is not None:
+            await asyncio.to_thread(self._behind)
+            self._behind = None
+
+    def _journal(self, journal: Callable[[str], None], state: str) -> None:
         """Write, and when the database is not sure that it did, look."""
         try:
             journal(state)
@@ -349,6 +374,7 @@ class LiveFederation:
 
     async def exported(self) -> bytes:
         """The global state after the last closed round, as safetensors bytes."""
+        await self._uninterrupted(self._flush)
         return await asyncio.to_thread(self._read, self._state_shelf, self._global)
 
     def _read(self, shelf: str, content: Content) -> bytes:
@@ -569,11 +595,15 @@ class LiveFederation:
 
     async def _aggregate(self, decision: engine.Aggregate) -> None:
         """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
-        delay = RETRY_FIRST
+        delay, folded = RETRY_FIRST, False
         while True:
             try:
                 async with self._folding:
-                    await self._fold_and_journal(decision)
+                    if not folded:
+                        await self._fold_and_step(decision)
+                        folded = True
+                    await self._uninterrupted(self._flush)
+                    self.fault = None
                     await asyncio.to_thread(self._sweep)
                 return
             except Refusal as refused:  # stopped meanwhile
@@ -588,7 +618,7 @@ class LiveFederation:
             await asyncio.sleep(delay)
             delay = min(2 * delay, RETRY_MOST)
 
-    async def _fold_and_journal(self, decision: engine.Aggregate) -> None:
+    async def _fold_and_step(self, decision: engine.Aggregate) -> None:
         course, arrays = await self._ready()
         round_, opened = decision.round, self.state.opened
         if self.method.shared_downlink:
@@ -596,20 +626,25 @@ class LiveFederation:
             downs = dict.fromkeys(decision.devices, shared.sizes)
         else:
             downs = {d: (await self._downlink(round_, d)).sizes for d in decision.devices}
-        closed, kept, total = await asyncio.to_thread(self._fold, course, arrays, decision, downs)
+        closed, kept = await asyncio.to_thread(self._fold, course, arrays, decision, downs)
         now = self._clock()
         record = closed.record.model_copy(update={"seconds": now - opened})
 
         def journal(state: str) -> None:
-            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), total, kept, state)
+            total = self._keep(self._state_shelf, aggregation.pack(closed.state))
+            rows = {device: self._keep(self._record_shelf(device), data) for device, data in kept.items()}
+            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), total, rows, state)
+            self._global = total
+            self._records.update({device: content.sha256 for device, content in rows.items()})
 
         def adopt() -> None:
-            self._arrays, self._global, self.fault = closed.state, total, None
-            self._records.update({device: content.sha256 for device, content in kept.items()})
+            self._arrays = closed.state
             for key in [k for k in self._downlinks if k[0] <= round_]:
                 del self._downlinks[key]
 
-        await self._uninterrupted(lambda: self._step(engine.Aggregated(now, round_), journal, adopt))
+        # Records are read back from the journal for the next downlinks, so they have to be in it.
+        behind = not kept
+        await self._uninterrupted(lambda: self._step(engine.Aggregated(now, round_), journal, adopt, behind))
 
     def _fold(
         self,
@@ -617,8 +652,8 @@ class LiveFederation:
         arrays: Arrays,
         decision: engine.Aggregate,
         downs: dict[str, dict[str, int]],
-    ) -> tuple[Closed, dict[str, Content], Content]:
-        kept = dict[str, Content]()
+    ) -> tuple[Closed, dict[str, bytes]]:
+        kept = dict[str, bytes]()
 
         def contributions() -> Iterator[Contribution]:
             for device in decision.devices:
@@ -629,10 +664,10 @@ class LiveFederation:
                 yield Contribution(device, data, self._record(device), downs[device])
 
         def keep(device: str, record: Arrays) -> None:
-            kept[device] = self._keep(self._record_shelf(device), aggregation.pack(record))
+            kept[device] = aggregation.pack(record)
 
         closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
-        return closed, kept, self._keep(self._state_shelf, aggregation.pack(closed.state))
+        return closed, kept
 
     async def _sweep_first(self) -> None:
         async with self._folding:

@@ -440,14 +440,14 @@ def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: py
             m.setattr(os, "fsync", full)
             m.setattr("coord_server.store.metadata.Metadata.close_round", locked)
             assert (await fleet.train("bb")).status_code == (201 if d == D else 507)
-            if d == D:  # the round is full, the disk too: it says so and goes on by itself
+            if d == D:  # the round is folded, the disk full: nothing more is taken until it is written
                 found = await until_round(fleet, lambda f: f["fault"] is not None)
                 assert "disk is full" in found["fault"]
-                assert found["round"] == 1
+                refused(await fleet.train("a"), "storage-full")
+                refused(await fleet.operator("GET", "/v1/federations/fed/state"), "storage-full")
         if d != D:
             assert (await fleet.train("bb")).status_code == 201
-        found = await until_round(fleet, lambda f: f["round"] == 2)
-        assert found["fault"] is None
+        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
         return await whole(fleet, "a", "bb", rounds=1)
 
     async def undisturbed(fleet: Fleet) -> bytes:
