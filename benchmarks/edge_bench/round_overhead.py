@@ -318,7 +318,14 @@ def machine() -> dict[str, Any]:
     if info.is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+    load = round(os.getloadavg()[0], 1)  # what else the machine was doing
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load": load,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
 
 
 def commit() -> str:
@@ -348,12 +355,13 @@ def main() -> None:
         elif role == "bare-device":
             bare_device(rest[0], rest[1], int(rest[2]), rest[3])
         return
+    on = machine()
     figures = measure(arguments.parameters, arguments.rounds, arguments.repeats)
     command = f"python -m edge_bench.round_overhead --parameters {arguments.parameters} --rounds {arguments.rounds}"
     record = {
         "command": f"{command} --repeats {arguments.repeats}",
         "commit": commit(),
-        "machine": machine(),
+        "machine": on,
         "parameters": arguments.parameters,
         "devices": 2,
         "results": figures,
