@@ -6,12 +6,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One thread a process: the demo and the tests run many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint pytest bundles clean
+.PHONY: demo test lint pytest fuzz bundles clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      a coordinator and ten devices on this machine: FedMask, FedAvg, Standalone, one table"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
+	@echo "make fuzz      a million mutated payloads through every decoder (MUTATIONS=n for another number)"
 	@echo "make bundles   rebuild the demo's two bundles (needs torch: uses the test environment)"
 	@echo "make clean     remove .venv and caches"
 
@@ -28,6 +29,10 @@ lint: $(VENV)/.test
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+MUTATIONS ?= 1000000
+fuzz: $(VENV)/.test
+	$(BIN)/python fuzz/fuzz_codecs.py --mutations $(MUTATIONS)
 
 bundles: $(VENV)/.test
 	$(BIN)/python -m edge_export.demo_bundles

@@ -40,7 +40,7 @@ class Target:
 def targets() -> list[Target]:
     """All decoders, at small sizes mostly, so that many payloads fit in a minute."""
     out = []
-    for d, rate in ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (300, 0.6), (4000, 0.01), (70000, 0.0003)):
+    for d, rate in ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001)):
         mask = counter.uniform(counter.key("fuzz", d), d) < rate
         contexts = (counter.uint64(counter.key("fuzz contexts", d), d) % np.uint64(5)).astype(np.uint8)
         for name in codecs.names():
@@ -48,7 +48,7 @@ def targets() -> list[Target]:
                 out.append(_set_target(name, mask, None))
         if d <= 4000:
             out.append(_set_target("entropy", mask, contexts))
-    for d, top in ((50, 3), (120, 10), (30, 1000)):
+    for d, top in ((30, 3), (40, 10), (12, 1000)):
         prediction = (counter.uint64(counter.key("fuzz counts", d), d) % np.uint64(top + 1)).astype(
             counts.dtype_for(top)
         )

@@ -1,0 +1,87 @@
+"""`maskfleet codec ...`: what it measures is right where it can be checked, and the JSON has the promised fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from edge_bench.codec_measure import conditional, entropy_bits, flips, fold, measure
+from edge_bench.codecs import app
+from edge_kernels import codecs
+from typer.testing import CliRunner
+
+from edge_client.errors import ConfigError
+
+FIELDS = {"codec", "d", "flip_rate", "bits_per_parameter", "entropy_bits_per_parameter", "encode_ns_per_parameter",
+          "decode_ns_per_parameter", "false_flips", "peak_bytes"}  # fmt: skip
+
+
+def test_bench_writes_a_row_for_every_codec_size_and_rate(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chosen = ["bits", "rice", "fuse8", "zlib"]
+    arguments = [
+        "bench",
+        "--params",
+        "2000,3000",
+        "--flips",
+        "0.1,0.01",
+        "--codecs",
+        ",".join(chosen),
+        "--repeats",
+        "1",
+    ]
+    result = CliRunner().invoke(
+        app, [*arguments, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert {(r["codec"], r["d"], r["flip_rate"]) for r in rows} == {
+        (name, d, rate) for name in chosen for d in (2000, 3000) for rate in (0.1, 0.01)
+    }
+    assert all(r.keys() == FIELDS for r in rows)
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rows_give_the_sizes_and_false_flips_of_the_codecs_themselves() -> None:
+    d = 20_000
+    mask = flips(d, 0.02)
+    rows = {row.codec: row for row in measure(["bits", "entropy", "fuse8"], d, 0.02, 1)}
+    assert rows["bits"].bits_per_parameter == 1
+    assert rows["entropy"].bits_per_parameter == len(codecs.encode("entropy", mask, d)) * 8 / d
+    assert rows["entropy"].false_flips == 0
+    held = codecs.decode("fuse8", codecs.encode("fuse8", mask, d), d)
+    assert rows["fuse8"].false_flips == len(held) - mask.sum()
+    assert rows["bits"].entropy_bits_per_parameter == entropy_bits(mask)
+    assert all(row.peak_bytes > 0 and row.encode_ns_per_parameter > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("peer", ["pyfusefilter", "zstd", "constriction"])
+def test_peers_come_back_and_stay_near_what_is_known_of_them(peer: str) -> None:
+    pytest.importorskip({"zstd": "zstandard"}.get(peer, peer))
+    d = 50_000
+    (row,) = measure([peer], d, 0.02, 1)
+    low, high = {"pyfusefilter": (1.4, 1.9), "zstd": (1.1, 1.6), "constriction": (0.99, 1.02)}[peer]
+    assert low < row.bits_per_parameter / row.entropy_bits_per_parameter < high
+    assert (row.false_flips > 0) == (peer == "pyfusefilter")
+
+
+def test_contexts_come_near_the_bound_of_all_that_is_known() -> None:
+    pytest.importorskip("scipy")
+    row = conditional(100_000, 0.3, 0.3, 0)
+    assert row["ideal_bits_per_parameter"] < row["conditional_bits_per_parameter"]
+    assert row["conditional_entropy_bits_per_parameter"] < row["conditional_bits_per_parameter"]
+    assert row["conditional_bits_per_parameter"] < 0.7 * row["unconditional_bits_per_parameter"]
+
+
+def test_fold_reports_times_of_the_same_sums() -> None:
+    row = fold(10_000, 20, 1)
+    assert row["masks"] == 20
+    assert all(row[f"{name}_s"] > 0 for name in ("carry_save", "unpack_add_uint8", "unpack_add_uint16"))
+
+
+@pytest.mark.parametrize("arguments", [["--codecs", "gzip"], ["--flips", "2"], ["--flips", "x"], ["--params", "0"]])
+def test_wrong_options_are_named(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert arguments[1] in str(result.exception)
