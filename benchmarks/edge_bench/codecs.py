@@ -22,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Codecs measured: bytes against the
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")]
 BIG = 10_000_000
+TABLE_WIDTH = 112
 
 
 def _numbers(text: str, kind: type[int] | type[float], option: str) -> list[float]:
@@ -56,6 +57,8 @@ def bench(
     if min(sizes) < 1:
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH  # a file has no width to respect
     rows: list[Row] = []
     for d in sizes:
         for rate in rates:
