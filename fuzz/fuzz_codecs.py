@@ -1,15 +1,17 @@
 """Fuzzes every decoder: whatever the bytes, it returns or raises CodecError, soon and in bounded memory.
 
     python fuzz/fuzz_codecs.py --mutations 1000000 [--seed N]     a seeded mutator, no extra package; prints the count
-    python fuzz/fuzz_codecs.py [libFuzzer options, corpus folder] coverage-guided, with `pip install atheris`
+    python fuzz/fuzz_codecs.py --write-seeds FOLDER               one file for each target, to start the next from
+    python fuzz/fuzz_codecs.py FOLDER [libFuzzer options]         coverage-guided, with `pip install atheris`
 
-Both start from payloads that the encoders wrote. A target is a decoder with its d, contexts, prediction or prior; the
+The seeds are payloads that the encoders wrote. A target is a decoder with its d, contexts, prediction or prior; the
 wrong d is tried by giving one target's payload to another.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import random
 import sys
 import time
@@ -17,6 +19,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from edge_kernels import codecs, counter
@@ -165,7 +168,10 @@ def run_atheris(arguments: list[str]) -> None:
         if data:
             attempt(known[data[0] % len(known)], data[1:], measured=False)
 
-    atheris.instrument_all()
+    for module in [m for name, m in sys.modules.items() if name.startswith("edge_kernels.codecs")]:
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                atheris.instrument_func(function)  # in place: importers see it too
     atheris.Setup([sys.argv[0], *arguments], one_input)
     atheris.Fuzz()
 
@@ -175,7 +181,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, help="try so many mutated payloads without atheris")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
+    parser.add_argument("--write-seeds", type=Path, metavar="FOLDER", help="write a corpus for atheris and end")
     options, rest = parser.parse_known_args()
+    if options.write_seeds is not None:
+        options.write_seeds.mkdir(parents=True, exist_ok=True)
+        for i, target in enumerate(targets()):
+            (options.write_seeds / f"{i:03}").write_bytes(bytes([i]) + target.seed)
+        return 0
     if options.mutations is not None:
         return run_mutations(options.mutations, options.seed)
     run_atheris(rest)
