@@ -14,7 +14,7 @@ from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.local import accuracy
 from edge_client.methods import Local, Task, make_method
-from edge_client.methods.bernoulli import BernoulliMasks, draw, pulled_from
+from edge_client.methods.bernoulli import BernoulliMasks, draw, posterior_theta
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask, most_telling
 from edge_client.methods.fedpm import FedPM
@@ -99,10 +99,10 @@ def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -
 def test_the_posterior_by_hand() -> None:
     ones = np.array([0, 3, 4], np.uint32)
     clip = 0.01
-    assert pulled_from(ones, 4, 1, 1.0, "mode", "sum", clip).tolist() == [0.01, 0.75, 0.99]
-    assert pulled_from(ones, 4, 1, 1.0, "mean", "sum", clip).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
+    assert posterior_theta(ones, 4, 1, 1.0, "mode", "sum", clip).tolist() == [0.01, 0.75, 0.99]
+    assert posterior_theta(ones, 4, 1, 1.0, "mean", "sum", clip).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
     # Algorithm 2 to the letter adds the share of ones, 3/4, so theta cannot pass 2 / (K + 2).
-    assert pulled_from(ones, 4, 1, 1.0, "mean", "mean", clip).tolist() == pytest.approx([1 / 6, 1.75 / 6, 2 / 6])
+    assert posterior_theta(ones, 4, 1, 1.0, "mean", "mean", clip).tolist() == pytest.approx([1 / 6, 1.75 / 6, 2 / 6])
 
 
 def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
@@ -444,6 +444,18 @@ def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() ->
             agrees(fleet, d)
         fleet.play(*DEVICES)
     assert int(fleet.state["masks"][0]) == 3
+
+
+def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundles() -> None:
+    fleet = Fleet(Coupled())
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    fleet.play("b", "c")
+    fleet.kept["a"] = {}
+    assert set(fleet.ask("a").arrays) == {"counts"}
+    fleet.play(*DEVICES)
+    assert dict(fleet.local["a"].update.arrays) == {}
+    agrees(fleet, "a")
 
 
 def test_a_round_that_everybody_sits_out_changes_nothing() -> None:

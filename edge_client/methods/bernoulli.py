@@ -74,7 +74,7 @@ def draw(stream: int, probability: F32) -> Bits:
     return bits
 
 
-def pulled_from(
+def posterior_theta(
     ones: NDArray[np.integer], masks: int, rounds: int, prior: float, posterior: str, tally: str, clip: float
 ) -> F64:
     """theta float64[masked] from the integers of `rounds` rounds; exact IEEE arithmetic, the same on every machine.
@@ -184,7 +184,7 @@ class BernoulliMasks(Method):
         masks, rounds = int(state["masks"][0]), int(state["rounds"][0])
         if not masks:
             return self.first_theta(model, seed)
-        return pulled_from(state["ones"], masks, rounds, self.prior, self.posterior, self.tally, self.clip)
+        return posterior_theta(state["ones"], masks, rounds, self.prior, self.posterior, self.tally, self.clip)
 
     def read_head(self, a: Assignment, payload: Payload) -> Arrays:
         """A probing round's update: `head` float32 and the samples behind it. Raises PayloadError."""

@@ -89,7 +89,7 @@ class Coupled(BernoulliMasks):
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
     shared_downlink: ClassVar[bool] = False
 
-    references: Annotated[int, Field(ge=0, le=100_000)] = 64
+    references: Annotated[int, Field(ge=0, le=250)] = 64
     """The largest cohort whose reference masks a device draws to understand a downlink."""
 
     # --- what both sides know
@@ -185,6 +185,8 @@ class Coupled(BernoulliMasks):
         """What the downlink says, with what the device kept. Raises PayloadError."""
         arrays, part = downlink.arrays, self.masked(a.model.manifest)
         bundled = self.probed(a.model.manifest).gather(a.model.parameters)
+        if self.head == "probe" and a.round > 1 and "head" not in arrays:
+            self._require(a, kept, {"head"})
         head = arrays.get("head", kept.get("head", bundled))
         if head.dtype != np.float32 or head.shape != bundled.shape:
             raise PayloadError(f"the head is {head.dtype}{list(head.shape)}, the model's is float32[{bundled.size}]")
@@ -227,14 +229,8 @@ class Coupled(BernoulliMasks):
         streams = downlink.arrays["streams"]
         if streams.dtype != np.uint64 or streams.ndim != 1 or not 0 < len(streams) <= self.references:
             raise PayloadError(f"streams is {streams.dtype}{list(streams.shape)}; 1..{self.references} uint64 were due")
-        made_from = [
-            str(a.seed).encode(),
-            data,
-            streams.tobytes(),
-            self.model_dump_json().encode(),
-            kept["masks"].tobytes(),
-        ]
-        made_from += [kept["rounds"].tobytes(), kept["ones"].tobytes(), kept["net"].tobytes() if long else b""]
+        before = [kept[name].tobytes() for name in ("ones", "masks", "rounds", *(("net",) if long else ()))]
+        made_from = [str(a.seed).encode(), self.model_dump_json().encode(), data, streams.tobytes(), *before]
         ones, net = _LAST.get(made_from, lambda: self._counted(a, kept, data, streams, long))
         return Known(self.tallied(a.round - 1, kept, ones, len(streams)), head, net)
 
