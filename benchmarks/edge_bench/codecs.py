@@ -160,7 +160,7 @@ def _table(rows: list[Row]) -> object:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A PNG: bits per parameter of every codec at the largest size, over the flip rate, with the entropy."""
+    """A PNG: bits per parameter at the largest size over the flip rate, the entropy curve, and the ratio to it."""
     import matplotlib as mpl
     import numpy as np
 
@@ -170,17 +170,24 @@ def draw(rows: list[Row], path: Path) -> None:
     d = max(row.d for row in rows)
     rows = [row for row in rows if row.d == d]
     rates = sorted({row.flip_rate for row in rows})
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    bits, ratio = figure.subplots(1, 2)
     p = np.geomspace(min(rates) / 1.2, min(max(rates) * 1.2, 0.5), 200)
-    axes.plot(p, -(p * np.log2(p) + (1 - p) * np.log2(1 - p)), color="black", linewidth=2, label="entropy")
+    bits.plot(p, -(p * np.log2(p) + (1 - p) * np.log2(1 - p)), color="black", linewidth=2.5, label="entropy")
+    ratio.axhline(1, color="black", linewidth=2.5)
     for i, name in enumerate(dict.fromkeys(row.codec for row in rows)):
-        mine = sorted((row.flip_rate, row.bits_per_parameter) for row in rows if row.codec == name)
-        axes.plot(*zip(*mine, strict=True), marker="osv^D<>px*hP"[i % 12], linewidth=0.8, markersize=4, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="flip rate", ylabel="bits per parameter", title=f"d = {d:,}")
-    axes.legend(fontsize="small", ncols=2)
-    axes.grid(visible=True, which="both", alpha=0.2)
-    figure.savefig(path, dpi=150)
+        mine = sorted((r for r in rows if r.codec == name), key=lambda row: row.flip_rate)
+        style = {"marker": "osv^D<>px*hP"[i % 12], "color": mpl.colormaps["tab20"](i % 20), "linewidth": 0.8}
+        x = [row.flip_rate for row in mine]
+        bits.plot(x, [row.bits_per_parameter for row in mine], markersize=4, label=name, **style)
+        above = [row.bits_per_parameter / row.entropy_bits_per_parameter for row in mine]
+        ratio.plot(x, above, markersize=4, **style)
+    bits.set(xscale="log", yscale="log", xlabel="flip rate", ylabel="bits per parameter", title=f"d = {d:,}")
+    ratio.set(xscale="log", ylim=(0.95, 1.6), xlabel="flip rate", ylabel="bits / entropy")
+    bits.legend(fontsize="small", ncols=2)
+    for axes in (bits, ratio):
+        axes.grid(visible=True, which="both", alpha=0.2)
+    figure.savefig(path, dpi=120)
 
 
 __all__ = ["app", "bench", "conditional", "draw", "fold"]
