@@ -254,8 +254,9 @@ def test_an_impossible_downlink_is_refused_by_the_device() -> None:
             method.local_round(task(M, round_=2), {}, nothing)
     with pytest.raises(PayloadError, match="head"):
         FedPM().local_round(task(M, round_=1), {}, Payload({"head": np.zeros(3, np.float32)}))
+    junk = {"junk": np.zeros(3, np.uint8), "head": np.zeros(39, np.float32)}
     with pytest.raises(PayloadError, match="arrays"):
-        Coupled().local_round(task(M, round_=2), {}, Payload({"junk": np.zeros(3, np.uint8)}))
+        Coupled().local_round(task(M, round_=2), {}, Payload(junk))
 
 
 # --- FedPM
@@ -492,5 +493,5 @@ def test_a_device_whose_counts_differ_notices() -> None:
 def test_the_trainer_is_asked_once_a_batch() -> None:
     engine = NumpyMlp(M)
     t = replace(task(M, round_=2), trainer=engine)
-    Coupled(batch=16, epochs=2).local_round(t, {}, Payload())
+    Coupled(batch=16, epochs=2).local_round(t, {}, Payload({"head": np.zeros(39, np.float32)}))
     assert engine.calls == 2 * 3
