@@ -19,7 +19,7 @@ Packed = NDArray[np.uint8]
 Words = NDArray[np.uint64]
 
 _CHUNK = 1 << 15  # words added at a time: their streams stay in the second-level cache
-_READ = 1 << 11  # words read out at a time: 64 counts each
+_READ = 1 << 13  # words read out at a time: 64 counts each
 
 
 class Tally:
