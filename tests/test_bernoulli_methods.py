@@ -25,6 +25,11 @@ MASKED = 20 * 16 + 16 * 12
 DEVICES = ("a", "b", "c")
 
 
+def stored(arrays: Arrays) -> Arrays:
+    """What a device or the server has kept, after a restart."""
+    return dict(decode(encode(Payload(arrays))).arrays)
+
+
 class Fleet:
     """A federation by hand: the server's state and records, what each device kept."""
 
@@ -54,14 +59,15 @@ class Fleet:
         for d in sorted(devices):
             t = self.task(d, self.round)
             local = self.method.local_round(t, self.kept.get(d, {}), self.down[d])
-            self.local[d], self.kept[d] = local, local.kept
+            self.local[d], self.kept[d] = local, stored(local.kept)
             record = self.records.get(d, {})
             update = decode(encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y)})))
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
             self.read[d] = self.method.read_update(t.assignment, self.state, record, update)
             total, self.records[d] = self.method.fold(t.assignment, self.state, total, self.read[d], record)
-        self.state = self.method.finish(model(self.m), self.round, self.state, total)
+            self.records[d] = stored(self.records[d])
+        self.state = stored(self.method.finish(model(self.m), self.round, self.state, total))
 
     def theta(self) -> np.ndarray:
         return self.method.theta(model(self.m), 3, self.state)

@@ -40,7 +40,7 @@ def test_log2_is_exact_at_powers_of_two_and_linear_between() -> None:
 
 
 def test_activity_is_the_product_of_what_moved_in_a_row_and_in_a_column() -> None:
-    net = np.array([0, 3, 0, 0, -1, 0], np.int16)  # two rows of three
+    net = np.array([0, 3, 0, 0, -1, 0], np.int32)  # two rows of three
     activity = coupling.history(net, [(2, 3)]).activity.reshape(2, 3)
     assert activity.argmax() == 1
     assert activity[0, 1] > activity[1, 1] > activity[1, 0]
@@ -61,7 +61,7 @@ def test_a_cohort_counts_reference_ones_and_who_is_near() -> None:
 def test_any_flips_come_back_whatever_the_model_expects(d: int, seed: int, rate: float, known: bool) -> None:
     rng = np.random.default_rng(seed)
     theta, u, flips = np.clip(rng.random(d), 0.01, 0.99), rng.random(d), rng.random(d) < rate
-    past = coupling.history(rng.integers(-3, 4, d).astype(np.int16), [(d,)]) if known else None
+    past = coupling.history(rng.integers(-3, 4, d).astype(np.int32), [(d,)]) if known else None
     data = coupling.encode_flips(flips, theta, u, past)
     assert (coupling.decode_flips(data, theta, u, past) == flips).all()
     assert coupling.encode_flips(flips, theta, u, past) == data
@@ -74,8 +74,8 @@ def test_any_net_flips_come_back(d: int, seed: int, masks: int, known: bool) -> 
     theta, cohort = np.clip(rng.random(d), 0.01, 0.99), Cohort.empty(d)
     for _ in range(masks):
         cohort.add(theta, rng.random(d))
-    net = (rng.integers(0, masks + 1, d) - cohort.reference).astype(np.int16)
-    past = coupling.history(rng.integers(-3, 4, d).astype(np.int16), [(d,)]) if known else None
+    net = (rng.integers(0, masks + 1, d) - cohort.reference).astype(np.int32)
+    past = coupling.history(rng.integers(-3, 4, d).astype(np.int32), [(d,)]) if known else None
     data = coupling.encode_net(net, theta, cohort, past)
     assert (coupling.decode_net(data, theta, cohort, past, masks) == net).all()
 
@@ -83,7 +83,7 @@ def test_any_net_flips_come_back(d: int, seed: int, masks: int, known: bool) -> 
 def test_what_both_sides_know_makes_flips_cheaper() -> None:
     theta, u, after = trained(100_000, 1)
     flips = (u[0] < after[0]) ^ (u[0] < theta)
-    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int32)
     blind = entropy_bits(flips) / 8
     plain = len(coupling.encode_flips(flips, theta, u[0], None))
     assert plain < 0.7 * blind
@@ -97,7 +97,7 @@ def test_net_flips_cost_less_than_their_plain_entropy() -> None:
     cohort = Cohort.empty(theta.size)
     for x in u:
         cohort.add(theta, x)
-    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int32)
     p = np.unique(net, return_counts=True)[1] / net.size
     assert len(coupling.encode_net(net, theta, cohort, None)) < 0.8 * -(p * np.log2(p)).sum() * net.size / 8
 
@@ -110,7 +110,7 @@ def test_damaged_flips_and_net_flips_are_refused(data: st.DataObject) -> None:
     for x in u:
         cohort.add(theta, x)
     flips = (u[0] < after[0]) ^ (u[0] < theta)
-    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int16)
+    net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int32)
     whole = data.draw(
         st.sampled_from(
             [coupling.encode_flips(flips, theta, u[0], None), coupling.encode_net(net, theta, cohort, None)]

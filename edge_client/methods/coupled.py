@@ -50,7 +50,7 @@ class Known:
 
     tally: Arrays
     head: F32
-    net: NDArray[np.int16] | None
+    net: NDArray[np.int32] | None
 
 
 class _Last:
@@ -61,11 +61,11 @@ class _Last:
     """
 
     def __init__(self) -> None:
-        self._held: tuple[bytes, tuple[NDArray[np.uint32], NDArray[np.int16]]] | None = None
+        self._held: tuple[bytes, tuple[NDArray[np.uint32], NDArray[np.int32]]] | None = None
 
     def get(
-        self, made_from: list[bytes], make: Callable[[], tuple[NDArray[np.uint32], NDArray[np.int16]]]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int16]]:
+        self, made_from: list[bytes], make: Callable[[], tuple[NDArray[np.uint32], NDArray[np.int32]]]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         """The counts made from these bytes, made now if they are not the last ones."""
         digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in made_from)).digest()
         held = self._held
@@ -98,7 +98,7 @@ class Coupled(BernoulliMasks):
         """The key of a device's uniforms in a round."""
         return counter.key(a.seed, "uniforms", a.round, device)
 
-    def past(self, model: Model, net: NDArray[np.int16]) -> History:
+    def past(self, model: Model, net: NDArray[np.int32]) -> History:
         """What the last round's net flips say about the next."""
         starts = {s.start for s in self.masked(model.manifest).tensors}
         return coupling.history(net, [t.shape for t in model.manifest.parameters if t.offset in starts])
@@ -170,7 +170,7 @@ class Coupled(BernoulliMasks):
             if state["masks"][0]:
                 after["change"] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
             return after
-        net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int16)
+        net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int32)
         theta = self.theta(model, int(total["seed"][0]), state)
         cohort = Cohort(total["reference"], total["down"], total["up"])
         after |= {"net": net, "streams": total["streams"]}
@@ -236,7 +236,7 @@ class Coupled(BernoulliMasks):
 
     def _counted(
         self, a: Assignment, kept: Arrays, data: bytes, streams: NDArray[np.uint64], long: bool
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int16]]:
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         """The last round's ones and net flips. Raises CodecError."""
         theta = self.theta(a.model, a.seed, kept)
         cohort = Cohort.empty(theta.size)

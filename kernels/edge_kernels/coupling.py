@@ -44,9 +44,9 @@ _CRC = 4  # bytes of the CRC-32 that guards a payload
 
 @dataclass(frozen=True)
 class History:
-    """What both sides know of the cohort's last round: `net` int16[d], ones less reference ones, and `activity`."""
+    """What both sides know of the cohort's last round: `net` int32[d], ones less reference ones, and `activity`."""
 
-    net: NDArray[np.int16]
+    net: NDArray[np.int32]
     activity: F32
 
 
@@ -91,8 +91,8 @@ def log2(x: F64) -> F64:
     return value
 
 
-def history(net: NDArray[np.int16], shapes: Sequence[tuple[int, ...]]) -> History:
-    """The history of net flips int16[d] of tensors that lie end to end with these shapes; rows are axis 0."""
+def history(net: NDArray[np.int32], shapes: Sequence[tuple[int, ...]]) -> History:
+    """The history of net flips int32[d] of tensors that lie end to end with these shapes; rows are axis 0."""
     activity = np.empty(len(net), np.float32)
     low = 0
     for shape in shapes:
@@ -118,8 +118,8 @@ def decode_flips(data: bytes, theta: F64, uniforms: F64, past: History | None) -
     return flips
 
 
-def encode_net(net: NDArray[np.int16], theta: F64, cohort: Cohort, past: History | None) -> bytes:
-    """A cohort's net flips int16[d] as bytes: where there are any, which way, and how many more than one."""
+def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History | None) -> bytes:
+    """A cohort's net flips int32[d] as bytes: where there are any, which way, and how many more than one."""
     parts: list[bytes] = []
     size = np.abs(net)
     sparse = np.flatnonzero(net)
@@ -134,7 +134,7 @@ def encode_net(net: NDArray[np.int16], theta: F64, cohort: Cohort, past: History
     return _guard(cohort.reference + net) + bytes([len(parts)]) + lengths + b"".join(parts)
 
 
-def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int16]:
+def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int32]:
     """The net flips of :func:`encode_net`, each at most `masks` either way. Raises CodecError."""
     d = len(cohort.reference)
     count = data[_CRC] if len(data) > _CRC else 0
@@ -149,7 +149,7 @@ def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, ma
     parts = [data[a:b] for a, b in zip([low, *ends[:-1]], ends, strict=True)]
     sparse = np.flatnonzero(_decode(parts[0], d, _moved_terms(theta, cohort, past)))
     upward = _decode(parts[1], len(sparse), _subset(_way_terms(theta, cohort, past), sparse))
-    net = np.zeros(d, np.int16)
+    net = np.zeros(d, np.int32)
     net[sparse] = np.where(upward, 1, -1)
     for part in parts[2:]:
         more = _decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))
