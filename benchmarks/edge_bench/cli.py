@@ -45,6 +45,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def _console() -> Console:
+    """Standard output; a log or a pipe has room for whole tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, 110)
+    return console
+
+
 def simulate(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file; see benchmarks/configs.")],
     json_file: Annotated[
@@ -57,8 +67,6 @@ def simulate(
     ] = None,
 ) -> None:
     """Run federations in one process, on the same engine and methods as the real thing, and compare them."""
-    from rich.console import Console
-
     from edge_bench import datasets, report
     from edge_bench.simulate import find_bundle, read_config, run_all
     from edge_client.methods import make_method
@@ -74,7 +82,7 @@ def simulate(
         checked = checked.model_copy(update={"methods": {k: checked.methods[k] for k in wanted}})
     bundle = find_bundle(checked.bundle)
     devices = datasets.load(checked.data, checked.seed, bundle.manifest)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
@@ -148,8 +156,6 @@ def demo(
     import contextlib
     import tempfile
 
-    from rich.console import Console
-
     from edge_bench import datasets, report
     from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
     from edge_bench.simulate import find_bundle
@@ -158,17 +164,17 @@ def demo(
     names = [n for n in methods.split(",") if n]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"--methods {methods!r}: name each method once, like fedmask,fedavg")
-    settings = {n: {"name": n, **SETTINGS.get(n, {})} for n in names}
-    for table in settings.values():
-        make_method(table)
     if keep_files is not None and keep_files.exists() and any(keep_files.iterdir()):
         raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigError(f"there is no folder {json_file.resolve().parent} for --json")
     chosen = choose_data(data, devices)
+    settings = {n: {"name": n, **SETTINGS[chosen.name].get(n, {})} for n in names}
+    for table in settings.values():
+        make_method(table)
     bundle = find_bundle(chosen.name)
     parts = datasets.load(chosen, seed, bundle.manifest)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     console.print(
         f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
         f"{sum(len(d.y_test) for d in parts.values())} test samples; a network of {bundle.manifest.d:,} parameters; "
