@@ -1,4 +1,4 @@
-"""The command `maskfleet`: `join` and `bundle inspect` live here, other rooms add theirs by entry point.
+"""The command `maskfleet`: `join` lives here; everything else is an entry point.
 
 An entry point of the group `maskfleet.commands` is a function with typer annotations, or a typer.Typer; a name
 with a dot ("bundle.export") puts it into a group. Nothing of another room is imported until its command is called:
@@ -27,7 +27,6 @@ from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode, exit_code
 
 if TYPE_CHECKING:
-    from edge_client.bundle import Manifest
     from edge_client.events import Event
 
 EXTRA_OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench"}
@@ -157,48 +156,7 @@ def join(
         raise typer.Exit(ExitCode.STOPPED)
 
 
-# --- bundle inspect
-
-
-def inspect(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
-    """Show what a bundle holds, and check its parts against their digests."""
-    from edge_client.bundle import MANIFEST, Bundle, digest
-
-    bundle = Bundle.open(folder)
-    _print_manifest(bundle.manifest, digest((folder / MANIFEST).read_bytes()))
-    for name in bundle.manifest.parts:
-        bundle.part(name)
-    typer.echo("all parts match their digests")
-
-
-def _print_manifest(m: Manifest, address: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    weights = "in weights.safetensors" if m.seed is None else f"from seed {m.seed}"
-    console.print(f"[bold]{m.name}[/]  {address}")
-    console.print(f"input {m.input.dtype}{list(m.input.shape)}, {m.classes} classes, loss {m.loss}")
-    console.print(f"{m.d} parameters, {m.buffers_d} statistics; values {weights}")
-    layer_of = {n: layer for layer in m.layers for n in (*layer.weights, *layer.biases)}
-    table = Table("tensor", "shape", "from", "init", "trained", "layer", title="parameters", title_justify="left")
-    for t in m.parameters:
-        layer = layer_of.get(t.name)
-        where = "" if layer is None else f"{layer.name} ({layer.kind})"
-        init = f"{t.init.kind} {t.init.scale:.4g}"
-        table.add_row(t.name, "x".join(map(str, t.shape)), str(t.offset), init, "yes" if t.trainable else "", where)
-    console.print(table)
-    groups = Table("channel group", "channels", title="groups that are compacted together", title_justify="left")
-    for group in m.groups:
-        groups.add_row(group.name, str(group.size))
-    console.print(groups)
-    parts = Table("part", "bytes", "SHA-256", title="parts", title_justify="left")
-    for name, part in m.parts.items():
-        parts.add_row(name, str(part.size), part.sha256[:16] + "...")
-    console.print(parts)
-
-
-# --- the other rooms' commands
+# --- the other commands
 
 
 def _summary(entry: EntryPoint) -> str:
@@ -261,8 +219,7 @@ def build(arguments: list[str]) -> typer.Typer:
     )
     app.callback(help="Federated learning of personal subnetworks for small devices.")(_version_option)
     app.command("join")(join)
-    groups = {"bundle": typer.Typer(no_args_is_help=True, help="Look at model bundles, and build them.")}
-    groups["bundle"].command("inspect")(inspect)
+    groups: dict[str, typer.Typer] = {}
     called = [a for a in arguments if not a.startswith("-")]
     for entry in sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.name):
         words = entry.name.split(".")

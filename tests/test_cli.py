@@ -51,7 +51,7 @@ def test_help_lists_every_command_with_its_summary_and_imports_none_of_them(tmp_
     )
     done = run("--help", code=code)
     assert done.returncode == 0, done.stderr
-    for text in ("join", "bundle", "Leave the ground.", "Look at fleets."):
+    for text in ("join", "Leave the ground.", "Look at fleets."):
         assert text in done.stdout
 
 
