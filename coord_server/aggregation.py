@@ -51,11 +51,12 @@ class Checked:
 class Contribution:
     """One acknowledged update on its way into the round.
 
-    `downlink` is the bytes by kind that the device received; `record` what the server keeps of it, {} at first.
+    `data` is its bytes, or what `check_update` made of them when it arrived; `downlink` the bytes by kind that the
+    device received; `record` what the server keeps of it, {} at first.
     """
 
     device: str
-    data: bytes
+    data: bytes | Checked
     record: Arrays
     downlink: Mapping[str, int]
 
@@ -164,7 +165,10 @@ def close_round(
     for c in contributions:
         if devices and c.device <= devices[-1]:
             raise ValueError(f"device {c.device!r} comes after {devices[-1]!r}; sort contributions by device name")
-        checked = check_update(course, round_, c.device, state, c.record, c.data)
+        if isinstance(c.data, Checked):
+            checked = c.data
+        else:
+            checked = check_update(course, round_, c.device, state, c.record, c.data)
         total, record = method.fold(course.assignment(round_, c.device), state, total, checked.arrays, c.record)
         if record or c.record:
             keep(c.device, record)

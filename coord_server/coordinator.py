@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from coord_server import aggregation, auth, engine
-from coord_server.federation import LiveFederation, bundle_shelf, load_model, read_manifest
+from coord_server.bundles import bundle_shelf, load_model, read_manifest
+from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import Incoming

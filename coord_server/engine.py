@@ -48,6 +48,24 @@ from typing import Any, Literal
 from edge_kernels import counter
 from pydantic import TypeAdapter
 
+from coord_server.events import (
+    Acknowledge,
+    Aggregate,
+    Aggregated,
+    Decision,
+    Enrolled,
+    Event,
+    Finish,
+    OpenRound,
+    Paused,
+    Refuse,
+    Removed,
+    Resumed,
+    Started,
+    Stopped,
+    Tick,
+    Updated,
+)
 from edge_client.protocol.messages import FederationConfig, Phase
 
 Stage = Literal["idle", "collecting", "aggregating"]
@@ -78,130 +96,6 @@ class State:
     """Seconds left of the attempt while paused."""
 
 
-# --- events: what happened
-
-
-@dataclass(frozen=True)
-class Enrolled:
-    """A device joined (again)."""
-
-    now: float
-    device: str
-
-
-@dataclass(frozen=True)
-class Removed:
-    """The operator removed a device."""
-
-    now: float
-    device: str
-
-
-@dataclass(frozen=True)
-class Started:
-    """The operator started the federation with the devices there are."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time passed."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Updated:
-    """A device's update arrived whole and valid, and is safe on disk."""
-
-    now: float
-    round: int
-    device: str
-    lease: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Aggregated:
-    """The round's new global value is safe on disk."""
-
-    now: float
-    round: int
-
-
-@dataclass(frozen=True)
-class Paused:
-    """The operator paused the federation."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The operator resumed it."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The operator ended it."""
-
-    now: float
-
-
-Event = Enrolled | Removed | Started | Tick | Updated | Aggregated | Paused | Resumed | Stopped
-
-
-# --- decisions: what is to be done
-
-
-@dataclass(frozen=True)
-class OpenRound:
-    """Ask each device of `cohort` to train `round`; `deadline` is when the attempt ends."""
-
-    round: int
-    attempt: int
-    cohort: tuple[str, ...]
-    deadline: float
-
-
-@dataclass(frozen=True)
-class Aggregate:
-    """Fold the acknowledged updates of `devices` (sorted), then say `Aggregated`."""
-
-    round: int
-    attempt: int
-    devices: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Acknowledge:
-    """The update is in; `duplicate` when it already was."""
-
-    round: int
-    device: str
-    sha256: str
-    duplicate: bool
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The last round is aggregated: devices fetch the final downlink, round `round` + 1."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The event was not admissible and changed nothing. `kind` is a problem's fixed word."""
-
-    kind: str
-    detail: str
-
-
-Decision = OpenRound | Aggregate | Acknowledge | Finish | Refuse
 Step = tuple[State, tuple[Decision, ...]]
 
 

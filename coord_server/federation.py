@@ -1,35 +1,33 @@
 """One federation, alive: the engine's state in memory, journalled before anything is promised.
 
-Every change goes through `_step`: under the federation's lock the engine is asked, the answer journalled in one
-transaction, and only then adopted. One step may be journalled behind: the closing of a round, because a coordinator
-that dies first folds the same acknowledged updates to the same bits. Nothing else is taken in before it is on disk,
-so devices can already fetch the next round while the disk works.
+Every change goes through `_step`, those of uploads through `_take_in`: under the federation's lock the engine is
+asked, the answer journalled in one transaction, and only then adopted. One step may be journalled behind: the closing
+of a round, because a coordinator that dies first folds the same acknowledged updates to the same bits. Nothing else
+is taken in before it is on disk, so devices can already fetch the next round while the disk works.
 
 Decisions are carried out here too: rounds are folded in a thread, devices that wait are woken by an event, deadlines
-come from a timer. HTTP is not known here; blocking work runs in threads.
+come from a timer. What a round is made of is in `values`, how an upload is received and checked in `uploads`. HTTP is
+not known here; blocking work runs in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from coord_server import aggregation, auth, engine
-from coord_server.aggregation import Closed, Contribution, Course
+from coord_server import aggregation, auth, engine, events
+from coord_server.aggregation import Checked, Course
 from coord_server.refusals import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import Blobs, Incoming
-from coord_server.store.metadata import INLINE, Content, DeviceRow, FederationRow, Seen
-from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
-from edge_client.bundle import digest as sha256_of
-from edge_client.errors import MaskfleetError, PayloadError, StateError
-from edge_client.methods import Method, make_method
+from coord_server.store.blobs import Blobs
+from coord_server.store.metadata import DeviceRow, FederationRow, Seen
+from coord_server.uploads import Batch, Upload, Valid, receive, validate, weigh
+from coord_server.values import Downlink, Values
+from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import (
     Device,
     Enrol,
@@ -48,45 +46,12 @@ from edge_client.protocol.payload import Arrays
 
 log = logging.getLogger("maskfleet")
 
-SPOOL = 1 << 20  # bytes of an upload gathered before a thread writes them
-IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
 RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to aggregate while something is in the way
 TIMER_MOST = 60.0  # the deadline is looked at this often, so that a set wall clock does no harm
 POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
 POLL_AGAIN = 1.0  # the same for one that has just waited in a long poll
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Downlink:
-    """A downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
-
-    shelf: str
-    sha256: str
-    size: int
-    sizes: dict[str, int]
-    data: bytes | None
-
-
-def bundle_shelf(digest: str) -> str:
-    """Where a bundle's manifest and parts lie."""
-    return f"bundles/{digest}"
-
-
-def load_model(store: Store, digest: str) -> Model:
-    """The initial values of a bundle whose parts are all here. Raises BundleError, StateError."""
-    manifest = parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
-    with tempfile.TemporaryDirectory() as folder:
-        if manifest.seed is None and WEIGHTS in manifest.parts:
-            stored = store.blobs.read(bundle_shelf(digest), manifest.parts[WEIGHTS].sha256)
-            (Path(folder) / WEIGHTS).write_bytes(stored)
-        return Bundle(manifest, Path(folder)).model()
-
-
-def read_manifest(store: Store, digest: str) -> Manifest:
-    """The manifest of a bundle that is here. Raises StateError."""
-    return parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
 
 
 class LiveFederation:
@@ -103,21 +68,17 @@ class LiveFederation:
         self.id = row.id
         self.config = FederationConfig.model_validate_json(row.config)
         self.state = engine.load(row.state)
-        self.method: Method = make_method(self.config.method)
+        self.values = Values(store, row, self.config, records)
         self.fault: str | None = None
         self._store, self._clock = store, clock
-        self._global, self._records = Content(row.global_state, row.global_content), records
         self._credentials = {d.device: d.credential for d in devices}
         self._names = {d.credential: d.device for d in devices}
         self._removed = {d.device for d in devices if d.removed}
         self._seen: dict[str, Seen] = {}
-        self._course: Course | None = None
-        self._arrays: Arrays | None = None
-        self._loading = asyncio.Lock()
         self._lock = asyncio.Lock()
         self._folding = asyncio.Lock()  # a sweep must not meet the blobs of a round that is being folded
         self._changed = asyncio.Event()
-        self._downlinks: dict[tuple[int, str], asyncio.Task[Downlink]] = {}
+        self._uploads: list[Upload] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
@@ -172,11 +133,11 @@ class LiveFederation:
 
     async def _step(
         self,
-        event: engine.Event,
+        event: events.Event,
         journal: Callable[[str], None],
         adopt: Callable[[], None] = lambda: None,
         behind: bool = False,
-    ) -> tuple[engine.Decision, ...]:
+    ) -> tuple[events.Decision, ...]:
         """Ask the engine, journal its new state, adopt it and carry out its decisions. The lock is held.
 
         `journal` gets the state as JSON and runs in a thread, with `behind` at the next `_flush`; `adopt` changes what
@@ -186,7 +147,7 @@ class LiveFederation:
         await self._flush()
         state, decisions = engine.apply(self.config, self.state, event)
         for decision in decisions:
-            if isinstance(decision, engine.Refuse):
+            if isinstance(decision, events.Refuse):
                 raise Refusal(decision.kind, decision.detail)
         if state != self.state:
             text = engine.dump(state)
@@ -194,13 +155,23 @@ class LiveFederation:
                 self._behind = lambda: self._journal(journal, text)
             else:
                 await asyncio.to_thread(self._journal, journal, text)
+        self._adopt(state, decisions, adopt)
+        return decisions
+
+    def _adopt(
+        self,
+        state: engine.State,
+        decisions: tuple[events.Decision, ...],
+        adopt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on from a state that is in the journal, or will be before the next one. The lock is held."""
+        if state != self.state:
             before, self.state = self.state, state
             adopt()
             self._arm()
             if _visible(before) != _visible(state):
                 self.wake()
         self._carry_out(decisions)
-        return decisions
 
     async def _flush(self) -> None:
         """Journal what was left behind. The lock is held. Raises StateError."""
@@ -216,20 +187,20 @@ class LiveFederation:
             if self._store.metadata.state(self.id) != state:
                 raise
 
-    def _carry_out(self, decisions: tuple[engine.Decision, ...]) -> None:
+    def _carry_out(self, decisions: tuple[events.Decision, ...]) -> None:
         for decision in decisions:
-            if isinstance(decision, engine.Aggregate):
+            if isinstance(decision, events.Aggregate):
                 self._spawn(self._aggregate(decision))
-            elif isinstance(decision, engine.OpenRound):
+            elif isinstance(decision, events.OpenRound):
                 log.info("%s: round %d, attempt %d, asks %d devices", self.id, decision.round, decision.attempt,
                          len(decision.cohort))  # fmt: skip
-            elif isinstance(decision, engine.Finish):
+            elif isinstance(decision, events.Finish):
                 log.info("%s: finished after round %d", self.id, decision.round)
 
     def _save(self, state: str) -> None:
         self._store.metadata.save_state(self.id, state)
 
-    async def operate(self, event: engine.Event) -> None:
+    async def operate(self, event: events.Event) -> None:
         """Start, pause, resume or stop. Raises Refusal."""
         await self._uninterrupted(lambda: self._step(event, self._save))
 
@@ -247,7 +218,7 @@ class LiveFederation:
 
     async def _tick(self) -> None:
         try:
-            await self._uninterrupted(lambda: self._step(engine.Tick(self._clock()), self._save))
+            await self._uninterrupted(lambda: self._step(events.Tick(self._clock()), self._save))
             self.fault = None
         except MaskfleetError as error:
             self.fault = str(error)
@@ -290,7 +261,7 @@ class LiveFederation:
                 self._credentials[name] = credential
                 self._names[credential] = name
 
-            await self._step(engine.Enrolled(now, name), journal, adopt)
+            await self._step(events.Enrolled(now, name), journal, adopt)
 
         await self._uninterrupted(join)
         c = self.config
@@ -320,7 +291,7 @@ class LiveFederation:
             if device not in self._credentials or device in self._removed:
                 raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
             await self._step(
-                engine.Removed(self._clock(), device),
+                events.Removed(self._clock(), device),
                 lambda state: self._store.metadata.remove_device(self.id, device, state),
                 lambda: self._removed.add(device),
             )
@@ -375,26 +346,7 @@ class LiveFederation:
     async def exported(self) -> bytes:
         """The global state after the last closed round, as safetensors bytes."""
         await self._uninterrupted(self._flush)
-        return await asyncio.to_thread(self._read, self._state_shelf, self._global)
-
-    def _read(self, shelf: str, content: Content) -> bytes:
-        return self._store.blobs.read(shelf, content.sha256) if content.data is None else content.data
-
-    def _keep(self, shelf: str, data: bytes) -> Content:
-        """Make `data` ready for its row: small, it goes into it; large, it is durable in the blob store now."""
-        if len(data) <= INLINE:
-            return Content(sha256_of(data), data)
-        return Content(self._store.blobs.put(shelf, data).sha256, None)
-
-    async def _ready(self) -> tuple[Course, Arrays]:
-        """The course and the global state, loaded at first use."""
-        async with self._loading:
-            if self._course is None:
-                model = await asyncio.to_thread(load_model, self._store, self.config.bundle)
-                self._course = Course(self.method, model, self.config.seed, self.config.rounds)
-            if self._arrays is None:
-                self._arrays = aggregation.unpack(await self.exported())
-            return self._course, self._arrays
+        return await asyncio.to_thread(self.values.exported)
 
     # --- work
 
@@ -419,11 +371,11 @@ class LiveFederation:
             return Stopped(reason=f"the operator stopped {self.id} in round {s.round}")
         if s.phase == "finished":
             last = self.config.rounds + 1
-            down = await self._downlink(last, device)
+            down = await self.values.downlink(last, device)
             return Finish(round=last, downlink=down.sha256, downlink_size=down.size)
         asked = s.phase == "running" and s.stage == "collecting" and device in s.cohort and device not in s.received
         if asked and s.deadline is not None:
-            down = await self._downlink(s.round, device)
+            down = await self.values.downlink(s.round, device)
             return Train(
                 round=s.round,
                 lease=engine.lease(self.config, s.round, device),
@@ -449,43 +401,16 @@ class LiveFederation:
         mine = "your update is in" if device in s.received else "this device was not drawn"
         return f"round {s.round}: {mine}; {len(engine.missing(s))} of {len(s.cohort)} devices still train"
 
-    # --- downlinks: made when first asked for, remade after a restart (same state, same bytes)
-
-    def _downlink_shelf(self, round_: int) -> str:
-        return f"{self.id}/downlinks/{round_}"
-
-    async def _downlink(self, round_: int, device: str) -> Downlink:
-        key = (round_, "" if self.method.shared_downlink else device)
-        task = self._downlinks.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._downlinks[key] = self._spawn(self._make_downlink(round_, device))
-        return await asyncio.shield(task)
-
-    async def _make_downlink(self, round_: int, device: str) -> Downlink:
-        course, arrays = await self._ready()
-        return await asyncio.to_thread(self._write_downlink, course, arrays, round_, device)
-
-    def _write_downlink(self, course: Course, arrays: Arrays, round_: int, device: str) -> Downlink:
-        data, kinds = aggregation.downlink(course, round_, device, arrays, self._record(device))
-        shelf = self._downlink_shelf(round_)
-        if self.method.shared_downlink and len(data) <= IN_MEMORY:
-            return Downlink(shelf, sha256_of(data), len(data), kinds, data)
-        stored = self._store.blobs.put(shelf, data, durable=False)
-        return Downlink(shelf, stored.sha256, stored.size, kinds, None)
-
     async def payload(self, device: str, sha256: str) -> Downlink:
         """The downlink with this digest, when it is one that `device` has to fetch now. Raises Refusal."""
         s = self.state
         if s.phase != "recruiting":
-            down = await self._downlink(self.config.rounds + 1 if s.phase == "finished" else s.round, device)
+            down = await self.values.downlink(self.config.rounds + 1 if s.phase == "finished" else s.round, device)
             if down.sha256 == sha256:
                 return down
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 
     # --- updates
-
-    def _updates_shelf(self, round_: int) -> str:
-        return f"{self.id}/updates/{round_}"
 
     async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
         """Before the body is read: the receipt when the update is already in, None when it is welcome.
@@ -496,12 +421,12 @@ class LiveFederation:
             found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
             if found is not None and found[0] == sha256:
                 return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
-        event = engine.Updated(self._clock(), round_, device, lease, sha256)
+        event = events.Updated(self._clock(), round_, device, lease, sha256)
         _, decisions = engine.apply(self.config, self.state, event)
         first = decisions[0]
-        if isinstance(first, engine.Refuse):
+        if isinstance(first, events.Refuse):
             raise Refusal(first.kind, first.detail)
-        if isinstance(first, engine.Acknowledge) and first.duplicate:
+        if isinstance(first, events.Acknowledge) and first.duplicate:
             return await self._receipt(round_, device, sha256)
         return None
 
@@ -513,64 +438,75 @@ class LiveFederation:
 
     async def update_limit(self) -> int:
         """The most bytes an update may have."""
-        course, _ = await self._ready()
+        course, _ = await self.values.ready()
         return aggregation.update_limit(course)
 
     async def take_update(
         self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]
     ) -> Receipt:
-        """Receive, check, journal, acknowledge. Raises Refusal, StateError; then nothing of it is kept."""
-        course, arrays = await self._ready()
-        limit = aggregation.update_limit(course)
-        incoming = self._store.blobs.receive(self._updates_shelf(round_))
+        """Receive, check, journal, acknowledge. Raises Refusal, StateError; then nothing of it is kept.
+
+        A large update is checked and made durable by itself; a small one together with those that arrive while the
+        disk is busy, so that one transaction takes in all of them.
+        """
+        limit = await self.update_limit()
+        received = await receive(self._store.blobs, self.values.updates_shelf(round_), body, limit)
         try:
-            rest = await _spool(incoming, body, limit)
-            content = await asyncio.to_thread(self._check, course, arrays, round_, device, sha256, incoming, rest)
-            size = incoming.stored().size
-            return await self._uninterrupted(
-                lambda: self._acknowledge(engine.Updated(self._clock(), round_, device, lease, sha256), content, size)
-            )
+            upload = Upload(events.Updated(self._clock(), round_, device, lease, sha256), received)
+            if received.incoming is not None:
+                course, arrays = await self.values.ready()
+                upload.valid = await asyncio.to_thread(self._validate, course, arrays, upload)
+            self._uploads.append(upload)
+            await self._uninterrupted(self._take_in)
+            size = await upload.answer
         finally:
-            incoming.discard()
+            received.discard()
+        return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=size)
 
-    def _check(
-        self,
-        course: Course,
-        arrays: Arrays,
-        round_: int,
-        device: str,
-        sha256: str,
-        incoming: Incoming,
-        rest: bytes,
-    ) -> Content:
-        """Digest, then content; what passes is durable, or small enough to be journalled in its row."""
-        incoming.write(rest)
-        stored = incoming.stored()
-        if stored.sha256 != sha256:
-            raise Refusal(
-                "bad-digest",
-                f"the body's SHA-256 is {stored.sha256}, Content-Digest says {sha256}; it was damaged on the way, "
-                "send it again",
+    def _validate(self, course: Course, arrays: Arrays, upload: Upload) -> Valid:
+        """Check a body against its claims; one whose round is over is left to the engine."""
+        e = upload.event
+
+        def check(data: bytes) -> Checked | None:
+            current = self.state.round == e.round
+            return self.values.check(course, arrays, e.round, e.device, data) if current else None
+
+        return validate(upload.body, e.sha256, check)
+
+    async def _take_in(self) -> None:
+        """Take in every upload that waits, in one transaction. The lock is held; each upload gets its answer."""
+        uploads, self._uploads = self._uploads, []
+        if not uploads:
+            return
+        try:
+            await self._flush()
+            course, arrays = await self.values.ready()
+            batch = await asyncio.to_thread(self._journal_uploads, course, arrays, uploads)
+        except BaseException as error:
+            for upload in uploads:
+                upload.answered(error if isinstance(error, Exception) else StateError("going down; send it again"))
+            if isinstance(error, Exception):
+                return
+            raise
+
+        def adopt() -> None:
+            for row, checked in batch.taken:
+                self._written(row.device, row.seen)
+                self.values.remember(row.device, checked)
+
+        self._adopt(batch.state, tuple(batch.decisions), adopt)
+        for upload, answer in batch.answers:
+            upload.answered(answer)
+
+    def _journal_uploads(self, course: Course, arrays: Arrays, uploads: list[Upload]) -> Batch:
+        """Check uploads, ask the engine about each in turn, and journal those it takes. Blocks. Raises StateError."""
+        batch = weigh(self.config, self.state, uploads, lambda u: self._validate(course, arrays, u), dict(self._seen))
+        if batch.taken:
+            rows = [row for row, _ in batch.taken]
+            self._journal(
+                lambda state: self._store.metadata.acknowledge(self.id, rows, state), engine.dump(batch.state)
             )
-        data = incoming.content()
-        if self.state.round == round_:  # else it is too late, and the engine says so
-            try:
-                aggregation.check_update(course, round_, device, arrays, self._record(device), data)
-            except PayloadError as error:
-                raise Refusal("bad-payload", f"the update of {device!r} for round {round_}: {error}") from None
-        if stored.size <= INLINE:
-            return Content(sha256, data)
-        incoming.commit()
-        return Content(sha256, None)
-
-    async def _acknowledge(self, event: engine.Updated, content: Content, size: int) -> Receipt:
-        seen = self._seen.get(event.device, Seen(event.now))
-
-        def journal(state: str) -> None:
-            self._store.metadata.acknowledge(self.id, event.round, event.device, content, size, event.now, seen, state)
-
-        await self._step(event, journal, lambda: self._written(event.device, seen))
-        return Receipt(federation=self.id, round=event.round, device=event.device, sha256=event.sha256, size=size)
+        return batch
 
     def _written(self, device: str, seen: Seen) -> None:
         """What `note` gathered up to `seen` is in the journal now."""
@@ -580,20 +516,7 @@ class LiveFederation:
 
     # --- closing a round
 
-    @property
-    def _state_shelf(self) -> str:
-        return f"{self.id}/state"
-
-    def _record_shelf(self, device: str) -> str:
-        return f"{self.id}/records/{device}"
-
-    def _record(self, device: str) -> Arrays:
-        if device not in self._records:
-            return {}
-        found = self._store.metadata.record(self.id, device)
-        return {} if found is None else aggregation.unpack(self._read(self._record_shelf(device), found))
-
-    async def _aggregate(self, decision: engine.Aggregate) -> None:
+    async def _aggregate(self, decision: events.Aggregate) -> None:
         """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
         delay, folded = RETRY_FIRST, False
         while True:
@@ -618,100 +541,28 @@ class LiveFederation:
             await asyncio.sleep(delay)
             delay = min(2 * delay, RETRY_MOST)
 
-    async def _fold_and_step(self, decision: engine.Aggregate) -> None:
-        course, arrays = await self._ready()
+    async def _fold_and_step(self, decision: events.Aggregate) -> None:
         round_, opened = decision.round, self.state.opened
-        if self.method.shared_downlink:
-            shared = await self._downlink(round_, decision.devices[0])
-            downs = dict.fromkeys(decision.devices, shared.sizes)
-        else:
-            downs = {d: (await self._downlink(round_, d)).sizes for d in decision.devices}
-        closed, kept = await asyncio.to_thread(self._fold, course, arrays, decision, downs)
+        folded = await self.values.fold(decision)
         now = self._clock()
-        record = closed.record.model_copy(update={"seconds": now - opened})
-
-        def journal(state: str) -> None:
-            total = self._keep(self._state_shelf, aggregation.pack(closed.state))
-            rows = {device: self._keep(self._record_shelf(device), data) for device, data in kept.items()}
-            self._store.metadata.close_round(self.id, round_, record.model_dump_json(), total, rows, state)
-            self._global = total
-            self._records.update({device: content.sha256 for device, content in rows.items()})
-
-        def adopt() -> None:
-            self._arrays = closed.state
-            for key in [k for k in self._downlinks if k[0] <= round_]:
-                del self._downlinks[key]
-
-        # Records are read back from the journal for the next downlinks, so they have to be in it.
-        behind = not kept
-        await self._uninterrupted(lambda: self._step(engine.Aggregated(now, round_), journal, adopt, behind))
-
-    def _fold(
-        self,
-        course: Course,
-        arrays: Arrays,
-        decision: engine.Aggregate,
-        downs: dict[str, dict[str, int]],
-    ) -> tuple[Closed, dict[str, bytes]]:
-        kept = dict[str, bytes]()
-
-        def contributions() -> Iterator[Contribution]:
-            for device in decision.devices:
-                found = self._store.metadata.update_content(self.id, decision.round, device)
-                if found is None:
-                    raise StateError(f"the update of {device!r} in round {decision.round} is not in the database")
-                data = self._read(self._updates_shelf(decision.round), found)
-                yield Contribution(device, data, self._record(device), downs[device])
-
-        def keep(device: str, record: Arrays) -> None:
-            kept[device] = aggregation.pack(record)
-
-        closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
-        return closed, kept
+        await self._uninterrupted(
+            lambda: self._step(
+                events.Aggregated(now, round_),
+                lambda state: self.values.journal(folded, now - opened, state),
+                lambda: self.values.adopt(folded),
+                # Records are read back from the journal for the next downlinks, so they have to be in it.
+                behind=not folded.kept,
+            )
+        )
 
     async def _sweep_first(self) -> None:
         async with self._folding:
-            await asyncio.to_thread(self._sweep)
+            await asyncio.to_thread(self._sweep, True)
 
-    def _sweep(self) -> None:
-        """Drop the blobs that nothing can ask for any more."""
-        blobs, s = self._store.blobs, self.state
-        blobs.keep_only(self._state_shelf, {self._global.sha256})
-        for device, sha256 in list(self._records.items()):
-            blobs.keep_only(self._record_shelf(device), {sha256})
-        over = s.phase in ("finished", "stopped")
-        for name in blobs.shelves(f"{self.id}/updates"):
-            if over or int(name) < s.round:
-                blobs.drop(self._updates_shelf(int(name)))
-        for name in blobs.shelves(f"{self.id}/downlinks"):
-            if int(name) < s.round:
-                blobs.drop(self._downlink_shelf(int(name)))
+    def _sweep(self, first: bool = False) -> None:
+        self.values.sweep(self.state.round, self.state.phase in ("finished", "stopped"), first)
 
 
 def _visible(state: engine.State) -> tuple[object, ...]:
     """What a waiting device could see change."""
     return state.phase, state.round, state.attempt, state.stage, state.cohort
-
-
-async def _spool(incoming: Incoming, body: AsyncIterator[bytes], limit: int) -> bytes:
-    """Receive at most `limit` bytes; full megabytes are written by a thread while the next one arrives.
-
-    Returns what is not written yet. Raises Refusal, StateError.
-    """
-    pieces: list[bytes] = []
-    size = waiting = 0
-    writing: asyncio.Future[None] | None = None
-    async for chunk in body:
-        size += len(chunk)
-        if size > limit:
-            raise Refusal("too-large", f"the body exceeds {limit} bytes, the most an update of this method may have")
-        pieces.append(chunk)
-        waiting += len(chunk)
-        if waiting >= SPOOL:
-            if writing is not None:
-                await writing
-            writing = asyncio.ensure_future(asyncio.to_thread(incoming.write, b"".join(pieces)))
-            pieces, waiting = [], 0
-    if writing is not None:
-        await writing
-    return b"".join(pieces)

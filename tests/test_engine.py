@@ -9,8 +9,9 @@ from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coord_server import engine
-from coord_server.engine import (
+from coord_server import engine, events
+from coord_server.engine import State, apply
+from coord_server.events import (
     Acknowledge,
     Aggregate,
     Aggregated,
@@ -22,11 +23,9 @@ from coord_server.engine import (
     Removed,
     Resumed,
     Started,
-    State,
     Stopped,
     Tick,
     Updated,
-    apply,
 )
 from edge_client.protocol.messages import FederationConfig
 
@@ -37,7 +36,7 @@ def config(**more: Any) -> FederationConfig:
     return FederationConfig.model_validate({**base, **more})
 
 
-def run(c: FederationConfig, *events: engine.Event, state: State | None = None) -> tuple[State, list[engine.Decision]]:
+def run(c: FederationConfig, *events: events.Event, state: State | None = None) -> tuple[State, list[events.Decision]]:
     state, said = state or State(), []
     for event in events:
         state, decisions = apply(c, state, event)
@@ -45,7 +44,7 @@ def run(c: FederationConfig, *events: engine.Event, state: State | None = None) 
     return state, said
 
 
-def enrol(*names: str) -> list[engine.Event]:
+def enrol(*names: str) -> list[events.Event]:
     return [Enrolled(0.0, n) for n in names]
 
 
@@ -232,7 +231,7 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
     for word, i in actions:
         now += 1.0
         device = f"d{i}"
-        event: engine.Event
+        event: events.Event
         if word in ("update", "again", "other"):
             event = updated(c, state, device, now, "t" if word == "other" else "s")
         elif word == "aggregated":

@@ -11,7 +11,7 @@ import pytest
 from coord_server import auth
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, FolderIncoming
-from coord_server.store.metadata import Content, FederationRow, Metadata, Seen
+from coord_server.store.metadata import Acknowledged, Content, FederationRow, Metadata, Seen
 from edge_client.bundle import digest
 from edge_client.errors import StateError
 
@@ -107,9 +107,9 @@ def test_an_update_and_the_engines_state_are_written_together_or_not_at_all(tmp_
     data = database(tmp_path)
     assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, "s1")
     body = Content("f" * 64, b"update")
-    data.acknowledge("fed", 1, "a", body, 6, 3.0, Seen(3.0, 11), "s2")
+    data.acknowledge("fed", [Acknowledged(1, "a", body, 6, 3.0, Seen(3.0, 11))], "s2")
     with pytest.raises(StateError, match="UNIQUE"):
-        data.acknowledge("fed", 1, "a", body, 6, 4.0, Seen(4.0), "s3")
+        data.acknowledge("fed", [Acknowledged(1, "a", body, 6, 4.0, Seen(4.0))], "s3")
     data.close()
     again = database(tmp_path)
     assert again.state("fed") == "s2"
@@ -122,7 +122,7 @@ def test_an_update_and_the_engines_state_are_written_together_or_not_at_all(tmp_
 def test_closing_a_round_drops_the_small_contents_and_switches_state_and_records(tmp_path: Path) -> None:
     data = database(tmp_path)
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, "s1")
-    data.acknowledge("fed", 1, "a", Content("f" * 64, b"update"), 6, 3.0, Seen(3.0), "s2")
+    data.acknowledge("fed", [Acknowledged(1, "a", Content("f" * 64, b"update"), 6, 3.0, Seen(3.0))], "s2")
     for n, record in enumerate((b"first", b"second"), 1):
         data.close_round("fed", n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)}, "s3")
     (row,) = data.all_federations()

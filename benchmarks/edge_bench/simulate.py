@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coord_server import aggregation, engine
+from coord_server import aggregation, engine, events
 from coord_server.aggregation import Contribution, Course
 from edge_bench.datasets import DataConfig
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -175,34 +175,34 @@ def run(
     course = Course(method, bundle.model(), config.seed, config.rounds)
     names = sorted(devices)
     sim = _Run(config, course, trainer, {d: devices[d] for d in names}, method.start(course.model, config.seed))
-    status, todo = engine.State(), deque[engine.Decision]()
+    status, todo = engine.State(), deque[events.Decision]()
 
-    def happen(event: engine.Event) -> None:
+    def happen(event: events.Event) -> None:
         nonlocal status
         status, decisions = engine.apply(config, status, event)
         todo.extend(decisions)
 
     for name in names:
-        happen(engine.Enrolled(0.0, name))
+        happen(events.Enrolled(0.0, name))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:
         decision = todo.popleft()
-        if isinstance(decision, engine.OpenRound):
+        if isinstance(decision, events.OpenRound):
             opened = time.perf_counter()
             for device in decision.cohort:
                 sha = sim.train(decision.round, device)
                 lease = engine.lease(config, decision.round, device)
-                happen(engine.Updated(0.0, decision.round, device, lease, sha))
-        elif isinstance(decision, engine.Aggregate):
+                happen(events.Updated(0.0, decision.round, device, lease, sha))
+        elif isinstance(decision, events.Aggregate):
             record = sim.aggregate(decision.round, decision.devices, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
                 everyone = sim.everyone({d: sim.personal(decision.round + 1, d) for d in names})
             rows.append(RoundRow(record, everyone))
             progress(rows[-1])
-            happen(engine.Aggregated(0.0, decision.round))
-        elif isinstance(decision, engine.Refuse):
+            happen(events.Aggregated(0.0, decision.round))
+        elif isinstance(decision, events.Refuse):
             raise ConfigError(f"the engine refused: {decision.detail}")
     if status.phase != "finished":
         raise ConfigError(

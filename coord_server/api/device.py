@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
 from coord_server.api import wire
 from coord_server.api.access import BundleDigest, Calling, Reading, Served
 from coord_server.api.problems import documented
-from coord_server.federation import bundle_shelf
+from coord_server.bundles import bundle_shelf
 from coord_server.refusals import Refusal
 from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Work
 from edge_client.protocol.payload import MEDIA_TYPE
@@ -67,7 +67,8 @@ async def work(
     With `wait` the answer is held back until there is something to do.
     """
     calling.live.note(calling.device)
-    return await calling.live.work(calling.device, min(wait, WAIT_MOST))
+    found = await calling.live.work(calling.device, min(wait, WAIT_MOST))
+    return Response(found.model_dump_json(), media_type="application/json")
 
 
 @router.get(
@@ -136,13 +137,12 @@ async def payload(
 )  # fmt: skip
 async def put_update(
     request: Request,
-    response: Response,
     calling: Calling,
     round_: Annotated[int, Path(alias="round", ge=1, description="The round of the lease.", examples=[3])],
     device: DeviceName,
     maskfleet_lease: Annotated[str, Header(description="The lease from the work message.", max_length=64)],
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
-) -> Receipt:
+) -> Any:
     """Idempotent: the same body again gets the same receipt. 201 or 200 means it is safe on disk and counts once.
 
     Round, lease, device, digest and length are checked before the body is read.
@@ -152,10 +152,10 @@ async def put_update(
     sha256 = wire.sha256_of_header(content_digest)
     known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
     if known is not None:
-        response.status_code = 200
-        return known
+        return Response(known.model_dump_json(), 200, media_type="application/json")
     wire.check_length(request, await calling.live.update_limit(), "an update of this method")
-    return await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
+    receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
+    return Response(receipt.model_dump_json(), 201, media_type="application/json")
 
 
 @router.put(

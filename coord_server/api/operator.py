@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Request, Response
 
-from coord_server import engine
+from coord_server import events
 from coord_server.api import wire
 from coord_server.api.access import BundleDigest, FederationId, Operated, Served
 from coord_server.api.problems import documented
 from coord_server.coordinator import Coordinator
-from coord_server.federation import SPOOL
 from coord_server.refusals import Refusal
+from coord_server.uploads import SPOOL
 from edge_client.protocol.messages import (
     BundleReceipt,
     Device,
@@ -147,7 +147,7 @@ async def get_federation(served: Operated, federation: FederationId) -> Federati
     return served.federation(federation).summary()
 
 
-async def _operate(served: Coordinator, federation: str, make: Callable[[float], engine.Event]) -> Federation:
+async def _operate(served: Coordinator, federation: str, make: Callable[[float], events.Event]) -> Federation:
     live = served.federation(federation)
     await live.operate(make(live.now()))
     return live.summary()
@@ -163,25 +163,25 @@ _IN_PHASE = documented(*_COMMON, "wrong-phase")
 )
 async def start(served: Operated, federation: FederationId) -> Federation:
     """Begin round 1 with the devices there are."""
-    return await _operate(served, federation, engine.Started)
+    return await _operate(served, federation, events.Started)
 
 
 @router.post("/federations/{federation}/pause", summary="Pause a federation", responses=_IN_PHASE)
 async def pause(served: Operated, federation: FederationId) -> Federation:
     """Stop the round's clock. Updates that are on their way are still taken; no round closes or opens."""
-    return await _operate(served, federation, engine.Paused)
+    return await _operate(served, federation, events.Paused)
 
 
 @router.post("/federations/{federation}/resume", summary="Resume a federation", responses=_IN_PHASE)
 async def resume(served: Operated, federation: FederationId) -> Federation:
     """Go on with the seconds the round had left."""
-    return await _operate(served, federation, engine.Resumed)
+    return await _operate(served, federation, events.Resumed)
 
 
 @router.post("/federations/{federation}/stop", summary="Stop a federation", responses=_IN_PHASE)
 async def stop(served: Operated, federation: FederationId) -> Federation:
     """For good. The state after the last closed round can still be exported."""
-    return await _operate(served, federation, engine.Stopped)
+    return await _operate(served, federation, events.Stopped)
 
 
 @router.post(

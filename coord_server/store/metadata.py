@@ -9,7 +9,7 @@ that after a crash the state and the rows agree. Nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    bindparam,
     create_engine,
     event,
     insert,
@@ -156,6 +157,35 @@ class Seen:
     bytes_down: int = 0
 
 
+@dataclass(frozen=True)
+class Acknowledged:
+    """An update about to be acknowledged: its body of `size` bytes, received `at`; what `seen` adds to the device."""
+
+    round: int
+    device: str
+    body: Content
+    size: int
+    at: float
+    seen: Seen
+
+
+# Statements of every update, built once: building one costs more than running it.
+_ADD_UPDATE = insert(updates)
+_COUNT_UPDATE = (
+    update(devices)
+    .where(devices.c.federation == bindparam("b_federation"), devices.c.device == bindparam("b_device"))
+    .values(
+        {
+            devices.c.updates: devices.c.updates + 1,
+            devices.c.bytes_up: devices.c.bytes_up + bindparam("b_size"),
+            devices.c.bytes_down: devices.c.bytes_down + bindparam("b_down"),
+            devices.c.last_seen_at: bindparam("b_at"),
+        }
+    )
+)
+_SAVE_STATE = update(federations).where(federations.c.id == bindparam("b_id")).values(state=bindparam("b_state"))
+
+
 def _prepare_sqlite(engine: Engine) -> None:
     """WAL with a sync at every commit: a commit that returned survives a power cut."""
 
@@ -240,8 +270,8 @@ class Metadata:
         with self._read() as c:
             return c.scalars(select(federations.c.state).where(federations.c.id == federation)).first()
 
-    def _state(self, c: Connection, federation: str, state: str, **more: str | bytes | None) -> None:
-        c.execute(update(federations).where(federations.c.id == federation).values(state=state, **more))
+    def _state(self, c: Connection, federation: str, state: str) -> None:
+        c.execute(_SAVE_STATE, {"b_id": federation, "b_state": state})
 
     # --- tokens and devices
 
@@ -314,29 +344,18 @@ class Metadata:
 
     # --- rounds
 
-    def acknowledge(
-        self, federation: str, round_: int, device: str, body: Content, size: int, now: float, seen: Seen, state: str
-    ) -> None:
-        """Journal an update that is about to be acknowledged."""
+    def acknowledge(self, federation: str, rows: Sequence[Acknowledged], state: str) -> None:
+        """Journal updates that are about to be acknowledged, each of a device of its own, in one transaction."""
         with self._write() as c:
-            c.execute(
-                insert(updates).values(
-                    federation=federation,
-                    round=round_,
-                    device=device,
-                    sha256=body.sha256,
-                    size=size,
-                    received_at=now,
-                    content=body.data,
-                )
-            )
-            counts = {
-                devices.c.updates: devices.c.updates + 1,
-                devices.c.bytes_up: devices.c.bytes_up + size,
-                devices.c.bytes_down: devices.c.bytes_down + seen.bytes_down,
-                devices.c.last_seen_at: seen.at,
-            }
-            self._device(c, federation, device, counts)
+            bodies, counts = [], []
+            for r in rows:
+                key = {"federation": federation, "round": r.round, "device": r.device}
+                body = {"sha256": r.body.sha256, "content": r.body.data, "size": r.size, "received_at": r.at}
+                bodies.append({**key, **body})
+                seen = {"b_size": r.size, "b_down": r.seen.bytes_down, "b_at": r.seen.at}
+                counts.append({"b_federation": federation, "b_device": r.device, **seen})
+            c.execute(_ADD_UPDATE, bodies)
+            c.execute(_COUNT_UPDATE, counts)
             self._state(c, federation, state)
 
     def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
@@ -361,12 +380,13 @@ class Metadata:
             c.execute(insert(rounds).values(federation=federation, round=round_, record=record))
             for device, content in kept.items():
                 mine = (records.c.federation == federation) & (records.c.device == device)
-                values = {"sha256": content.sha256, "content": content.data}
-                if c.execute(update(records).where(mine).values(values)).rowcount == 0:
-                    c.execute(insert(records).values(federation=federation, device=device, **values))
+                new = {"sha256": content.sha256, "content": content.data}
+                if c.execute(update(records).where(mine).values(new)).rowcount == 0:
+                    c.execute(insert(records).values(federation=federation, device=device, **new))
             done = (updates.c.federation == federation) & (updates.c.round == round_) & updates.c.content.is_not(None)
             c.execute(update(updates).where(done).values(content=None))
-            self._state(c, federation, state, global_state=total.sha256, global_content=total.data)
+            values = {"state": state, "global_state": total.sha256, "global_content": total.data}
+            c.execute(update(federations).where(federations.c.id == federation).values(values))
 
     def all_records(self, federation: str) -> dict[str, str]:
         """Each device's record by its digest."""

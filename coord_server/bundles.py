@@ -1,0 +1,29 @@
+"""Bundles in the blob store: where their manifests and parts lie, and how they are read back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from coord_server.store import Store
+from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
+
+
+def bundle_shelf(digest: str) -> str:
+    """Where a bundle's manifest and parts lie."""
+    return f"bundles/{digest}"
+
+
+def read_manifest(store: Store, digest: str) -> Manifest:
+    """The manifest of a bundle that is here. Raises StateError."""
+    return parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
+
+
+def load_model(store: Store, digest: str) -> Model:
+    """The initial values of a bundle whose parts are all here. Raises BundleError, StateError."""
+    manifest = read_manifest(store, digest)
+    with tempfile.TemporaryDirectory() as folder:
+        if manifest.seed is None and WEIGHTS in manifest.parts:
+            stored = store.blobs.read(bundle_shelf(digest), manifest.parts[WEIGHTS].sha256)
+            (Path(folder) / WEIGHTS).write_bytes(stored)
+        return Bundle(manifest, Path(folder)).model()

@@ -1,0 +1,233 @@
+"""A federation's values: the global state, what is kept of each device, downlinks made from them, rounds folded in.
+
+Which round it is and what counts in it is the engine's business; when something is journalled, the live
+federation's. Functions that say so block and run in threads; the rest runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coord_server import aggregation, events
+from coord_server.aggregation import Checked, Closed, Contribution, Course
+from coord_server.bundles import load_model
+from coord_server.store import Store
+from coord_server.store.metadata import INLINE, Content, FederationRow
+from edge_client.bundle import digest as sha256_of
+from edge_client.errors import PayloadError, StateError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.payload import Arrays
+
+IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
+FRESH = 32 << 20  # bytes of checked updates kept for the fold; those beyond are read back
+
+
+@dataclass(frozen=True)
+class Downlink:
+    """A downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
+
+    shelf: str
+    sha256: str
+    size: int
+    sizes: dict[str, int]
+    data: bytes | None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A round folded in memory: its outcome, devices' new records packed, the next downlink if all share it."""
+
+    closed: Closed
+    kept: dict[str, bytes]
+    downlink: Downlink | None
+
+
+class Values:
+    """The values of one federation. Not the rounds: a round's number comes with every call that needs it."""
+
+    def __init__(self, store: Store, row: FederationRow, config: FederationConfig, records: dict[str, str]) -> None:
+        """`records` are the digests of what is kept of each device."""
+        self.id, self.config, self.method = row.id, config, make_method(config.method)
+        self._store = store
+        self._global, self._records = Content(row.global_state, row.global_content), records
+        self._course: Course | None = None
+        self._arrays: Arrays | None = None
+        self._loading = asyncio.Lock()
+        self._downlinks: dict[tuple[int, str], Downlink] = {}
+        self._fresh: dict[str, Checked] = {}
+        self._room = FRESH
+        self._large = False  # whether anything was ever too large for its row
+
+    # --- what there is
+
+    async def ready(self) -> tuple[Course, Arrays]:
+        """The course and the global state, loaded at first use."""
+        if self._course is None or self._arrays is None:
+            async with self._loading:
+                if self._course is None:
+                    model = await asyncio.to_thread(load_model, self._store, self.config.bundle)
+                    self._course = Course(self.method, model, self.config.seed, self.config.rounds)
+                if self._arrays is None:
+                    self._arrays = aggregation.unpack(await asyncio.to_thread(self.exported))
+        return self._course, self._arrays
+
+    def exported(self) -> bytes:
+        """The global state as it was last journalled, as safetensors bytes. Blocks."""
+        return self._read(self._state_shelf, self._global)
+
+    def _record(self, device: str) -> Arrays:
+        if device not in self._records:
+            return {}
+        found = self._store.metadata.record(self.id, device)
+        return {} if found is None else aggregation.unpack(self._read(self._record_shelf(device), found))
+
+    # --- downlinks: made when first asked for, remade after a restart (same state, same bytes)
+
+    async def downlink(self, round_: int, device: str) -> Downlink:
+        """What `device` fetches in `round_`."""
+        key = (round_, "" if self.method.shared_downlink else device)
+        found = self._downlinks.get(key)
+        if found is not None:
+            return found
+        course, arrays = await self.ready()
+        async with self._loading:  # whoever asks meanwhile waits for this one
+            found = self._downlinks.get(key)
+            if found is None:
+                found = await asyncio.to_thread(self._make_downlink, course, arrays, round_, device)
+                if self._arrays is arrays:
+                    self._downlinks[key] = found
+            return found
+
+    def _make_downlink(self, course: Course, arrays: Arrays, round_: int, device: str) -> Downlink:
+        shared = self.method.shared_downlink
+        data, kinds = aggregation.downlink(course, round_, device, arrays, {} if shared else self._record(device))
+        shelf = self._downlink_shelf(round_)
+        if shared and len(data) <= IN_MEMORY:
+            return Downlink(shelf, sha256_of(data), len(data), kinds, data)
+        self._large = True
+        stored = self._store.blobs.put(shelf, data, durable=False)
+        return Downlink(shelf, stored.sha256, stored.size, kinds, None)
+
+    # --- updates
+
+    def updates_shelf(self, round_: int) -> str:
+        """Where the large updates of a round lie."""
+        return f"{self.id}/updates/{round_}"
+
+    def check(self, course: Course, arrays: Arrays, round_: int, device: str, data: bytes) -> Checked:
+        """Decode an update and check it against the values it was trained from. Blocks. Raises PayloadError."""
+        self._large = self._large or len(data) > INLINE
+        try:
+            return aggregation.check_update(course, round_, device, arrays, self._record(device), data)
+        except PayloadError as error:
+            raise PayloadError(f"the update of {device!r} for round {round_}: {error}") from None
+
+    def remember(self, device: str, checked: Checked) -> None:
+        """Keep an acknowledged update for the fold, while there is room."""
+        size = sum(a.nbytes for a in checked.arrays.values())
+        if size <= self._room:
+            self._room -= size
+            self._fresh[device] = checked
+
+    # --- closing a round
+
+    async def fold(self, decision: events.Aggregate) -> Folded:
+        """Fold the acknowledged updates of a round; nothing is changed yet. Raises MaskfleetError."""
+        course, arrays = await self.ready()
+        round_, devices = decision.round, decision.devices
+        if self.method.shared_downlink:
+            downs = dict.fromkeys(devices, (await self.downlink(round_, devices[0])).sizes)
+        else:
+            downs = {d: (await self.downlink(round_, d)).sizes for d in devices}
+        return await asyncio.to_thread(self._fold, course, arrays, decision, downs, dict(self._fresh))
+
+    def _fold(
+        self,
+        course: Course,
+        arrays: Arrays,
+        decision: events.Aggregate,
+        downs: dict[str, dict[str, int]],
+        fresh: dict[str, Checked],
+    ) -> Folded:
+        kept = dict[str, bytes]()
+
+        def contributions() -> Iterator[Contribution]:
+            for device in decision.devices:
+                update = fresh.pop(device, None) or self._acknowledged(decision.round, device)
+                yield Contribution(device, update, self._record(device), downs[device])
+
+        def keep(device: str, record: Arrays) -> None:
+            kept[device] = aggregation.pack(record)
+
+        closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
+        following = None
+        if self.method.shared_downlink:
+            following = self._make_downlink(course, closed.state, decision.round + 1, decision.devices[0])
+        return Folded(closed, kept, following)
+
+    def _acknowledged(self, round_: int, device: str) -> bytes:
+        found = self._store.metadata.update_content(self.id, round_, device)
+        if found is None:
+            raise StateError(f"the update of {device!r} in round {round_} is not in the database")
+        return self._read(self.updates_shelf(round_), found)
+
+    def journal(self, folded: Folded, seconds: float, state: str) -> None:
+        """Write a folded round down, with the engine's state after it. Blocks. Raises StateError."""
+        record = folded.closed.record.model_copy(update={"seconds": seconds})
+        total = self._keep(self._state_shelf, aggregation.pack(folded.closed.state))
+        rows = {device: self._keep(self._record_shelf(device), data) for device, data in folded.kept.items()}
+        self._store.metadata.close_round(self.id, record.round, record.model_dump_json(), total, rows, state)
+        self._global = total
+        self._records.update({device: content.sha256 for device, content in rows.items()})
+
+    def adopt(self, folded: Folded) -> None:
+        """Go on from a folded round."""
+        round_ = folded.closed.record.round
+        self._arrays = folded.closed.state
+        self._downlinks = {} if folded.downlink is None else {(round_ + 1, ""): folded.downlink}
+        self._fresh, self._room = {}, FRESH
+
+    # --- the shelves
+
+    @property
+    def _state_shelf(self) -> str:
+        return f"{self.id}/state"
+
+    def _record_shelf(self, device: str) -> str:
+        return f"{self.id}/records/{device}"
+
+    def _downlink_shelf(self, round_: int) -> str:
+        return f"{self.id}/downlinks/{round_}"
+
+    def _read(self, shelf: str, content: Content) -> bytes:
+        return self._store.blobs.read(shelf, content.sha256) if content.data is None else content.data
+
+    def _keep(self, shelf: str, data: bytes) -> Content:
+        """Make `data` ready for its row: small, it goes into it; large, it is durable in the blob store now."""
+        if len(data) <= INLINE:
+            return Content(sha256_of(data), data)
+        self._large = True
+        return Content(self._store.blobs.put(shelf, data).sha256, None)
+
+    def sweep(self, round_: int, over: bool, first: bool = False) -> None:
+        """Drop the blobs that nothing can ask for in `round_`, or any more when it is `over`. Blocks.
+
+        A federation whose values all fit into rows has none; `first` looks what an earlier process left.
+        """
+        blobs = self._store.blobs
+        if first:
+            self._large = self._large or bool(blobs.shelves(self.id))
+        if not self._large:
+            return
+        blobs.keep_only(self._state_shelf, {self._global.sha256})
+        for device, sha256 in list(self._records.items()):
+            blobs.keep_only(self._record_shelf(device), {sha256})
+        for name in blobs.shelves(f"{self.id}/updates"):
+            if over or int(name) < round_:
+                blobs.drop(self.updates_shelf(int(name)))
+        for name in blobs.shelves(f"{self.id}/downlinks"):
+            if int(name) < round_:
+                blobs.drop(self._downlink_shelf(int(name)))
