@@ -268,10 +268,10 @@ class _Run:
                 if error.status in (400, 413, 415, 422):
                     self.journal.drop_pending()
                 raise
-            if receipt.sha256 != digest(pending.update):
+            if receipt.sha256 != pending.sha256:
                 raise PayloadError(
                     f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
-                    f"({digest(pending.update)[:12]}...); check for a proxy that changes bodies"
+                    f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
                 )
             self.journal.acknowledge(pending.round)
             self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))

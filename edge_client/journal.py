@@ -26,7 +26,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
+from functools import cached_property
 from pathlib import Path
 from re import sub
 from typing import IO, TypeVar
@@ -38,6 +38,7 @@ from edge_client.errors import ConfigError, StateError
 from edge_client.protocol.messages import Enrolled, Report
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 
+LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
 
 
@@ -55,14 +56,15 @@ class Identity(_Stored):
 
 
 class _Header(_Stored):
-    """First line of a round's file. `kept` and `update` are sizes, `sha256` is of both together."""
+    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update."""
 
     round: int
     lease: str
     downlink: str
     kept: int
+    kept_sha256: str
     update: int
-    sha256: str
+    update_sha256: str
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,20 @@ class Pending:
     downlink: str
     update: bytes
 
+    @cached_property
+    def sha256(self) -> str:
+        """The update's digest."""
+        return digest(self.update)
+
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def _header(line: bytes) -> _Header | None:
+    try:
+        return _Header.model_validate_json(line)
+    except ValidationError:
+        return None
 
 
 @contextmanager
@@ -191,10 +205,10 @@ class Journal:
         if not rounds:
             return {}
         path = self._path("kept", max(rounds))
-        found = self._read_round(path)
+        found = self._read_kept(path)
         if found is None:
             raise StateError(f"{path} is damaged; remove {self.folder} and join again under another name")
-        return dict(decode(found[1]).arrays)
+        return dict(decode(found).arrays)
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
         """Note a trained round. Only after this returns may the update be sent."""
@@ -204,8 +218,9 @@ class Journal:
             lease=pending.lease,
             downlink=pending.downlink,
             kept=len(body),
+            kept_sha256=digest(body),
             update=len(pending.update),
-            sha256=sha256(body + pending.update).hexdigest(),
+            update_sha256=pending.sha256,
         )
         first = header.model_dump_json().encode() + b"\n"
         # Not settled: should a power cut take the file's name back, the round is trained again to the same bytes.
@@ -218,7 +233,7 @@ class Journal:
         found = self._read_round(self._path("pending", max(rounds))) if rounds else None
         if found is None:
             return None
-        header, _, update = found
+        header, update = found
         return Pending(header.round, header.lease, header.downlink, update)
 
     def acknowledge(self, round_: int) -> None:
@@ -243,17 +258,22 @@ class Journal:
             for r in rounds:
                 self._path(kind, r).unlink(missing_ok=True)
 
-    def _read_round(self, path: Path) -> tuple[_Header, bytes, bytes] | None:
-        """A round's header, kept bytes and update; None when they are not what was written."""
-        with disk(path):
-            line, _, body = path.read_bytes().partition(b"\n")
-        try:
-            header = _Header.model_validate_json(line)
-        except ValidationError:
-            return None
-        if len(body) != header.kept + header.update or digest(body) != header.sha256:
-            return None
-        return header, body[: header.kept], body[header.kept :]
+    def _read_kept(self, path: Path) -> bytes | None:
+        """What a round's file keeps, the update unread; None when it is not what was written."""
+        with disk(path), path.open("rb") as file:
+            header = _header(file.readline(LINE_MOST))
+            kept = b"" if header is None else file.read(header.kept)
+        return kept if header is not None and digest(kept) == header.kept_sha256 else None
+
+    def _read_round(self, path: Path) -> tuple[_Header, bytes] | None:
+        """A round's header and update; None when anything in the file is not what was written."""
+        with disk(path), path.open("rb") as file:
+            header = _header(file.readline(LINE_MOST))
+            if header is None:
+                return None
+            kept, update = file.read(header.kept), file.read()
+        whole = digest(kept) == header.kept_sha256 and digest(update) == header.update_sha256
+        return (header, update) if whole else None
 
     # --- the end
 

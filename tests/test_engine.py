@@ -9,13 +9,15 @@ from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coord_server import engine, events
+from coord_server import engine
 from coord_server.engine import State, apply
 from coord_server.events import (
     Acknowledge,
     Aggregate,
     Aggregated,
+    Decision,
     Enrolled,
+    Event,
     Finish,
     OpenRound,
     Paused,
@@ -36,7 +38,7 @@ def config(**more: Any) -> FederationConfig:
     return FederationConfig.model_validate({**base, **more})
 
 
-def run(c: FederationConfig, *events: events.Event, state: State | None = None) -> tuple[State, list[events.Decision]]:
+def run(c: FederationConfig, *events: Event, state: State | None = None) -> tuple[State, list[Decision]]:
     state, said = state or State(), []
     for event in events:
         state, decisions = apply(c, state, event)
@@ -44,7 +46,7 @@ def run(c: FederationConfig, *events: events.Event, state: State | None = None) 
     return state, said
 
 
-def enrol(*names: str) -> list[events.Event]:
+def enrol(*names: str) -> list[Event]:
     return [Enrolled(0.0, n) for n in names]
 
 
@@ -231,7 +233,7 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
     for word, i in actions:
         now += 1.0
         device = f"d{i}"
-        event: events.Event
+        event: Event
         if word in ("update", "again", "other"):
             event = updated(c, state, device, now, "t" if word == "other" else "s")
         elif word == "aggregated":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import Model
@@ -18,6 +19,7 @@ from edge_client.methods import Assignment, Local, Method, Personal, Task
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train_parameters
 
+BLOCK = 1 << 14  # values folded at a time
 MAX_SAMPLES = 2**31  # a device that claims more is refused: its weight in the mean is its own word
 
 
@@ -41,6 +43,15 @@ def read_samples(payload: Payload) -> int:
     if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= MAX_SAMPLES:
         raise PayloadError(f"samples = {samples!r}; send how many samples were trained on, 1..{MAX_SAMPLES}")
     return samples
+
+
+def add_weighted(total: NDArray[np.float64], weight: float, values: NDArray[np.float32]) -> None:
+    """``total += weight * values`` in float64, a block that stays in the cache at a time."""
+    product = np.empty(min(BLOCK, len(values)), np.float64)
+    for low in range(0, len(values), BLOCK):
+        block = values[low : low + BLOCK]
+        part = np.multiply(block, weight, out=product[: len(block)], dtype=np.float64)
+        total[low : low + BLOCK] += part
 
 
 class FedAvg(Method):
@@ -79,11 +90,12 @@ class FedAvg(Method):
         self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
     ) -> tuple[Arrays, Arrays]:
         """Add n_k w_k and n_k, in float64: with the fixed order of devices the mean is the same everywhere."""
-        for name, value in update.items():
-            weight = 1 if name == "samples" else update["samples"][0]
-            if name not in total:
-                total[name] = np.zeros(value.shape, np.int64 if name == "samples" else np.float64)
-            total[name] += weight * value.astype(total[name].dtype)
+        samples = update["samples"]
+        total.setdefault("samples", np.zeros(1, np.int64))
+        total["samples"] += samples
+        for name in state:
+            mean = total.setdefault(name, np.zeros(update[name].shape, np.float64))
+            add_weighted(mean, float(samples[0]), update[name])
         return total, record
 
     def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
