@@ -1,13 +1,12 @@
 """One federation, alive: the engine's state in memory, journalled before anything is promised.
 
-Every change goes through `_step`, those of uploads through `_take_in`: under the federation's lock the engine is
-asked, the answer journalled in one transaction, and only then adopted. One step may be journalled behind: the closing
+Every change is a step of `journalled.Journalled`, uploads several at a time. One step is journalled behind: the closing
 of a round, because a coordinator that dies first folds the same acknowledged updates to the same bits. Nothing else
 is taken in before it is on disk, so devices can already fetch the next round while the disk works.
 
 Decisions are carried out here too: rounds are folded in a thread, devices that wait are woken by an event, deadlines
-come from a timer. What a round is made of is in `values`, how an upload is received and checked in `uploads`. HTTP is
-not known here; blocking work runs in threads.
+come from a timer. What a round is made of is in `values`, how an upload is received and checked in `uploads`, who may
+call in `roster`. HTTP is not known here; blocking work runs in threads.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
 
-from coord_server import aggregation, auth, engine, events
+from coord_server import aggregation, auth, engine, events, outlook
 from coord_server.aggregation import Checked, Course
+from coord_server.journalled import Journalled
 from coord_server.refusals import Refusal
+from coord_server.roster import Roster
 from coord_server.store import Store
 from coord_server.store.blobs import Blobs
-from coord_server.store.metadata import DeviceRow, FederationRow, Seen
+from coord_server.store.metadata import DeviceRow, FederationRow
 from coord_server.uploads import Batch, Upload, Valid, receive, validate, weigh
 from coord_server.values import Downlink, Values
 from edge_client.errors import MaskfleetError, StateError
@@ -51,10 +50,8 @@ TIMER_MOST = 60.0  # the deadline is looked at this often, so that a set wall cl
 POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
 POLL_AGAIN = 1.0  # the same for one that has just waited in a long poll
 
-T = TypeVar("T")
 
-
-class LiveFederation:
+class LiveFederation(Journalled):
     """A federation of a running coordinator. Its public coroutines may be called concurrently."""
 
     def __init__(
@@ -65,24 +62,17 @@ class LiveFederation:
         records: dict[str, str],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.id = row.id
-        self.config = FederationConfig.model_validate_json(row.config)
-        self.state = engine.load(row.state)
+        config = FederationConfig.model_validate_json(row.config)
+        super().__init__(store, row.id, config, engine.load(row.state))
         self.values = Values(store, row, self.config, records)
         self.fault: str | None = None
-        self._store, self._clock = store, clock
-        self._credentials = {d.device: d.credential for d in devices}
-        self._names = {d.credential: d.device for d in devices}
-        self._removed = {d.device for d in devices if d.removed}
-        self._seen: dict[str, Seen] = {}
-        self._lock = asyncio.Lock()
+        self._clock = clock
+        self._roster = Roster(row.id, devices)
         self._folding = asyncio.Lock()  # a sweep must not meet the blobs of a round that is being folded
         self._changed = asyncio.Event()
         self._uploads: list[Upload] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        self._behind: Callable[[], None] | None = None
 
     # --- life
 
@@ -110,82 +100,16 @@ class LiveFederation:
                 await self._flush()
             except StateError as error:
                 log.error("%s: round is folded again at the next start: %s", self.id, error)
-            seen, self._seen = self._seen, {}
+            seen = self._roster.take_seen()
             if seen:
                 await asyncio.to_thread(self._store.metadata.save_seen, self.id, seen)
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    # --- decisions carried out
 
-    # --- the one way the state changes
-
-    async def _uninterrupted(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work` under the lock to its end, even when whoever asked for it goes away."""
-
-        async def locked() -> T:
-            async with self._lock:
-                return await work()
-
-        return await asyncio.shield(self._spawn(locked()))
-
-    async def _step(
-        self,
-        event: events.Event,
-        journal: Callable[[str], None],
-        adopt: Callable[[], None] = lambda: None,
-        behind: bool = False,
-    ) -> tuple[events.Decision, ...]:
-        """Ask the engine, journal its new state, adopt it and carry out its decisions. The lock is held.
-
-        `journal` gets the state as JSON and runs in a thread, with `behind` at the next `_flush`; `adopt` changes what
-        else memory holds. Raises Refusal when the engine refuses, StateError when the journal cannot be written:
-        then nothing has changed.
-        """
-        await self._flush()
-        state, decisions = engine.apply(self.config, self.state, event)
-        for decision in decisions:
-            if isinstance(decision, events.Refuse):
-                raise Refusal(decision.kind, decision.detail)
-        if state != self.state:
-            text = engine.dump(state)
-            if behind:
-                self._behind = lambda: self._journal(journal, text)
-            else:
-                await asyncio.to_thread(self._journal, journal, text)
-        self._adopt(state, decisions, adopt)
-        return decisions
-
-    def _adopt(
-        self,
-        state: engine.State,
-        decisions: tuple[events.Decision, ...],
-        adopt: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Go on from a state that is in the journal, or will be before the next one. The lock is held."""
-        if state != self.state:
-            before, self.state = self.state, state
-            adopt()
-            self._arm()
-            if _visible(before) != _visible(state):
-                self.wake()
-        self._carry_out(decisions)
-
-    async def _flush(self) -> None:
-        """Journal what was left behind. The lock is held. Raises StateError."""
-        if self._behind is not None:
-            await asyncio.to_thread(self._behind)
-            self._behind = None
-
-    def _journal(self, journal: Callable[[str], None], state: str) -> None:
-        """Write, and when the database is not sure that it did, look."""
-        try:
-            journal(state)
-        except StateError:
-            if self._store.metadata.state(self.id) != state:
-                raise
+    def _moved(self, before: engine.State) -> None:
+        self._arm()
+        if outlook.visible(before) != outlook.visible(self.state):
+            self.wake()
 
     def _carry_out(self, decisions: tuple[events.Decision, ...]) -> None:
         for decision in decisions:
@@ -196,9 +120,6 @@ class LiveFederation:
                          len(decision.cohort))  # fmt: skip
             elif isinstance(decision, events.Finish):
                 log.info("%s: finished after round %d", self.id, decision.round)
-
-    def _save(self, state: str) -> None:
-        self._store.metadata.save_state(self.id, state)
 
     async def operate(self, event: events.Event) -> None:
         """Start, pause, resume or stop. Raises Refusal."""
@@ -237,15 +158,8 @@ class LiveFederation:
 
         async def join() -> None:
             name = request.device
-            known = self._credentials.get(name)
-            if name in self._removed:
-                raise Refusal("device-removed", f"device {name!r} was removed from {self.id}; choose another name")
-            if known is not None:
-                if auth.same(known, credential):
-                    return
-                raise Refusal("name-taken", f"another device is enrolled as {name!r} in {self.id}; choose another name")
-            if credential in self._names:
-                raise Refusal("name-taken", "this credential is enrolled under another name; make a fresh one")
+            if self._roster.knows(name, credential):
+                return
             now = self._clock()
             if now >= expires_at:
                 raise Refusal("token-spent", "this join token has expired; ask the operator for a new one")
@@ -257,11 +171,7 @@ class LiveFederation:
                 if not self._store.metadata.enrol(self.id, name, credential, token, now, state):
                     raise spent
 
-            def adopt() -> None:
-                self._credentials[name] = credential
-                self._names[credential] = name
-
-            await self._step(events.Enrolled(now, name), journal, adopt)
+            await self._step(events.Enrolled(now, name), journal, lambda: self._roster.add(name, credential))
 
         await self._uninterrupted(join)
         c = self.config
@@ -272,28 +182,22 @@ class LiveFederation:
 
     def device_of(self, credential: str) -> str | None:
         """The device with this credential digest. Raises Refusal when it was removed."""
-        name = self._names.get(credential)  # a digest of 256 random bits: nothing to learn from the look-up's time
-        if name is None or not auth.same(self._credentials[name], credential):
-            return None
-        if name in self._removed:
-            raise Refusal("device-removed", f"device {name!r} was removed from {self.id} by its operator")
-        return name
+        return self._roster.device_of(credential)
 
     def note(self, device: str, bytes_down: int = 0) -> None:
         """Remember that a device called and how many payload bytes it fetched; written with its next update."""
-        before = self._seen.get(device)
-        self._seen[device] = Seen(self._clock(), bytes_down + (before.bytes_down if before else 0))
+        self._roster.note(device, self._clock(), bytes_down)
 
     async def remove(self, device: str) -> None:
         """Take a device out for good. Raises Refusal."""
 
         async def leave() -> None:
-            if device not in self._credentials or device in self._removed:
+            if not self._roster.has(device):
                 raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
             await self._step(
                 events.Removed(self._clock(), device),
                 lambda state: self._store.metadata.remove_device(self.id, device, state),
-                lambda: self._removed.add(device),
+                lambda: self._roster.remove(device),
             )
 
         await self._uninterrupted(leave)
@@ -305,38 +209,13 @@ class LiveFederation:
     async def devices(self) -> list[Device]:
         """Every device that ever enrolled, with what happened since its row was written."""
         rows = await asyncio.to_thread(self._store.metadata.all_devices, self.id)
-        return [self._device(row) for row in rows]
-
-    def _device(self, row: DeviceRow) -> Device:
-        seen = self._seen.get(row.device, Seen(row.last_seen_at))
-        return Device(
-            device=row.device,
-            enrolled_at=row.enrolled_at,
-            last_seen_at=max(row.last_seen_at, seen.at),
-            updates=row.updates,
-            bytes_up=row.bytes_up,
-            bytes_down=row.bytes_down + seen.bytes_down,
-            removed=row.removed,
-            report=None if row.report is None else Report.model_validate_json(row.report),
-        )
+        return [self._roster.shown(row) for row in rows]
 
     # --- what there is to see
 
     def summary(self) -> Federation:
         """The federation as it stands."""
-        s = self.state
-        return Federation(
-            id=self.id,
-            config=self.config,
-            phase=s.phase,
-            round=s.round,
-            devices=len(s.devices),
-            updates=len(s.received),
-            expected=len(engine.missing(s)) if s.stage == "collecting" else 0,
-            attempt=s.attempt,
-            deadline_in=None if s.deadline is None else max(s.deadline - self._clock(), 0.0),
-            fault=self.fault,
-        )
+        return outlook.summary(self.config, self.state, self._clock(), self.fault)
 
     @property
     def blobs(self) -> Blobs:
@@ -383,23 +262,8 @@ class LiveFederation:
                 downlink_size=down.size,
                 deadline_in=max(s.deadline - self._clock(), 0.0),
             )
-        return Wait(reason=self._reason(device), poll_after=POLL_AGAIN if waited else POLL_AFTER)
-
-    def _reason(self, device: str) -> str:
-        s, c = self.state, self.config
-        if self._closing:
-            return "the coordinator is going down and will be back"
-        if s.phase == "paused":
-            return f"the operator paused {self.id} in round {s.round}"
-        if s.phase == "recruiting":
-            due = "the operator's start" if c.start == "manual" else f"{c.min_devices} devices"
-            return f"waiting for {due}; {len(s.devices)} enrolled"
-        if s.stage == "idle":
-            return f"round {s.round} needs {c.min_updates} devices; {len(s.devices)} enrolled"
-        if s.stage == "aggregating":
-            return f"round {s.round} is being aggregated"
-        mine = "your update is in" if device in s.received else "this device was not drawn"
-        return f"round {s.round}: {mine}; {len(engine.missing(s))} of {len(s.cohort)} devices still train"
+        reason = outlook.reason(self.config, s, device, self._closing)
+        return Wait(reason=reason, poll_after=POLL_AGAIN if waited else POLL_AFTER)
 
     async def payload(self, device: str, sha256: str) -> Downlink:
         """The downlink with this digest, when it is one that `device` has to fetch now. Raises Refusal."""
@@ -491,7 +355,7 @@ class LiveFederation:
 
         def adopt() -> None:
             for row, checked in batch.taken:
-                self._written(row.device, row.seen)
+                self._roster.written(row.device, row.seen)
                 self.values.remember(row.device, checked)
 
         self._adopt(batch.state, tuple(batch.decisions), adopt)
@@ -500,19 +364,15 @@ class LiveFederation:
 
     def _journal_uploads(self, course: Course, arrays: Arrays, uploads: list[Upload]) -> Batch:
         """Check uploads, ask the engine about each in turn, and journal those it takes. Blocks. Raises StateError."""
-        batch = weigh(self.config, self.state, uploads, lambda u: self._validate(course, arrays, u), dict(self._seen))
+        batch = weigh(
+            self.config, self.state, uploads, lambda u: self._validate(course, arrays, u), self._roster.seen()
+        )
         if batch.taken:
             rows = [row for row, _ in batch.taken]
             self._journal(
                 lambda state: self._store.metadata.acknowledge(self.id, rows, state), engine.dump(batch.state)
             )
         return batch
-
-    def _written(self, device: str, seen: Seen) -> None:
-        """What `note` gathered up to `seen` is in the journal now."""
-        later = self._seen.get(device)
-        if later is not None:
-            self._seen[device] = replace(later, bytes_down=later.bytes_down - seen.bytes_down)
 
     # --- closing a round
 
@@ -561,8 +421,3 @@ class LiveFederation:
 
     def _sweep(self, first: bool = False) -> None:
         self.values.sweep(self.state.round, self.state.phase in ("finished", "stopped"), first)
-
-
-def _visible(state: engine.State) -> tuple[object, ...]:
-    """What a waiting device could see change."""
-    return state.phase, state.round, state.attempt, state.stage, state.cohort
