@@ -14,7 +14,7 @@ import uvicorn
 
 from coord_server import auth
 from coord_server.api import create_app
-from coord_server.coordinator import Coordinator
+from coord_server.coordinator import MAX_PARAMETERS, Coordinator
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
 
@@ -67,6 +67,9 @@ def serve(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate chain (PEM); or let a proxy do it.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,
+    max_parameters: Annotated[
+        int, typer.Option(min=1, help="Most parameters and statistics a model may have.")
+    ] = MAX_PARAMETERS,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C; what it acknowledged is on disk at every moment."""
@@ -83,7 +86,8 @@ def serve(
     try:
         token, where = auth.operator_token(data)
         listening = _listen(host, port)
-        asyncio.run(_run(Coordinator(store, token), listening, where, certificate, key))
+        coordinator = Coordinator(store, token, max_parameters=max_parameters)
+        asyncio.run(_run(coordinator, listening, where, certificate, key))
     finally:
         store.close()
 

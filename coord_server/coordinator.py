@@ -6,7 +6,6 @@ Who may call what is checked by the API; what a federation does is in `federatio
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 
@@ -30,15 +29,25 @@ from edge_client.protocol.messages import (
     TokenRequest,
 )
 
-_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
 
 class Coordinator:
     """Everything one data folder holds, alive in one process."""
 
-    def __init__(self, store: Store, operator: str, clock: Callable[[], float] = time.time) -> None:
-        """`operator` is the operator's token; `clock` gives seconds since the epoch."""
+    def __init__(
+        self,
+        store: Store,
+        operator: str,
+        clock: Callable[[], float] = time.time,
+        max_parameters: int = MAX_PARAMETERS,
+    ) -> None:
+        """`operator` is the operator's token; `clock` gives seconds since the epoch.
+
+        A bundle of more than `max_parameters` parameters and statistics is refused.
+        """
+        self._max_parameters = max_parameters
         self.store = store
         self._operator = auth.hashed(operator)
         self._clock = clock
@@ -81,12 +90,16 @@ class Coordinator:
     async def add_bundle(self, manifest: bytes) -> BundleReceipt:
         """Take a manifest; again is harmless. Raises Refusal, StateError."""
         try:
-            parts = parse_manifest(manifest).parts
+            parsed = parse_manifest(manifest)
         except BundleError as error:
             raise Refusal("bad-bundle", str(error)) from None
-        for name in parts:
-            if not _PART_NAME.fullmatch(name):
-                raise Refusal("bad-bundle", f"a part is named {name!r}; use letters, digits, dots, - and _ only")
+        values = parsed.d + parsed.buffers_d
+        if values > self._max_parameters:
+            raise Refusal(
+                "bad-bundle",
+                f"the model has {values} parameters and statistics, this coordinator takes at most "
+                f"{self._max_parameters}; raise it with `maskfleet serve --max-parameters`",
+            )
         digest = sha256_of(manifest)
 
         def journal() -> None:

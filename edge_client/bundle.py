@@ -81,6 +81,10 @@ class Input(_Data):
     dtype: Literal["float32", "int64"] = "float32"
 
 
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A plain file name: it becomes one in every folder the bundle is fetched to."""
+
+
 class Part(_Data):
     """A file of the bundle, content-addressed."""
 
@@ -102,7 +106,7 @@ class Manifest(_Data):
     groups: tuple[ChannelGroup, ...] = ()
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
-    parts: dict[str, Part] = {}
+    parts: dict[PartName, Part] = {}
 
     @model_validator(mode="after")
     def _tables_tile_their_vectors(self) -> Manifest:

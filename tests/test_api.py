@@ -366,6 +366,8 @@ def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> No
         refused(await fleet.operator("POST", "/v1/bundles", content=b"{}"), "bad-bundle")
         odd = manifest().to_bytes().replace(b"train.onnx", b"../train.onnx")
         assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
+        huge = manifest(d=1 << 29).to_bytes()  # some hundred bytes that would make a coordinator fill gigabytes
+        assert "--max-parameters" in refused(await fleet.operator("POST", "/v1/bundles", content=huge), "bad-bundle")
         receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
         assert receipt["missing"] == ["train.onnx"]
         refused(await fleet.operator("POST", "/v1/federations", json=settings()), "bundle-incomplete")
