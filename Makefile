@@ -19,7 +19,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/maskfleet demo $(ARGS)
 
-test: lint pytest
+# pytest runs even when lint fails, so that one fault does not hide the other.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory --keep-going lint pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
