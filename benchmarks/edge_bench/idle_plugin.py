@@ -14,6 +14,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Bundle, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods.fedavg import add_weighted
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training import Gradient
 
@@ -21,7 +22,10 @@ DTYPES = {"float32": np.float32, "mask": np.uint8}
 
 
 class Idle(Method):
-    """Sends what it received: float32[d] both ways (averaged), or d packed bits (summed, then the majority)."""
+    """Sends what it received: float32[d] both ways (averaged), or d packed bits (summed, then the majority).
+
+    Bits are of at most 255 devices.
+    """
 
     name: ClassVar[str] = "idle"
     kind: Literal["float32", "mask"]
@@ -63,18 +67,20 @@ class Idle(Method):
     ) -> tuple[Arrays, Arrays]:
         """Sum."""
         values = update["values"]
-        part = values.astype(np.float64) if self.kind == "float32" else np.unpackbits(values).astype(np.uint16)
-        if not total:
-            return {"sum": part, "count": np.array(1)}, record
-        total["sum"] += part
+        total.setdefault("count", np.zeros(1, np.int64))
         total["count"] += 1
+        if self.kind == "float32":
+            add_weighted(total.setdefault("sum", np.zeros(len(values))), 1.0, values)
+        else:
+            total.setdefault("sum", np.zeros(8 * len(values), np.uint8))
+            total["sum"] += np.unpackbits(values)
         return total, record
 
     def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
         """Mean or majority."""
         if self.kind == "float32":
-            return {"values": (total["sum"] / total["count"]).astype(np.float32)}
-        return {"values": np.packbits(2 * total["sum"] >= total["count"])}
+            return {"values": np.divide(total["sum"], total["count"], out=total["sum"]).astype(np.float32)}
+        return {"values": np.packbits(total["sum"] >= (int(total["count"][0]) + 1) // 2)}
 
     def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
         """Send it back."""

@@ -6,9 +6,10 @@ d = 1e6 parameters, 2 devices over loopback, float32 (4 MB each way) and 1-bit m
 processes of their own in both cases. maskfleet runs its real coordinator and client, journals and aggregation
 included, with a method that sends back what it gets (`idle_plugin`). The yardstick is as bare as it can be: a device
 GETs the payload and PUTs it back, the server keeps the last body in memory; a round is over when both devices have PUT.
-A second yardstick, "durable", adds only the disk: device and server write each update to a file and fsync it, as
-maskfleet must. All take turns, so that a busy machine meets all. Bytes are counted at the sockets by a TCP relay
-in a run of their own.
+No device waits for the other there, nothing is asked, checked, folded or kept: it is a loop without rounds. A second
+yardstick, "durable", has the two things that no federation can do without: device and server write each update to a
+file and fsync it, and the next payload is answered when both updates are in. All take turns, so that a busy machine
+meets all. Bytes are counted at the sockets by a TCP relay in a run of their own.
 """
 
 from __future__ import annotations
@@ -181,9 +182,14 @@ def bare_server(port: int, size: int, folder: str) -> None:
     app = FastAPI()
     payload = np.random.default_rng(0).bytes(size)
     last: dict[str, bytes] = {}
+    puts: dict[str, int] = {}
+    over = asyncio.Condition()
 
-    @app.get("/payload")
-    async def get() -> Response:
+    @app.get("/payload/{round_}")
+    async def get(round_: int) -> Response:
+        if folder:  # round r begins when both devices have sent round r - 1
+            async with over:
+                await over.wait_for(lambda: round_ == 0 or min(puts.get(d, 0) for d in "ab") >= round_)
         return Response(payload, media_type="application/octet-stream")
 
     @app.put("/update/{device}")
@@ -191,6 +197,9 @@ def bare_server(port: int, size: int, folder: str) -> None:
         last[device] = await request.body()
         if folder:
             await asyncio.to_thread(store, folder, f"server-{device}", last[device])
+            async with over:
+                puts[device] = puts.get(device, 0) + 1
+                over.notify_all()
         return {"size": len(last[device])}
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False)
@@ -200,8 +209,8 @@ def bare_device(url: str, name: str, rounds: int, folder: str) -> None:
     """GET and PUT the same bytes, `rounds` times; prints when each PUT was answered."""
     times: list[float] = []
     with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
-        for _ in range(rounds):
-            body = http.get("/payload").content
+        for round_ in range(rounds):
+            body = http.get(f"/payload/{round_}").content
             if folder:
                 store(folder, f"device-{name}", body)
             http.put(f"/update/{name}", content=body).raise_for_status()
