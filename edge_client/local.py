@@ -49,5 +49,5 @@ def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Ou
         accuracy_before=before,
         accuracy_after=accuracy(task.trainer, local.trained, data.x_test, data.y_test),
     )
-    meta = {**local.update.meta, **metrics.model_dump(exclude={"seconds"})}
+    meta = {**local.update.meta, **metrics.model_dump()}
     return Outcome(local.kept, replace(local.update, meta=meta), metrics)

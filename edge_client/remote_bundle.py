@@ -42,7 +42,6 @@ def open_remote(transport: Transport, address: str, cache: Path) -> RemoteBundle
         data = transport.fetch(f"/v1/bundles/{address}", address, MANIFEST_MOST, "fetching the model's manifest")
         write_whole(path, data)
     manifest: Manifest = parse_manifest(path.read_bytes())
-    unsafe = [name for name in manifest.parts if Path(name).name != name or name in ("", ".", "..", MANIFEST)]
-    if unsafe:
-        raise BundleError(f"bundle {address[:12]}... names a part {unsafe[0]!r}, which is not a plain file name")
+    if MANIFEST in manifest.parts:
+        raise BundleError(f"bundle {address[:12]}... has a part named {MANIFEST}; export it again under another name")
     return RemoteBundle(manifest, folder, address, transport)

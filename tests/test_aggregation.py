@@ -14,6 +14,7 @@ from edge_client.bundle import Model
 from edge_client.errors import PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
+from edge_client.protocol.messages import MAX_LOSS, MAX_SAMPLES, Round
 from edge_client.protocol.payload import Arrays, Payload, encode
 
 
@@ -96,6 +97,14 @@ def test_updates_are_read_one_at_a_time() -> None:
         (update(np.ones(D), accuracy_after=1.5), "accuracy_after"),
         (update(np.ones(D), loss="high"), "loss"),
         (update(np.ones(D), -1), "samples"),
+        (update(np.ones(D), True), "samples"),
+        (update(np.ones(D), 2**31), "samples"),
+        (update(np.ones(D), 10**400), "samples"),
+        (update(np.ones(D), test_samples=10**400), "test_samples"),
+        (update(np.ones(D), loss=1e308), "loss"),
+        (update(np.ones(D), loss=-1e308), "loss"),
+        (update(np.ones(D), loss=10**400), "loss"),
+        (update(np.ones(D), accuracy_before=10**400), "accuracy_before"),
         (encode(Payload({"parameters": np.ones(D, np.float32)})), "Field required"),
         (b"", "not a maskfleet payload"),
     ],
@@ -104,6 +113,13 @@ def test_what_is_wrong_with_an_update_is_said(body: bytes, word: str) -> None:
     c = course()
     with pytest.raises(PayloadError, match=word):
         aggregation.check_update(c, 1, "a", c.method.start(c.model, 7), {}, body)
+
+
+def test_the_largest_figures_that_are_taken_leave_a_finite_record() -> None:
+    most = update(np.ones(D), MAX_SAMPLES, test_samples=MAX_SAMPLES, loss=MAX_LOSS)
+    record = close(course(), [("a", most), ("b", most)]).record
+    assert (record.loss, record.accuracy_after.mean) == (MAX_LOSS, 0.75)
+    assert Round.model_validate_json(record.model_dump_json()) == record
 
 
 def test_packed_states_come_back_bit_for_bit_and_equal_states_pack_to_equal_bytes() -> None:

@@ -481,7 +481,7 @@ def test_a_bundle_part_resumes_where_the_link_broke(tmp_path: Path) -> None:
 
 def test_a_part_with_a_path_in_its_name_is_refused(tmp_path: Path) -> None:
     evil = manifest().model_copy(update={"parts": {"../evil": Part(sha256=digest(b""), size=0)}}).to_bytes()
-    with pytest.raises(BundleError, match="plain file name"):
+    with pytest.raises(BundleError, match=r"parts\.\.\./evil"):
         open_remote(link(lambda _: httpx.Response(200, content=evil), _Time()), digest(evil), tmp_path)
 
 

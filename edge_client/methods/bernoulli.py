@@ -29,6 +29,7 @@ from pydantic import Field, model_validator
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.gates import BernoulliSigmoid, sigmoid
 from edge_client.training.loop import train
@@ -37,7 +38,6 @@ from edge_client.training.sgd import Adam, Sgd
 Bits = NDArray[np.bool_]
 F64 = NDArray[np.float64]
 _Value = TypeVar("_Value", bound=np.generic)
-MAX_SAMPLES = 2**31  # a device that claims more is refused: its weight in the head's mean is its own word
 
 
 @dataclass(frozen=True)

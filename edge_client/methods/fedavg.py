@@ -16,11 +16,11 @@ from pydantic import Field
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train_parameters
 
 BLOCK = 1 << 14  # values folded at a time
-MAX_SAMPLES = 2**31  # a device that claims more is refused: its weight in the mean is its own word
 
 
 def read_state(model: Model, payload: Payload) -> Arrays:

@@ -12,6 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+MAX_SAMPLES = 2**31 - 1  # a device's weight in a mean is its own word: more is refused
+MAX_LOSS = 1e6  # of either sign; the mean loss over a federation stays finite
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+
 
 class Message(BaseModel):
     """Base: unknown fields are refused, values are immutable."""
@@ -169,10 +175,10 @@ class Receipt(Message):
 class Report(Message):
     """A device's last word: its personal model on its own test data."""
 
-    accuracy: Annotated[float, Field(ge=0, le=1)]
-    test_samples: Annotated[int, Field(ge=0)]
-    parameters_dense: Annotated[int, Field(ge=0)]
-    parameters_compact: Annotated[int, Field(ge=0)]
+    accuracy: Fraction
+    test_samples: Count
+    parameters_dense: Annotated[int, Field(ge=0, lt=2**63)]
+    parameters_compact: Annotated[int, Field(ge=0, lt=2**63)]
     latency_dense_ms: FiniteFloat | None = None
     latency_compact_ms: FiniteFloat | None = None
     max_abs_diff: FiniteFloat | None = None
@@ -181,12 +187,11 @@ class Report(Message):
 class DeviceMetrics(Message):
     """What one device said of one round (the metadata of its update)."""
 
-    samples: Annotated[int, Field(ge=0)]
-    test_samples: Annotated[int, Field(ge=0)]
-    loss: FiniteFloat
-    accuracy_before: Annotated[float, Field(ge=0, le=1)]
-    accuracy_after: Annotated[float, Field(ge=0, le=1)]
-    seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    samples: Count
+    test_samples: Count
+    loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
+    accuracy_before: Fraction
+    accuracy_after: Fraction
 
 
 class Traffic(Message):
