@@ -118,6 +118,8 @@ class Manifest(_Data):
                         f"tensor {tensor.name!r} starts at {tensor.offset}, the one before it ends at {end}"
                     )
                 end += tensor.size
+        if MANIFEST in self.parts:
+            raise ValueError(f"a part is named {MANIFEST}, which is the manifest's own name")
         names = [t.name for t in (*self.parameters, *self.buffers)]
         if len(set(names)) != len(names):
             raise ValueError("two tensors have the same name")
@@ -204,7 +206,7 @@ class Bundle:
         """The bundle in `folder`. Raises BundleError when there is none or it is malformed."""
         path = folder / MANIFEST
         if not path.is_file():
-            raise BundleError(f"{folder} holds no {MANIFEST}; name a folder written by `maskfleet bundle export`")
+            raise BundleError(f"{folder} holds no {MANIFEST}; name a folder written by `maskfleet export`")
         return Bundle(parse_manifest(path.read_bytes()), folder)
 
     def part(self, name: str) -> Path:
