@@ -112,12 +112,12 @@ def update_limit(course: Course) -> int:
 
 def pack(arrays: Arrays) -> bytes:
     """A state or record as bytes for the store; equal arrays give equal bytes."""
-    return payload.encode(Payload(arrays))
+    return payload.encode(Payload(arrays), payload.FILE_HEADER_BYTES)
 
 
 def unpack(data: bytes) -> Arrays:
     """The arrays that `pack` wrote."""
-    return dict(payload.decode(data).arrays)
+    return dict(payload.decode(data, payload.FILE_HEADER_BYTES).arrays)
 
 
 @dataclass

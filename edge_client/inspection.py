@@ -12,7 +12,7 @@ from rich.table import Table
 
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest
 from edge_client.errors import PayloadError
-from edge_client.protocol.payload import decode
+from edge_client.protocol.payload import FILE_HEADER_BYTES, decode
 
 HEAD = 8  # values of an array that are shown
 
@@ -37,7 +37,7 @@ def payload(
         data = file.read_bytes()
     except OSError as error:
         raise PayloadError(f"cannot read {file}: {error.strerror}; name a payload's file") from None
-    content = decode(data)
+    content = decode(data, FILE_HEADER_BYTES)
     console = Console(highlight=False)
     arrays = sum(a.nbytes for a in content.arrays.values())
     console.print(f"[bold]{file.name}[/]  SHA-256 {digest(data)}")

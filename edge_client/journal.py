@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StateError
 from edge_client.protocol.messages import Enrolled, Report
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
+from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
 
 LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
@@ -208,11 +208,11 @@ class Journal:
         found = self._read_kept(path)
         if found is None:
             raise StateError(f"{path} is damaged; remove {self.folder} and join again under another name")
-        return dict(decode(found).arrays)
+        return dict(decode(found, FILE_HEADER_BYTES).arrays)
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
         """Note a trained round. Only after this returns may the update be sent."""
-        body = encode(Payload(kept))
+        body = encode(Payload(kept), FILE_HEADER_BYTES)
         header = _Header(
             round=pending.round,
             lease=pending.lease,

@@ -128,3 +128,9 @@ def test_packed_states_come_back_bit_for_bit_and_equal_states_pack_to_equal_byte
     assert aggregation.pack(dict(reversed(state.items()))) == data
     found = aggregation.unpack(data)
     assert all(found[k].tobytes() == v.tobytes() and found[k].dtype == v.dtype for k, v in state.items())
+
+
+def test_a_state_with_an_array_for_each_of_a_thousand_devices_comes_back() -> None:
+    state = {f"mask.device-{i:04d}": np.array([i], np.uint32) for i in range(1000)}
+    found = aggregation.unpack(aggregation.pack(state))
+    assert {name: int(a[0]) for name, a in found.items()} == {name: int(a[0]) for name, a in state.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.errors import PayloadError
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.payload import FILE_HEADER_BYTES, HEADER_BYTES, Payload, decode, encode
 
 EXAMPLE = Payload(
     {"mask": np.arange(5, dtype=np.uint8), "head": np.array([[1.5, -2.0]], np.float32)},
@@ -72,6 +73,51 @@ def test_foreign_metadata_is_refused(meta: object) -> None:
     header = json.dumps({"__metadata__": {"maskfleet": json.dumps(meta)}}).encode()
     with pytest.raises(PayloadError):
         decode(len(header).to_bytes(8, "little") + header)
+
+
+def crafted(header: object, arrays: bytes = b"") -> bytes:
+    """A container with a header of one's own."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + arrays
+
+
+META = {"maskfleet": '{"format":1}'}
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [0] * 65, [0, 2**40, 2**40], [0, 2**64], [-1], [1.5]])
+def test_a_shape_that_no_array_can_have_is_refused(shape: list[float]) -> None:
+    entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
+    with pytest.raises(PayloadError):
+        decode(crafted({"__metadata__": META, "a": entry}))
+
+
+def test_a_header_over_its_limit_is_refused_before_it_is_parsed() -> None:
+    peak = 40_000_000 // 40
+    huge = crafted({"__metadata__": META, "a": list(range(5_000_000))})
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadError, match=f"at most {HEADER_BYTES} are allowed"):
+            decode(huge)
+        assert tracemalloc.get_traced_memory()[1] < peak
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(PayloadError, match="claim a header of 1844674407370955"):
+        decode(b"\xff" * 8 + b"{}")
+
+
+def test_the_largest_header_is_sent_and_one_byte_more_is_not_but_may_lie_in_a_file() -> None:
+    empty = HEADER_BYTES - len(encode(Payload({}, {"pad": ""})))
+    # The format rounds a header up to a multiple of 8 bytes.
+    most = Payload({}, {"pad": "x" * (empty - empty % 8)})
+    assert len(encode(most)) <= HEADER_BYTES
+    assert decode(encode(most)) == most
+    more = Payload({}, {"pad": "x" * (empty + 8)})
+    with pytest.raises(PayloadError, match="use fewer arrays"):
+        encode(more)
+    file = encode(more, FILE_HEADER_BYTES)
+    with pytest.raises(PayloadError, match="not a maskfleet payload"):
+        decode(file)
+    assert decode(file, FILE_HEADER_BYTES) == more
 
 
 def test_not_a_number_cannot_enter_the_metadata() -> None:

@@ -3,6 +3,9 @@
 A reader in any language opens it. All metadata sits under one key, ``maskfleet``, as canonical JSON, because
 the format does not order its metadata and the same payload must be the same bytes. What the arrays mean is the
 method's business; this module only guarantees that bytes from the network become arrays or a PayloadError.
+
+What crosses the wire has a header of at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files of
+one's own (a state with one array for each device) have the same form and may have up to `FILE_HEADER_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from edge_client.errors import PayloadError
 
 FORMAT = 1
 MEDIA_TYPE = "application/x-safetensors"
-HEADER_BYTES = 4096  # room a payload's header may take beside its arrays
+HEADER_BYTES = 4096  # room the header of what crosses the wire may take beside its arrays
+FILE_HEADER_BYTES = 100_000_000  # that of a file of one's own: what the safetensors format itself allows
+_LENGTH = 8  # bytes that hold the header's length
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -36,17 +41,35 @@ class Payload:
     meta: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
-def encode(payload: Payload) -> bytes:
-    """The payload's bytes; equal payloads give equal bytes."""
+def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
+    """The payload's bytes; equal payloads give equal bytes. Raises PayloadError when the header is over its limit."""
     meta = {"format": FORMAT, **payload.meta}
     arrays = {name: np.ascontiguousarray(a) for name, a in payload.arrays.items()}
-    return save(arrays, {"maskfleet": json.dumps(meta, sort_keys=True, separators=(",", ":"), allow_nan=False)})
+    data = save(arrays, {"maskfleet": json.dumps(meta, sort_keys=True, separators=(",", ":"), allow_nan=False)})
+    size = _header_size(data)
+    if size > header_limit:
+        raise PayloadError(
+            f"a payload of {len(arrays)} arrays needs a header of {size} bytes, at most {header_limit} are allowed; "
+            "use fewer arrays and less metadata"
+        )
+    return data
 
 
-def decode(data: bytes) -> Payload:
+def _header_size(data: bytes) -> int:
+    """Bytes before the arrays, as the data's first eight claim."""
+    return _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+
+
+def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
     """Read a payload. Raises PayloadError for anything that `encode` could not have written."""
+    end = _header_size(data)
+    if end > header_limit:
+        raise PayloadError(
+            f"these {len(data)} bytes are not a maskfleet payload: they claim a header of {end} bytes, "
+            f"at most {header_limit} are allowed"
+        )
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header = json.loads(data[_LENGTH:end])
         meta = json.loads(header["__metadata__"]["maskfleet"])
         entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
@@ -60,6 +83,9 @@ def decode(data: bytes) -> Payload:
         if entry["dtype"] not in _DTYPES:
             raise PayloadError(f"array {name!r} has dtype {entry['dtype']}, which payloads do not use")
         flat: np.ndarray[Any, Any] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
-        arrays[name] = flat.reshape(entry["shape"])
+        try:
+            arrays[name] = flat.reshape(entry["shape"])
+        except (ValueError, OverflowError) as error:  # more dimensions, or larger ones, than an array can have
+            raise PayloadError(f"array {name!r} has shape {entry['shape']!s:.60}: {error}") from None
     meta.pop("format")
     return Payload(arrays, meta)
