@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      a coordinator and ten devices on this machine: FedMask, FedAvg, Standalone, one table"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
-	@echo "make fuzz      a million mutated payloads through every decoder (MUTATIONS=n for another number)"
+	@echo "make fuzz      a million mutated payloads through every codec and the container (MUTATIONS=n for another number)"
 	@echo "make bundles   rebuild the demo's two bundles (needs torch: uses the test environment)"
 	@echo "make clean     remove .venv and caches"
 
@@ -35,6 +35,7 @@ pytest: $(VENV)/.test
 MUTATIONS ?= 1000000
 fuzz: $(VENV)/.test
 	$(BIN)/python fuzz/fuzz_codecs.py --mutations $(MUTATIONS)
+	$(BIN)/python fuzz/fuzz_codecs.py --container --mutations $(MUTATIONS)
 
 bundles: $(VENV)/.test
 	$(BIN)/python -m edge_export.demo_bundles

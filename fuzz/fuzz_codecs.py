@@ -1,6 +1,7 @@
-"""Fuzzes every decoder: whatever the bytes, it returns or raises CodecError, soon and in bounded memory.
+"""Fuzzes every decoder: whatever the bytes, it returns or raises its one error, soon and in bounded memory.
 
     python fuzz/fuzz_codecs.py --mutations 1000000 [--seed N]     a seeded mutator, no extra package; prints the count
+    python fuzz/fuzz_codecs.py --container --mutations 1000000    the same for the payload container
     python fuzz/fuzz_codecs.py --write-seeds FOLDER               one file for each target, to start the next from
     python fuzz/fuzz_codecs.py FOLDER [libFuzzer options]         coverage-guided, with `pip install atheris`
 
@@ -25,6 +26,9 @@ import numpy as np
 from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, counts, klms, values
 
+from edge_client.errors import PayloadError
+from edge_client.protocol import payload as container
+
 SLOWEST = 2.0  # seconds a payload of these sizes may take, thousands of times what it needs
 CONSTANT = 4 << 20  # bytes a decoder may use beside four times what it decodes to
 _MEASURED = 200  # one payload in so many is decoded under the memory tracer
@@ -32,12 +36,32 @@ _MEASURED = 200  # one payload in so many is decoded under the memory tracer
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder, a payload it decodes, and the bytes of the largest thing it can decode to."""
+    """A decoder, a payload it decodes, the bytes of the largest thing it can decode to, how it refuses others."""
 
     name: str
     decode: Callable[[bytes], object]
     seed: bytes
     decoded: int
+    refusal: type[Exception] = CodecError
+
+
+def container_targets() -> list[Target]:
+    """The payload container around nothing, around every dtype, and around what methods send."""
+    meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
+    every = {
+        d: (np.arange(6) % 2).astype(d).reshape(2, 3) for d in ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "u8", "?")
+    }
+    made = {
+        "empty": container.Payload(),
+        "words": container.Payload({}, meta),
+        "dtypes": container.Payload(every, meta),
+        "mask": container.Payload({"mask": np.arange(200, dtype=np.uint8), "head": np.ones(5, np.float32)}, meta),
+        "scalar": container.Payload({"one": np.array(3, np.int64), "none": np.zeros((0, 4), np.float32)}),
+    }
+    return [
+        Target(f"container {name}", container.decode, container.encode(p), 4096, PayloadError)
+        for name, p in made.items()
+    ]
 
 
 def targets() -> list[Target]:
@@ -114,9 +138,9 @@ def attempt(target: Target, data: bytes, measured: bool) -> bool:
     try:
         target.decode(data)
         return True
-    except CodecError as error:
+    except target.refusal as error:
         if not str(error):
-            raise AssertionError("a CodecError without a sentence") from error
+            raise AssertionError(f"a {target.refusal.__name__} without a sentence") from error
         return False
     finally:
         if measured:
@@ -126,10 +150,9 @@ def attempt(target: Target, data: bytes, measured: bool) -> bool:
                 raise AssertionError(f"{target.name} allocated {peak} bytes for at most {target.decoded} decoded")
 
 
-def run_mutations(count: int, seed: int) -> int:
-    """Try `count` mutated payloads; the exit status."""
+def run_mutations(known: list[Target], count: int, seed: int) -> int:
+    """Try `count` mutated payloads of the targets; the exit status."""
     rng = random.Random(seed)
-    known = targets()
     for target in known:
         if not attempt(target, target.seed, measured=True):
             raise AssertionError(f"{target.name} refuses its own payload")
@@ -153,7 +176,7 @@ def run_mutations(count: int, seed: int) -> int:
             return 1
     took = time.perf_counter() - began
     print(f"{count} mutated payloads of {len(known)} targets in {took:.0f} s: {decoded} decoded, "
-          f"{count - decoded} refused with a CodecError, none crashed, hung or allocated too much; "
+          f"{count - decoded} refused with a {known[0].refusal.__name__}, none crashed, hung or allocated too much; "
           f"the slowest took {slowest * 1e3:.0f} ms ({slowest_name})")  # fmt: skip
     return 0
 
@@ -180,6 +203,7 @@ def main() -> int:
     """Parse the command line and fuzz."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, help="try so many mutated payloads without atheris")
+    parser.add_argument("--container", action="store_true", help="fuzz the payload container instead of the codecs")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--write-seeds", type=Path, metavar="FOLDER", help="write a corpus for atheris and end")
     options, rest = parser.parse_known_args()
@@ -189,7 +213,7 @@ def main() -> int:
             (options.write_seeds / f"{i:03}").write_bytes(bytes([i]) + target.seed)
         return 0
     if options.mutations is not None:
-        return run_mutations(options.mutations, options.seed)
+        return run_mutations(container_targets() if options.container else targets(), options.mutations, options.seed)
     run_atheris(rest)
     return 0
 

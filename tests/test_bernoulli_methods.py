@@ -253,6 +253,50 @@ def test_a_malformed_update_is_refused(method: BernoulliMasks, damage: str) -> N
         method.read_update(fleet.task("a", 3).assignment, fleet.state, fleet.records["a"], Payload(bad))
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedPM(down="counts"),
+        DeltaMask(),
+        DeltaMask(codec="auto"),
+        DeltaMask(codec="fuse16"),
+        Coupled(),
+        Coupled(references=0),
+    ],
+    ids=["fedpm", "deltamask png", "deltamask auto", "deltamask fuse16", "coupled", "coupled by counts"],
+)
+def test_damaged_codec_bytes_are_a_payload_error_on_both_sides(method: BernoulliMasks) -> None:
+    fleet = Fleet(method)
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    t, down = fleet.task("a", 4), fleet.ask("a")
+    sent = method.local_round(t, fleet.kept["a"], down).update
+
+    def server(update: Payload) -> None:
+        method.read_update(t.assignment, fleet.state, fleet.records["a"], update)
+
+    def device(downlink: Payload) -> None:
+        method.personal(t, fleet.kept["a"], downlink)
+
+    rng = np.random.default_rng(1)
+    for read, good in ((server, sent), (device, down)):
+        read(good)
+        coded_arrays = [name for name, data in good.arrays.items() if data.dtype == np.uint8]
+        assert coded_arrays or method.name == "deltamask"  # its downlink has floats only
+        for name in coded_arrays:
+            refused = 0
+            for i in range(60):
+                data = good.arrays[name].copy()
+                data = data[: rng.integers(len(data))] if i % 3 == 0 else data
+                if i % 3:
+                    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+                try:
+                    read(Payload({**good.arrays, name: data}, good.meta))  # CodecError would end the test
+                except PayloadError:
+                    refused += 1
+            assert refused >= 20  # what was cut off at least
+
+
 def test_an_impossible_downlink_is_refused_by_the_device() -> None:
     nothing = Payload({"theta": np.zeros(MASKED, np.float32), "head": np.zeros(39, np.float32)})
     for method in (FedPM(), DeltaMask()):

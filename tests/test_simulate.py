@@ -28,6 +28,7 @@ pytest.importorskip("sklearn")
 METHODS: dict[str, dict[str, Any]] = {
     "fedmask": {"keep": 0.5, "epochs": 1},
     "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
+    "coupled": {"head": "mask", "theta0": 0.5, "epochs": 1},
     "fedavg": {"epochs": 1},
     "standalone": {"epochs": 1},
 }
@@ -69,7 +70,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
     tmp_path: Path, bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated]
 ) -> None:
     with fleet(tmp_path, bundle, devices) as running:
-        for label in ("fedmask", "counted"):
+        for label in ("fedmask", "counted", "coupled"):
             real = running.run(label, {"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5)
             assert digest(real.state) == results[label].state_sha256
             assert real.accuracy() == results[label].final
