@@ -124,6 +124,31 @@ def test_loss_gradients_and_statistics_equal_eager_pytorch_whatever_the_batch_si
         np.testing.assert_allclose(got.buffers, stats, rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_of_one_sample_leaves_the_running_variance_and_moves_the_running_mean(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=0.1), nn.Linear(2, 2))
+    with torch.no_grad():
+        module[0].weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+        module[0].bias.zero_()
+        module[1].running_var.copy_(torch.tensor([3.0, 5.0]))
+        module[1].bias.copy_(torch.tensor([0.5, -1.0]))
+        module[2].weight.copy_(torch.eye(2))
+        module[2].bias.zero_()
+    bundle = export_bundle(module, torch.zeros(2, 3), tmp_path / "b", name="b", classes=2)
+    start, rows = bundle.model(), {t.name: t.span for t in bundle.manifest.parameters}
+    x, y = np.array([[4.0, 1.0, 0.0]], np.float32), np.array([0])
+    share = 1 / (1 + np.exp(1.5))  # of the other label: the logits are the batch-norm's bias
+    for backend in BACKENDS:
+        trainer = open_trainer(backend, bundle)
+        got = trainer.gradient(start.parameters, start.buffers, x, y)
+        np.testing.assert_allclose(got.buffers, [0.4, 0.2, 3.0, 5.0], rtol=1e-6, err_msg=backend)
+        assert got.loss == pytest.approx(-np.log(1 - share)), backend
+        np.testing.assert_allclose(got.parameters[rows["1.bias"]], [-share, share], rtol=1e-5)
+        for name in ("0.weight", "1.weight"):  # one sample is its own mean: nothing before the bias matters
+            np.testing.assert_allclose(got.parameters[rows[name]], 0.0, atol=1e-6)
+        two = trainer.gradient(start.parameters, start.buffers, np.concatenate([x, 0 * x]), np.array([0, 1]))
+        np.testing.assert_allclose(two.buffers, [0.2, 0.1, 0.9 * 3 + 0.1 * 8, 0.9 * 5 + 0.1 * 2], rtol=1e-6)
+
+
 def test_logits_equal_eager_pytorch_in_evaluation_mode(exported: Exported) -> None:
     start = exported.bundle.model()
     for n in (1, 33):

@@ -35,7 +35,11 @@ class Trainer(Protocol):
     manifest: Manifest
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
-        """Training-mode forward and backward. `x` is [n, *input.shape], `y` int64[n], `parameters` float32[d]."""
+        """Training-mode forward and backward. `x` is [n, *input.shape], `y` int64[n], `parameters` float32[d].
+
+        Batch-norm follows PyTorch, and is defined for one value per channel too, where PyTorch refuses: the output is
+        the bias, the running mean moves as ever and the running variance, for want of an unbiased one, stays.
+        """
         ...
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:

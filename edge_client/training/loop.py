@@ -42,7 +42,7 @@ def train(
 
     For each batch `effective()` gives the parameters float32[d] to differentiate at and `step(gradient)` moves
     whatever they are made of. `buffers` follows the batch-norm statistics in place. Raises DataError when the
-    loss stops being finite, so that no NaN is ever uploaded.
+    loss or a statistic stops being finite, so that no NaN is ever uploaded.
     """
     mean = 0.0
     for epoch in range(epochs):
@@ -50,9 +50,10 @@ def train(
         for chosen in batches(task, batch, epoch, phase):
             g = task.trainer.gradient(effective(), buffers, task.data.x[chosen], task.data.y[chosen])
             total += g.loss * len(chosen)
-            if not np.isfinite(g.loss):
+            if not np.isfinite(g.loss) or not np.isfinite(g.buffers).all():
+                what = f"the loss became {g.loss}" if not np.isfinite(g.loss) else "a batch-norm statistic overflowed"
                 raise DataError(
-                    f"the loss became {g.loss} in epoch {epoch + 1} of round {task.assignment.round}; "
+                    f"{what} in epoch {epoch + 1} of round {task.assignment.round}; "
                     "use a smaller learning rate, or look for outliers in the device's data"
                 )
             buffers[:] = g.buffers

@@ -22,6 +22,23 @@ from edge_client.errors import BundleError
 from edge_client.training import Gradient
 
 
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> torch.Tensor:
+    """`aten.batch_norm`, but one value per channel, whose unbiased variance is 0 / 0, leaves `var` as it is."""
+    into = var.clone() if training and x.numel() == x.shape[1] else var
+    out: torch.Tensor = torch.ops.aten.batch_norm.default(x, weight, bias, mean, into, training, momentum, eps, cudnn)
+    return out
+
+
 class TorchTrainer:
     """See :class:`edge_client.training.Trainer`."""
 
@@ -39,6 +56,10 @@ class TorchTrainer:
             module: torch.fx.GraphModule = torch.export.load(path).module(check_guards=False)
         except Exception as error:  # PyTorch's loader raises whatever the archive makes it raise
             raise BundleError(f"PyTorch {torch.__version__} cannot open model.pt2: {error}") from error
+        for node in module.graph.nodes:
+            if node.target == torch.ops.aten.batch_norm.default:
+                node.target = _batch_norm
+        module.recompile()
         # The hooks compare every input with the exported shapes again, at twice the cost of a small model's forward.
         module._forward_pre_hooks.clear()
         return module
@@ -47,7 +68,7 @@ class TorchTrainer:
     def _eval(self) -> torch.fx.GraphModule:
         module = copy.deepcopy(self._train)
         for node in module.graph.nodes:
-            if node.target == torch.ops.aten.batch_norm.default:
+            if node.target is _batch_norm:
                 node.update_arg(5, False)
         module.recompile()
         return module

@@ -218,7 +218,10 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch statistics (biased variance) normalise; the running variance takes the unbiased one, as in PyTorch."""
+    """Batch statistics (biased variance) normalise; the running variance takes the unbiased one, as in PyTorch.
+
+    One value per channel has no unbiased variance: the running variance then stays as it is.
+    """
     if not training or running_mean is None:
         raise BundleError("batch-norm must train with running statistics; set track_running_stats=True")
     axes = [0, *range(2, x.ndim)]
@@ -228,7 +231,9 @@ def _batch_norm(
     inverse = torch.rsqrt(var + eps)
     count = x.numel() / x.shape[1]
     running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
-    running_var.copy_(running_var * (1 - momentum) + var * (momentum * count / (count - 1)))
+    more: Any = torch.sym_max(x.numel() // x.shape[1] - 1, 1)  # type: ignore[no-untyped-call]  # 1 for one value
+    blend = momentum * (count - 1) / more  # momentum; 0 for a single value
+    running_var.copy_(running_var * (1 - blend) + var * (blend * count / more))
     out = centred * _across(inverse if weight is None else inverse * weight, x)
     return (out if bias is None else out + _across(bias, x)), mean, inverse
 
