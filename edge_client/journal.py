@@ -9,22 +9,22 @@ A state folder serves one enrolment and one process at a time:
     bundles/         the models, see `edge_client.remote_bundle`
     personal.onnx, done.json: the end
 
-Every file is written whole: temporary file, fsync, rename. The order of a round is `pending-r`, PUT, then renaming
-it to `kept-r`: what a method keeps counts only together with an update that counts. Killed between any two of them,
-the next process either trains the round again from the same values to the same bytes, or sends the same bytes again;
-both are harmless, which is why a round waits for one fsync and no more.
+The order of a round is `pending-r`, PUT, then renaming it to `kept-r`: what a method keeps counts only together with
+an update that counts. `pending-r` and its name are synced before the PUT, because a coordinator that has the update
+never asks for that round again. A power cut before that leaves no file or a torn one, which its digests tell: the
+round is trained again from the same values to the same bytes. The renaming is not synced: when a power cut or a kill
+takes it back, the same bytes are sent again and the coordinator, in whatever round it is by then, answers with the
+same receipt. So a round waits for its file and its folder to be synced, and for nothing after the receipt.
+The other files are written whole: temporary file, sync, rename, sync.
 No network and no clock here.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StateError
+from edge_client.files import disk, make_folder, write_new, write_whole
 from edge_client.protocol.messages import Enrolled, Report
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
 
@@ -92,55 +93,14 @@ def _header(line: bytes) -> _Header | None:
         return None
 
 
-@contextmanager
-def disk(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal into a StateError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = "free some space, then run the same command again: nothing is lost"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            advice = "give this user write access, or choose another folder with --state"
-        else:
-            advice = "choose another folder with --state"
-        raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
-
-
-def write_whole(path: Path, *chunks: bytes | memoryview, settle: bool = True) -> None:
-    """Replace `path` by `chunks` so that a reader, or the next start after a power cut, sees all or nothing.
-
-    With `settle` False a power cut soon afterwards may bring the old content back, whole. Raises StateError (disk
-    full, not writable); the old content then stays.
-    """
-    temporary = path.with_name(path.name + ".new")
-    with disk(path):
-        try:
-            with open(temporary, "wb", opener=lambda p, flags: os.open(p, flags, 0o600)) as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        if settle:
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-
 class Journal:
     """One device's state folder, locked for this process. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         """Create and lock the folder. Raises StateError when it is not writable or another client holds it."""
         self.folder = folder
+        make_folder(folder)
         with disk(folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock: IO[str] = open(folder / "lock", "a")  # noqa: SIM115 (held until close)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,7 +171,7 @@ class Journal:
         return dict(decode(found, FILE_HEADER_BYTES).arrays)
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
-        """Note a trained round. Only after this returns may the update be sent."""
+        """Note a trained round. Only after this returns may the update be sent. Raises StateError."""
         body = encode(Payload(kept), FILE_HEADER_BYTES)
         header = _Header(
             round=pending.round,
@@ -223,8 +183,7 @@ class Journal:
             update_sha256=pending.sha256,
         )
         first = header.model_dump_json().encode() + b"\n"
-        # Not settled: should a power cut take the file's name back, the round is trained again to the same bytes.
-        write_whole(self._path("pending", pending.round), first, body, pending.update, settle=False)
+        write_new(self._path("pending", pending.round), first, body, pending.update)
         self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:

@@ -11,8 +11,6 @@ float32 rounds in proportion to what goes through the network, even where logits
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +23,15 @@ from edge_kernels.compaction import compact
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Manifest, views
-from edge_client.errors import BundleError, CompactionError, StateError
+from edge_client.errors import BundleError, CompactionError
+from edge_client.files import write_whole
 from edge_client.methods import Personal
 from edge_client.onnx_surgery import freeze
 
 TOLERANCE = 1e-5
 EVAL = "eval.onnx"
 PROBES = 16  # samples of each kind of probe
+ELSEWHERE = "choose another place for the personal model"
 LARGE = 100.0  # the extreme inputs' magnitude; trained models see about 1
 
 
@@ -78,7 +78,7 @@ def write_personal(
         raise CompactionError(str(error)) from None
     data = freeze(_read_eval(bundle), result.tensors, result.biases).SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
-    _write_whole(path, data)
+    write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
     statistics = {t.name for t in manifest.buffers}
     return PersonalReport(
         parameters_dense=manifest.d,
@@ -100,7 +100,7 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     tensors = _effective(bundle.manifest, personal)
     data = freeze(_read_eval(bundle), tensors, {}).SerializeToString()
     _prove(bundle, tensors, data, samples)
-    _write_whole(path, data)
+    write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
     return len(data)
 
 
@@ -197,25 +197,3 @@ def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[
     yield "large inputs", False, np.float32(LARGE) * normal
     yield "large signs", False, np.where(normal < 0, np.float32(-LARGE), np.float32(LARGE))
     yield "single spikes", False, spikes.reshape(shape)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is complete whenever it is there, even after a power cut. Raises StateError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise StateError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
-        ) from None

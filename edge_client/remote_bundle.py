@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest, parse_manifest
 from edge_client.errors import BundleError
-from edge_client.journal import disk, write_whole
+from edge_client.files import disk, write_whole
 from edge_client.transport import Transport
 
 MANIFEST_MOST = 64 << 20  # bytes; a manifest has one row a tensor

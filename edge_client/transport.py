@@ -26,7 +26,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from edge_client.bundle import Part, digest
 from edge_client.errors import BundleError, ConfigError, PayloadError, ServerError, UnreachableError
 from edge_client.events import Event, OnEvent
-from edge_client.journal import disk, write_whole
+from edge_client.files import disk, write_whole
 
 BACKOFF_FIRST = 0.5  # seconds: the longest first wait; doubled after each failure
 BACKOFF_MOST = 60.0

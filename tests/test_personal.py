@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
         write_personal(bundle, replace(good, mask=np.zeros(17, bool)), path)
     with pytest.raises(CompactionError, match="mask is bool"):
         write_personal(bundle, replace(good, mask=np.zeros(3, bool)), path)
-    with pytest.raises(StateError, match="cannot write"):
+    with pytest.raises(StateError, match="another place for the personal model"):
         write_personal(bundle, good, tmp_path / "no such folder" / "personal.onnx")
     assert not path.exists()
     (tmp_path / "eval.onnx").write_bytes(b"x")
@@ -178,7 +179,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(personal_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StateError, match="No space left"):
         write_personal(bundle, personal_of(bundle, MLP_VALUES), path)
     assert path.read_bytes() == b"old"

@@ -1,0 +1,90 @@
+"""Files that survive a power cut, and what the operating system's refusals mean to a person. What they hold: elsewhere.
+
+A file's bytes are safe once the file is synced, its name once its folder is: only both together count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edge_client.errors import StateError
+
+
+@contextmanager
+def disk(path: Path, elsewhere: str = "choose another folder with --state") -> Iterator[None]:
+    """Turn the operating system's refusal into a StateError that says what to do, `elsewhere` at the last."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "free some space, then run the same command again: nothing is lost"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = f"give this user write access, or {elsewhere}"
+        else:
+            advice = elsewhere
+        raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
+
+
+def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int) -> None:
+    with open(path, "wb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _settle_names(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def make_folder(path: Path) -> None:
+    """Make a private folder, and those above it that are missing, safe from a power cut. Raises StateError."""
+    with disk(path):
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _settle_names(folder.parent)
+
+
+def write_whole(
+    path: Path, *chunks: bytes | memoryview, mode: int = 0o600, elsewhere: str = "choose another folder with --state"
+) -> None:
+    """Replace `path` by `chunks` so that a reader, or the next start after a power cut, sees all or nothing.
+
+    Once this returns it is all. Raises StateError (disk full, not writable); the old content then stays.
+    """
+    temporary = path.with_name(path.name + ".new")
+    with disk(path, elsewhere):
+        try:
+            _write(temporary, chunks, mode)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _settle_names(path.parent)
+
+
+def write_new(path: Path, *chunks: bytes | memoryview) -> None:
+    """Write `chunks` under their final name at once, for a file that tells by itself whether it is whole.
+
+    Once this returns the file and its name are safe; until then a power cut may leave a torn one. Raises StateError
+    (disk full, not writable); then there is no file.
+    """
+    with disk(path):
+        try:
+            _write(path, chunks, 0o600)
+            _settle_names(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
