@@ -7,6 +7,7 @@ a writer's page) are never on both sides of that split.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,22 +67,39 @@ def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int)
     return DeviceData(x[~test], y[~test], x[test], y[test])
 
 
-def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
-    """Read and check a device's file. Raises DataError with what is wrong and what the bundle takes."""
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    """Every array of an .npz file by name. Raises DataError when it is not one."""
+    arrays: dict[str, NDArray[Any]] = {}
     try:
-        with np.load(path, allow_pickle=False) as z:
-            arrays = {k: z[k] for k in z.files}
+        opened = np.load(path, allow_pickle=False)
+        if isinstance(opened, np.ndarray):
+            raise DataError(f"{path} holds a single array; write x and y with numpy.savez(path, x=..., y=...)")
+        with opened as z:
+            for name in z.files:
+                arrays[name] = z[name]
+                if not isinstance(arrays[name], np.ndarray):
+                    raise DataError(f"{path} holds {name!r}, which is not an array; write it with numpy.savez")
     except FileNotFoundError:
         raise DataError(f"there is no data file {path}; write one with numpy.savez(path, x=..., y=...)") from None
-    except (OSError, ValueError, BadZipFile, EOFError, AttributeError) as error:
+    except (OSError, ValueError, BadZipFile, EOFError, NotImplementedError, MemoryError, zlib.error) as error:
         raise DataError(f"{path} is not a readable .npz file: {error}") from None
+    return arrays
+
+
+def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
+    """Read and check a device's file. Raises DataError with what is wrong and what the bundle takes."""
+    arrays = _read(path)
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise DataError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}")
     x, y = check(manifest, arrays["x"], arrays["y"], str(path))
     if len(y) < 2:
         raise DataError(f"{path} holds {len(y)} samples; training needs at least 2")
-    if "x_test" in arrays and "y_test" in arrays:
+    given = {"x_test", "y_test"} & arrays.keys()
+    if len(given) == 1:
+        lacks = {"x_test", "y_test"} - given
+        raise DataError(f"{path} has {given.pop()} but no {lacks.pop()}; give both, or neither to have a fifth kept")
+    if given:
         return DeviceData(x, y, *check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)"))
     group = arrays.get("group", np.arange(len(y)))
     if group.shape != y.shape:

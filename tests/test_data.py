@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_bundle import small_manifest
 
 from edge_client.data import load, split
@@ -67,6 +70,8 @@ def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_
         ({"x": X.astype("S3"), "y": Y}, "give numbers"),
         ({"x": X[:1], "y": Y[:1]}, "at least 2"),
         ({"x": X, "y": Y, "group": Y[:3]}, "one group a sample"),
+        ({"x": X, "y": Y, "x_test": X}, "has x_test but no y_test"),
+        ({"x": X, "y": Y, "y_test": Y}, "has y_test but no x_test"),
     ],
 )
 def test_each_mistake_is_named_with_its_value(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
@@ -83,3 +88,31 @@ def test_a_missing_a_broken_and_a_pickled_file_are_refused(tmp_path: Path) -> No
         load(tmp_path / "broken.npz", small_manifest())
     with pytest.raises(DataError, match="not a readable"):
         load(saved(tmp_path, x=np.array([{}], dtype=object), y=Y), small_manifest())
+
+
+def test_a_single_array_and_a_zip_of_other_things_are_refused(tmp_path: Path) -> None:
+    with (tmp_path / "one.npz").open("wb") as file:
+        np.save(file, X)
+    with pytest.raises(DataError, match="holds a single array"):
+        load(tmp_path / "one.npz", small_manifest())
+    with zipfile.ZipFile(tmp_path / "zip.npz", "w") as z:
+        z.writestr("x", b"text")
+    with pytest.raises(DataError, match="'x', which is not an array"):
+        load(tmp_path / "zip.npz", small_manifest())
+
+
+@given(at=st.integers(0, 10_000), byte=st.integers(1, 255))
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_file_is_read_or_refused_with_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.npz"
+    np.savez_compressed(path, x=X, y=Y)
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= byte
+    path.write_bytes(bytes(data))
+    try:
+        found = load(path, small_manifest())
+    except DataError:
+        return
+    assert len(found.y) + len(found.y_test) == 20
