@@ -16,10 +16,10 @@ from edge_client.training.gates import (
     SigmoidThreshold,
     SignTanh,
     group_lasso,
-    lasso_score_gradient,
     sigmoid,
     sigmoid_slope,
 )
+from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Adam, Sgd
 
 W = np.array([2.0, 3.0, 5.0, -7.0], np.float32)
@@ -72,16 +72,16 @@ def test_a_dead_score_stays_dead_and_pulls_nothing() -> None:
     assert _effective(SigmoidThreshold(), scores) == [0.0, 3.0, 0.0, -7.0]
     gradient = _gradient(SigmoidThreshold(), scores)
     assert gradient[0] == gradient[2] == 0
-    alone, both = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    alone = np.zeros(4, np.float32)
     value = group_lasso(scores, (2, 2), 1.0, alone)
     a, b = 1 / (1 + np.e**-1), 1 / (1 + np.e**-0.5)
     assert value == pytest.approx(a + b + np.hypot(a, b))  # two rows, and the one live column
     assert alone[0] == alone[2] == 0
-    lasso_score_gradient(W, scores, G, (2, 2), 1.0, both)
-    assert both[0] == both[2] == 0
-    sgd = Sgd(4, 0.1, 0.9)
+    sgd = MaskedSgd(W, scores, (2, 2), 0.1, 0.9, lasso=1.0)
+    out = np.zeros(4, np.float32)
     for _ in range(3):
-        sgd.step(scores, both)
+        sgd.step(G, out)
+    assert out[0] == out[2] == 0
     assert scores[0] == scores[2] == -np.inf
     assert np.isfinite(scores[[1, 3]]).all()
 
@@ -137,28 +137,71 @@ def test_group_lasso_of_a_two_by_two_layer_by_hand() -> None:
     np.testing.assert_allclose(out, [4 * 0.75 * 0.25, 0, 0, 4 * 0.25], rtol=1e-5)
 
 
+SHAPES = [(7, 5), (3, 4, 3, 3), (1, 6), (6, 1, 2), (40, 900), (2, 70_000), (150, 900)]
+
+
 @settings(max_examples=20, deadline=None)
-@given(
-    st.sampled_from([(7, 5), (3, 4, 3, 3), (1, 6), (6, 1, 2), (40, 900), (2, 40_000)]),
-    st.floats(0, 1),
-    st.integers(0, 1000),
-)
-def test_lasso_equals_autograd(shape: tuple[int, ...], strength: float, seed: int) -> None:
+@given(st.sampled_from(SHAPES), st.floats(0, 1), st.sampled_from([0.1, 0.5, 1.0, 5.0]), st.integers(0, 1000))
+def test_lasso_equals_autograd(shape: tuple[int, ...], strength: float, radius: float, seed: int) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)
-    n = int(np.prod(shape))
-    w, s, g = rng.standard_normal((3, n)).astype(np.float32)
+    s = rng.uniform(-radius, radius, int(np.prod(shape))).astype(np.float32)
     leaf = torch.tensor(s, requires_grad=True)
     m = torch.sigmoid(leaf).reshape(shape[0], shape[1], -1)
     penalty = strength * (m.square().sum((1, 2)).sqrt().sum() + m.square().sum((0, 2)).sqrt().sum())
-    (penalty + (torch.sigmoid(leaf) * torch.tensor(w * g)).sum()).backward()
-    fused, apart = np.empty(n, np.float32), np.empty(n, np.float32)
-    value = lasso_score_gradient(w, s, g, shape, strength, fused)
-    SigmoidThreshold().score_gradient(w, s, g, apart)
-    assert group_lasso(s, shape, strength, apart) == pytest.approx(value)
-    assert value == pytest.approx(float(penalty.detach()), rel=1e-5, abs=1e-6)
-    np.testing.assert_allclose(fused, leaf.grad.numpy(), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(apart, fused, rtol=1e-4, atol=1e-6)
+    penalty.backward()
+    out = np.zeros_like(s)
+    assert group_lasso(s, shape, strength, out) == pytest.approx(float(penalty.detach()), rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(out, leaf.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from([0.0, 1e-12, 0.01]),
+    st.sampled_from([0.1, 0.5, 1.0, 5.0]),
+    st.sampled_from([0.0, 0.2, 0.9, 1.0]),
+    st.integers(0, 1000),
+)
+def test_the_step_in_one_go_is_gate_lasso_and_sgd_one_after_another(
+    shape: tuple[int, ...], lasso: float, radius: float, dead: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(np.prod(shape))
+    weights = rng.standard_normal(n).astype(np.float32)
+    scores = rng.uniform(-radius, radius, n).astype(np.float32)
+    scores[rng.random(n) < dead] = -np.inf
+    scores[: n // 4] = np.where(np.isneginf(scores[: n // 4]), -np.inf, np.float32(-0.0))  # -0 is not below zero
+    gate, apart, sgd = SigmoidThreshold(), scores.copy(), Sgd(n, 0.1, 0.9)
+    one_go = MaskedSgd(weights, scores, shape, 0.1, 0.9, lasso)
+    got, due, slope = np.empty((3, n), np.float32)
+    one_go.effective(got)
+    gate.effective(weights, apart, due)
+    np.testing.assert_array_equal(got, due)
+    for _ in range(3):
+        gradient = rng.standard_normal(n).astype(np.float32)
+        one_go.step(gradient, got)
+        gate.score_gradient(weights, apart, gradient, slope)
+        if lasso:
+            group_lasso(apart, shape, lasso, slope)
+        sgd.step(apart, slope)
+        np.testing.assert_allclose(scores, apart, rtol=1e-5, atol=1e-5)  # the slope's polynomial
+        gate.effective(weights, scores, due)
+        np.testing.assert_array_equal(got, due)
+
+
+def test_a_vanishing_lasso_trains_like_none() -> None:
+    rng = np.random.default_rng(0)
+    n = 300 * 40
+    weights, gradient = rng.standard_normal((2, n)).astype(np.float32)
+    ends = []
+    for lasso in (0.0, 1e-30):
+        scores, out = np.full(n, 0.1, np.float32), np.empty(n, np.float32)
+        step = MaskedSgd(weights, scores, (300, 40), 10.0, 0.9, lasso)
+        for _ in range(5):
+            step.step(gradient, out)
+        ends.append(scores)
+    np.testing.assert_array_equal(ends[0], ends[1])
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.01), (0.0, 0.1)])

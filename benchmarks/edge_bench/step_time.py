@@ -1,12 +1,14 @@
 """Time of a training step: ``python -m edge_bench.step_time --json FILE`` (needs torch; about two minutes).
 
-For each model, on one thread and one batch: a PyTorch eager step (forward, backward), and per backend the gradient,
-the plain step (gradient and SGD with momentum) and the mask step (gate, gradient, gate's backward, SGD on the
-scores) without and with group lasso. All variants are interleaved in one run; the clock is the process's CPU time, so
-that another process's share is not counted; figures are medians, and what counts are the ratios:
+For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the
+gradient, the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient,
+gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
+scores start anew every 45 steps, as many as a HAR device makes in a round. All variants are interleaved in one run;
+the clock is the process's CPU time, so that another process's share is not counted; figures are medians, and what
+counts are the ratios:
 
     onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
-    mask_over_plain          mask step / plain step of the same backend, and the same with lasso
+    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned)
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models
-from edge_client.bundle import Bundle
+from edge_client.bundle import Bundle, Tensor
+from edge_client.methods.fedmask import FedMask
 from edge_client.training import open_trainer
-from edge_client.training.gates import SigmoidThreshold, lasso_score_gradient
+from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 
 BATCH = 32
-LASSO = 2e-4
+ROUND = 45  # steps between two fresh starts of the scores
+FEDMASK = FedMask()
 BACKENDS = ("onnxruntime", "torch")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     # name: module, one sample, classes, rounds measured
@@ -52,31 +56,42 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
     trainer, model = open_trainer(backend, bundle), bundle.model()
     m, d = bundle.manifest, bundle.manifest.d
     layers = [m.tensors[w] for layer in m.layers for w in layer.weights]
-    masked = slice(0, layers[-1].span.stop)
-    gate, rng = SigmoidThreshold(), np.random.default_rng(0)
-    plain, weights, effective = model.parameters.copy(), model.parameters[masked], model.parameters.copy()
-    scores = (0.1 * rng.choice([-1.0, 1.0], masked.stop)).astype(np.float32)
-    plain_sgd, score_sgd = Sgd(d, 0.01, 0.9), Sgd(masked.stop, 0.01, 0.9)
+    plain, frozen = model.parameters.copy(), model.parameters
+    plain_sgd = Sgd(d, 0.01, 0.9)
 
     def plain_step() -> None:
         plain_sgd.step(plain, trainer.gradient(plain, model.buffers, x, y).parameters)
 
-    def mask_step(lasso: float) -> None:
-        gate.effective(weights, scores, effective[masked])
-        gradient = trainer.gradient(effective, model.buffers, x, y).parameters[masked]
-        if lasso:
-            for t in layers:
-                s = t.span
-                lasso_score_gradient(weights[s], scores[s], gradient[s], t.shape, lasso, gradient[s])
-        else:
-            gate.score_gradient(weights, scores, gradient, gradient)
-        score_sgd.step(scores, gradient)
+    def mask_step(lasso: float, keep: float) -> Callable[[], object]:
+        effective, done = frozen.copy(), 0
+
+        def fresh(i: int, t: Tensor) -> tuple[slice, MaskedSgd]:
+            scores = np.full(t.size, FEDMASK.radius, np.float32)
+            if i >= len(layers) - 2:
+                scores[np.random.default_rng(0).random(t.size) >= keep] = -np.inf
+            layer = MaskedSgd(frozen[t.span], scores, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
+            layer.effective(effective[t.span])
+            return t.span, layer
+
+        masked: list[tuple[slice, MaskedSgd]] = []
+
+        def step() -> None:
+            nonlocal done
+            if done % ROUND == 0:
+                masked[:] = [fresh(i, t) for i, t in enumerate(layers)]
+            done += 1
+            gradient = trainer.gradient(effective, model.buffers, x, y).parameters
+            for span, layer in masked:
+                layer.step(gradient[span], effective[span])
+
+        return step
 
     return {
         "gradient": lambda: trainer.gradient(model.parameters, model.buffers, x, y),
         "plain": plain_step,
-        "mask": lambda: mask_step(0.0),
-        "mask_lasso": lambda: mask_step(LASSO),
+        "mask": mask_step(0.0, 1.0),
+        "mask_lasso": mask_step(FEDMASK.group_lasso, 1.0),
+        "mask_lasso_pruned": mask_step(FEDMASK.group_lasso, FEDMASK.keep),
     }
 
 
@@ -107,8 +122,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     ms = {k: 1e3 * median(v) for k, v in taken.items()}
     ratios = {"onnxruntime_over_eager": ms["onnxruntime.gradient"] / ms["eager"]}
     for b in BACKENDS:
-        ratios[f"{b}.mask_over_plain"] = ms[f"{b}.mask"] / ms[f"{b}.plain"]
-        ratios[f"{b}.mask_lasso_over_plain"] = ms[f"{b}.mask_lasso"] / ms[f"{b}.plain"]
+        for kind in ("mask", "mask_lasso", "mask_lasso_pruned"):
+            ratios[f"{b}.{kind}_over_plain"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain"]
     return {
         "parameters": bundle.manifest.d,
         "batch": BATCH,

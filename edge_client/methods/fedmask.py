@@ -31,12 +31,11 @@ from edge_client.bundle import F32, Manifest, Model, digest
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task
 from edge_client.protocol.payload import Arrays, Payload
-from edge_client.training.gates import SigmoidThreshold, lasso_score_gradient
 from edge_client.training.loop import train
+from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 
 Bits = NDArray[np.bool_]
-GATE = SigmoidThreshold()
 
 
 @dataclass(frozen=True)
@@ -413,27 +412,22 @@ class FedMask(Method):
         """SGD on `scores` and on the float32 parameters in `values`, in place; the masked spans of it are scratch."""
         frozen = task.assignment.model.parameters
         free = np.concatenate([layout.real, layout.local])
-        score_sgd, free_sgd = Sgd(scores.size, self.lr, self.momentum), Sgd(free.size, self.local_lr, self.momentum)
-        slope = np.empty_like(scores)
-
-        def effective() -> F32:
-            for b in layout.blocks:
-                GATE.effective(frozen[b.span], scores[b.at], values[b.span])
-            return values
+        free_sgd = Sgd(free.size, self.local_lr, self.momentum)
+        masked = [
+            (b.span, MaskedSgd(frozen[b.span], scores[b.at], b.shape, self.lr, self.momentum, self.group_lasso))
+            for b in layout.blocks
+        ]
+        for span, layer in masked:
+            layer.effective(values[span])
 
         def step(gradient: F32) -> None:
-            for b in layout.blocks:
-                given = frozen[b.span], scores[b.at], gradient[b.span]
-                if self.group_lasso:
-                    lasso_score_gradient(*given, b.shape, self.group_lasso, slope[b.at])
-                else:
-                    GATE.score_gradient(*given, slope[b.at])
-            score_sgd.step(scores, slope)
+            for span, layer in masked:
+                layer.step(gradient[span], values[span])
             moved = values[free]
             free_sgd.step(moved, gradient[free])
             values[free] = moved
 
-        return train(task, buffers, effective, step, epochs, self.batch, phase)
+        return train(task, buffers, lambda: values, step, epochs, self.batch, phase)
 
     def _personal(self, task: Task, layout: Layout, values: F32, buffers: F32, mask: Bits) -> Personal:
         frozen, values = task.assignment.model.parameters, values.copy()

@@ -24,12 +24,20 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 
-BLOCK = 1 << 15  # values per pass: the scratch of a block stays in the second-level cache
+BLOCK = 1 << 16  # values per pass: shorter ones pay more for calls than they win from the cache
 _ONE, _HALF = np.float32(1), np.float32(0.5)
-# Psi(s) as a polynomial in s^2 for |s| <= 1, lowest power first: Chebyshev interpolation, relative error under 6e-6.
-_NEAR = tuple(np.float32(c) for c in (0.24999882, -0.06246198, 0.01022257, -0.00114852))
+# Psi(s) as a polynomial in s^2, lowest power first, for |s| up to a radius: relative error under 6e-6.
+_NEAR = (
+    (0.18, (0.24999864, -0.0621637)),
+    (0.55, (0.24999877, -0.06242763, 0.00977381)),
+    (1.0, (0.24999882, -0.06246198, 0.01022257, -0.00114852)),
+)
 # Likewise (sigmoid(s) - 1/2) / s, relative error of the sigmoid under 1e-6.
-_NEAR_ODD = tuple(np.float32(c) for c in (0.249999863, -0.0208289276, 0.00206092804, -0.000173409135))
+_NEAR_ODD = (
+    (0.18, (0.24999973, -0.02076603)),
+    (0.55, (0.24999983, -0.02082296, 0.00199092)),
+    (1.0, (0.249999863, -0.0208289276, 0.00206092804, -0.000173409135)),
+)
 
 
 class _Scratch(threading.local):
@@ -74,14 +82,7 @@ def sigmoid(scores: F32, out: F32) -> None:
     """``out = 1 / (1 + exp(-scores))``, float32, without overflow warnings; 0 at -inf. See `sigmoid_slope`."""
     for low in range(0, scores.size, BLOCK):
         s, o = scores[low : low + BLOCK], out[low : low + BLOCK]
-        a = _scratch.rows[0, : s.size]
-        np.multiply(s, s, out=a)
-        if a.max() <= 1:
-            np.multiply(a, _NEAR_ODD[3], out=o)
-            for c in _NEAR_ODD[2:0:-1]:
-                o += c
-                o *= a
-            o += _NEAR_ODD[0]
+        if _polynomial(_NEAR_ODD, s, o):
             o *= s
             o += _HALF
         else:
@@ -97,25 +98,32 @@ def sigmoid_slope(scores: F32, out: F32) -> None:
 
     It is e / (1 + e)^2 with e = exp(-|s|). Where a block's scores all lie in [-1, 1], as scores that start at a
     small radius do, a polynomial of relative error under 6e-6 takes the place of the exponential, the dearest
-    operation of a mask step.
+    operation of a mask step; the closer to zero, the shorter the polynomial.
     """
     for low in range(0, scores.size, BLOCK):
         s, o = scores[low : low + BLOCK], out[low : low + BLOCK]
-        a = _scratch.rows[0, : s.size]
-        np.multiply(s, s, out=a)
-        if a.max() <= 1:
-            np.multiply(a, _NEAR[3], out=o)
-            for c in _NEAR[2:0:-1]:
-                o += c
-                o *= a
-            o += _NEAR[0]
-        else:
-            np.abs(s, out=a)
+        if not _polynomial(_NEAR, s, o):
+            a = np.abs(s, out=_scratch.rows[0, : s.size])
             np.negative(a, out=a)
             np.exp(a, out=a)
             np.add(a, _ONE, out=o)
             np.multiply(o, o, out=o)
             np.divide(a, o, out=o)
+
+
+def _polynomial(table: tuple[tuple[float, tuple[float, ...]], ...], s: F32, out: F32) -> bool:
+    """Write the shortest polynomial in s^2 that reaches the largest `s` of a block; False when none does."""
+    square = np.multiply(s, s, out=_scratch.rows[0, : s.size])
+    reach = float(square.max()) if s.size else 0.0
+    for radius, (*rest, top) in table:
+        if reach <= radius * radius:
+            np.multiply(square, np.float32(top), out=out)
+            for c in rest[:0:-1]:
+                out += np.float32(c)
+                out *= square
+            out += np.float32(rest[0])
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -212,50 +220,24 @@ def group_lasso(scores: F32, shape: tuple[int, ...], strength: float, out: F32) 
     R_g (FedMask eq. 9) is the sum of Euclidean norms of ``sigmoid(scores)`` over the layer's rows and columns (`shape`
     = [out, in]) or filters and channels (`shape` = [out, in, height, width]). `scores` is the layer's float32[n] span.
     """
-    rows, columns = shape[0], shape[1]
     soft = _scratch.layer(scores.size)
-    row_norm, column_norm = _norms(scores, soft, rows, columns)
-    row_scale, column_scale = _scales(row_norm, column_norm, scores.size // (rows * columns), strength)
+    row_norm, column_norm = group_norms(scores, shape, soft)
+    rows, kernel = shape[0], scores.size // (shape[0] * shape[1])
+    row_scale, column_scale = norm_scales(row_norm, strength), norm_scales(column_norm, strength).repeat(kernel)
     height = max(1, BLOCK // (scores.size // rows))
     for low in range(0, rows, height):
         m = soft.reshape(rows, -1)[low : low + height]
-        pull = np.add(row_scale[low : low + height, None], column_scale, out=_room(m, 0))
+        pull = np.add(row_scale[low : low + height, None], column_scale)
         pull *= m
-        pull *= m
-        np.subtract(_ONE, m, out=m)
+        sigmoid_slope(scores[low * len(column_scale) :][: m.size], m.reshape(-1))
         pull *= m
         out.reshape(rows, -1)[low : low + height] += pull
     return strength * float(row_norm.sum() + column_norm.sum())
 
 
-def lasso_score_gradient(
-    weights: F32, scores: F32, gradient: F32, shape: tuple[int, ...], strength: float, out: F32
-) -> float:
-    """`SigmoidThreshold.score_gradient` and `group_lasso` of one layer in one go; returns ``strength * R_g``.
-
-    The sigmoid is computed once: ``out = Psi(s) * (gradient * weights + strength * dR_g / dsigmoid)``.
-    """
-    rows, columns = shape[0], shape[1]
-    soft = _scratch.layer(scores.size)
-    row_norm, column_norm = _norms(scores, soft, rows, columns)
-    row_scale, column_scale = _scales(row_norm, column_norm, scores.size // (rows * columns), strength)
-    height = max(1, BLOCK // (scores.size // rows))
-    w2, g2, out2, soft2 = (a.reshape(rows, -1) for a in (weights, gradient, out, soft))
-    for low in range(0, rows, height):
-        s = slice(low, low + height)
-        m = soft2[s]
-        pull = np.add(row_scale[s, None], column_scale, out=_room(m, 0))
-        pull *= m
-        product = np.multiply(w2[s], g2[s], out=_room(m, 1))
-        pull += product
-        pull *= m
-        np.subtract(_ONE, m, out=m)
-        np.multiply(pull, m, out=out2[s])
-    return strength * float(row_norm.sum() + column_norm.sum())
-
-
-def _norms(scores: F32, soft: F32, rows: int, columns: int) -> tuple[F32, F32]:
-    """Write ``sigmoid(scores)`` into `soft`; Euclidean norms of its rows float32[rows] and columns float32[columns]."""
+def group_norms(scores: F32, shape: tuple[int, ...], soft: F32) -> tuple[F32, F32]:
+    """Write ``sigmoid(scores)`` into `soft`; Euclidean norms of its rows float32[shape[0]] and columns [shape[1]]."""
+    rows, columns = shape[:2]
     width = scores.size // rows
     row_square, column_square = np.empty(rows, np.float32), np.zeros(width, np.float32)
     height, ones = max(1, BLOCK // width), np.ones(width, np.float32)
@@ -263,24 +245,19 @@ def _norms(scores: F32, soft: F32, rows: int, columns: int) -> tuple[F32, F32]:
         high = min(low + height, rows)
         m = soft[low * width : high * width]
         sigmoid(scores[low * width : high * width], m)
-        square = np.multiply(m, m, out=_room(m, 0)).reshape(-1, width)
+        square = np.multiply(m, m, out=_room(m)).reshape(-1, width)
         np.matmul(square, ones, out=row_square[low:high])  # BLAS sums faster than a reduction does
         column_square += ones[: high - low] @ square if high - low <= width else square.sum(axis=0)
     return np.sqrt(row_square), np.sqrt(column_square.reshape(columns, -1).sum(axis=1))
 
 
-def _room(like: F32, row: int) -> F32:
-    """Scratch of the shape of `like`; its own memory when one row of a layer is longer than a block."""
-    if like.size > BLOCK:
-        return np.empty(like.shape, np.float32)
-    return _scratch.rows[row, : like.size].reshape(like.shape)
+def norm_scales(norms: F32, strength: float) -> F32:
+    """``strength / norm``, and 0 for a group that is wholly dead."""
+    scales = np.zeros_like(norms)
+    np.divide(np.float32(strength), norms, out=scales, where=norms > 0)
+    return scales
 
 
-def _scales(row_norm: F32, column_norm: F32, kernel: int, strength: float) -> tuple[F32, F32]:
-    """``strength / norm`` (0 for a group that is wholly dead), the column scales repeated over the kernel."""
-    scales = []
-    for norm in (row_norm, column_norm):
-        scale = np.zeros_like(norm)
-        np.divide(np.float32(strength), norm, out=scale, where=norm > 0)
-        scales.append(scale)
-    return scales[0], np.repeat(scales[1], kernel)
+def _room(like: F32) -> F32:
+    """Scratch of the size of `like`; its own memory when one row of a layer is longer than a block."""
+    return np.empty_like(like) if like.size > BLOCK else _scratch.rows[0, : like.size]
