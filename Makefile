@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      a coordinator and ten devices on this machine: FedMask, FedAvg, Standalone, one table"
+	@echo "make demo      a coordinator and ten devices on this machine: FedMask, Coupled, FedAvg, Standalone compared"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
 	@echo "make fuzz      a million mutated payloads through every codec and the container (MUTATIONS=n for another number)"
 	@echo "make bundles   rebuild the demo's two bundles (needs torch: uses the test environment)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -13,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 from edge_bench import cli
+from edge_bench.curves import Point, amount, curve, sketch
 from edge_bench.demo import DemoError, children, choose_data
 
 from edge_client.errors import ConfigError, DataError
+from edge_client.protocol.messages import Accuracy, Round, Traffic
 
 pytest.importorskip("sklearn")
 FIGURES = {
@@ -30,11 +33,13 @@ FIGURES = {
 
 
 def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, folder = tmp_path / "demo.json", tmp_path / "files"
-    cli.demo("digits", devices=2, rounds=2, seed=1, methods="fedmask,standalone", json_file=out, keep_files=folder)
+    out, folder, plot = tmp_path / "demo.json", tmp_path / "files", tmp_path / "plot.png"
+    methods = "fedmask,coupled,standalone"
+    cli.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
     written = json.loads(out.read_text())
     assert set(written) == {"methods", "compaction", "settings", "machine"}
-    assert set(written["methods"]) == {"fedmask", "standalone"}
+    assert set(written["methods"]) == {"fedmask", "coupled", "standalone"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
     for record in written["methods"].values():
         assert record.keys() >= FIGURES
         assert 0 < record["accuracy_worst"] <= record["accuracy_mean"] <= 1
@@ -48,7 +53,59 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert compact["max_abs_diff"] <= 1e-5
     assert written["settings"]["rounds"] == 2
     assert len(list(folder.glob("fedmask/*/personal.onnx"))) == 2
-    assert "fedmask" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    table = said[[line.startswith("digits: every device") for line in said].index(True) :]
+    for name in written["methods"]:
+        assert any(line.startswith(name + " ") for line in table)
+    assert max(len(line) for line in table if str(tmp_path) not in line) <= 80
+
+
+def test_the_demo_compares_ours_with_fedmask_fedavg_and_standalone() -> None:
+    default = inspect.signature(cli.demo).parameters["methods"].default
+    assert default == "fedmask,coupled,fedavg,standalone"
+
+
+def a_round(round_: int, up: int, before: float) -> Round:
+    same = Accuracy(mean=before, worst=before, p10=before, best=before)
+    traffic = Traffic(up={"mask": up}, down={"mask": 20}, one_time_up={"structure": 10} if round_ == 1 else {})
+    return Round(
+        round=round_, devices=["a", "b"], traffic=traffic, bits_per_parameter_up=1, bits_per_parameter_down=1, loss=1,
+        accuracy_before=same, accuracy_after=same, seconds=1,
+    )  # fmt: skip
+
+
+def test_a_curve_has_the_bytes_up_to_each_round_and_the_accuracy_they_bought() -> None:
+    points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6)], 0.8)
+    assert points == [Point(1, 30.0, 0.6), Point(2, 65.0, 0.8)]
+
+
+def test_the_sketch_has_every_method_at_its_bytes_and_accuracy() -> None:
+    text = sketch({"ours": [Point(1, 100, 0.5), Point(2, 1000, 1.0)], "theirs": [Point(1, 10_000, 1.0)]}, 47, 11)
+    lines = text.splitlines()
+    assert lines[0] == "100% |" + " " * 20 + "o" + " " * 18 + "x"
+    assert lines[10] == " 50% |o"
+    assert lines[-1].split() == ["o", "ours", "x", "theirs"]
+    assert lines[-2].split("  ")[-1].strip() == "10.0 kB"
+    assert all(len(line) <= 47 for line in lines)
+    alone = sketch({"one": [Point(1, 0, 0.0)]})
+    assert alone.splitlines()[-1].strip() == "o one"
+    assert "o" in alone.splitlines()[-4]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_400, "99.4 kB"),
+        (99_500, "100 kB"),
+        (2e6, "2.0 MB"),
+        (3e9, "3.0 GB"),
+    ],
+)
+def test_amounts_are_short(count: float, text: str) -> None:
+    assert amount(count) == text
 
 
 def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None:

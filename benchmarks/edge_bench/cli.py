@@ -51,7 +51,7 @@ def _console() -> Console:
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = max(console.width, 110)
+        console.width = max(console.width, 80)
     return console
 
 
@@ -95,7 +95,7 @@ def simulate(
         everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.1%}"
         console.print(
             f"{time.monotonic() - started:7.1f} s  {label:12s} round {r.round:3d}/{checked.rounds}  loss {r.loss:.3f}  "
-            f"cohort {r.accuracy_before.mean:.1%} -> {r.accuracy_after.mean:.1%}{everyone}"
+            f"cohort {r.accuracy_before.mean:.1%}, after local epochs {r.accuracy_after.mean:.1%}{everyone}"
         )
 
     results = run_all(checked, bundle, devices, said)
@@ -104,7 +104,8 @@ def simulate(
         label: report.simulated(r, make_method({"name": label, **checked.methods[label]}), model)
         for label, r in results.items()
     }
-    console.print(report.table(records, f"{checked.data.name}, every device's personal model from the final downlink"))
+    title = f"{checked.data.name}: every device's own model from the final downlink"
+    console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     if json_file is not None:
         settings = checked.model_dump(mode="json", exclude={"methods"})
         write_json(json_file, {"methods": records, "settings": settings, "machine": report.machine()})
@@ -118,7 +119,8 @@ def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Feder
         if not done:
             return "devices are joining"
         r = done[-1]
-        return f"loss {r.loss:.3f}, accuracy {r.accuracy_before.mean:.1%} -> {r.accuracy_after.mean:.1%}"
+        before, after = r.accuracy_before.mean, r.accuracy_after.mean
+        return f"loss {r.loss:.3f}, accuracy {before:.1%}, after local epochs {after:.1%}"
 
     if not console.is_terminal:
 
@@ -146,17 +148,18 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
     methods: Annotated[
         str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
-    ] = "fedmask,fedavg,standalone",
+    ] = "fedmask,coupled,fedavg,standalone",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write accuracy against bytes here, as a PNG.")] = None,
     keep_files: Annotated[
         Path | None, typer.Option(help="An empty or new folder for data, logs and models; else they are removed.")
     ] = None,
 ) -> None:
-    """Run real federations on this machine, a coordinator and ten devices, and compare three methods in one table."""
+    """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
     import contextlib
     import tempfile
 
-    from edge_bench import datasets, report
+    from edge_bench import curves, datasets, report
     from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
     from edge_bench.simulate import find_bundle
     from edge_client.methods import make_method
@@ -168,6 +171,8 @@ def demo(
         raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigError(f"there is no folder {json_file.resolve().parent} for --json")
+    if plot is not None:
+        curves.check_plot(plot)
     chosen = choose_data(data, devices)
     settings = {n: {"name": n, **SETTINGS[chosen.name].get(n, {})} for n in names}
     for table in settings.values():
@@ -200,14 +205,25 @@ def demo(
         except KeyboardInterrupt:
             console.print("stopped; every process of the demo has ended")
             raise typer.Exit(130) from None
-    console.print(report.table(records, f"{chosen.name}: every device's own model after {rounds} rounds"))
+    title = f"{chosen.name}: every device's own model after {rounds} rounds"
+    console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items()}
+    console.print(
+        "\naccuracy after each round against a device's payload bytes so far, both ways", curves.sketch(lines), sep="\n"
+    )
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
     console.print(
-        f"{names[0]}'s models, compacted: {compact['parameters_compact']:,.0f} of {compact['parameters_dense']:,} "
-        f"parameters; one sample in ONNX Runtime {compact['latency_compact_ms']:.3f} ms, dense "
-        f"{compact['latency_dense_ms']:.3f} ms ({ratio:.2f}x); outputs differ by at most {compact['max_abs_diff']:.1e}"
+        f"\n{names[0]}'s models without their dead channels: {compact['parameters_compact']:,.0f} of "
+        f"{compact['parameters_dense']:,.0f} parameters (median);\none sample takes "
+        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, dense {compact['latency_dense_ms']:.3f} ms "
+        f"({ratio:.2f}x);\noutputs of the compact and the masked model differ by at most {compact['max_abs_diff']:.1e}"
     )
-    console.print(f"{time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else ""))
+    if plot is not None:
+        curves.draw(lines, plot, title)
+        console.print(f"wrote {plot}")
+    console.print(
+        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
+    )
     if json_file is not None:
         run = {"data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed}
         content = {

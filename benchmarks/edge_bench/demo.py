@@ -34,10 +34,15 @@ from edge_client.protocol.messages import Accuracy, Device, Federation, Federati
 
 # What a user would pick for each method on each data set, chosen on the validation part (har_fedmask.json in
 # benchmarks/results for HAR, a like choice over lr for the digits). A method that is not named runs as it comes.
+# FedMask's group_lasso on HAR is chosen for small models, on the validation part too (10 devices, 15 rounds): 2e-4
+# leaves 359,721 of 376,606 parameters at 75.6 % accuracy, 4e-4 317,995 at 78.6 %, 5e-4 287,249 at 76.4 %, 6e-4
+# 217,085 at 75.7 %, and 1e-3 learns little. Coupled's settings for networks whose weights are drawn from a seed were
+# chosen on the digits' validation part; on HAR's, lr = 0.1 has 82.4 %, 0.03 77.3 %.
 _FEDMASK: Mapping[str, Any] = {"keep": 0.8, "restart": "latent"}
+_COUPLED: Mapping[str, Any] = {"head": "mask", "theta0": 0.5, "epochs": 5, "batch": 32, "evaluate": "threshold"}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "har": {"fedmask": {**_FEDMASK, "lr": 30.0}},
-    "digits": {"fedmask": {**_FEDMASK, "lr": 10.0}},
+    "har": {"fedmask": {**_FEDMASK, "lr": 30.0, "group_lasso": 5e-4}, "coupled": _COUPLED},
+    "digits": {"fedmask": {**_FEDMASK, "lr": 10.0}, "coupled": _COUPLED},
 }
 READY = "ready at "
 STARTUP = 60.0  # seconds the coordinator may take to listen

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ import numpy
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from edge_bench.curves import amount, curve
 from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
@@ -25,9 +27,15 @@ from edge_client.protocol.messages import Accuracy, Round
 
 Record = dict[str, Any]
 
+CAPTION = """accuracy: each device's own model on its own test samples, mean over devices;
+  after epochs: the same model trained on for one more round on its device
+up, down: payload bytes a device sends and receives in a round; bits: the same
+  per parameter that is exchanged; bytes in all: of one device, both ways, all
+  rounds, with what is sent only once (bundle and messages apart)"""
+
 
 def traffic(rounds: Sequence[Round]) -> Record:
-    """Bytes per device and round up and down, bits per parameter, and what each device sent once."""
+    """Bytes per device and round up and down, bits per parameter, what each device sent once, and bytes in all."""
     turns = sum(len(r.devices) for r in rounds)
     once = {d for r in rounds for d in r.devices}
 
@@ -40,6 +48,11 @@ def traffic(rounds: Sequence[Round]) -> Record:
         "bits_per_parameter_up": math.fsum(r.bits_per_parameter_up * len(r.devices) for r in rounds) / turns,
         "bits_per_parameter_down": math.fsum(r.bits_per_parameter_down * len(r.devices) for r in rounds) / turns,
         "one_time_bytes_up_per_device": sum(sum(r.traffic.one_time_up.values()) for r in rounds) / len(once),
+        "bytes_per_device": sum(
+            sum(sum(kinds.values()) for kinds in (r.traffic.up, r.traffic.down, r.traffic.one_time_up)) for r in rounds
+        )
+        / len(once),
+        "device_rounds": turns,
         "bytes_by_kind": {
             side: _sum_kinds([getattr(r.traffic, side) for r in rounds]) for side in ("up", "down", "one_time_up")
         },
@@ -60,6 +73,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     rounds = [row.record for row in result.rows]
     best = max(rounds, key=lambda r: r.accuracy_after.mean)
     record: Record = {**_spread(result.final), **traffic(rounds)}
+    record["curve"] = [vars(p) for p in curve(rounds, result.final.mean)]
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     record["best_round"] = {
@@ -94,6 +108,7 @@ def federation(ended: Ended) -> Record:
     Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
     """
     record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds)}
+    record["curve"] = [vars(p) for p in curve(ended.rounds, ended.accuracy().mean)]
     if len(ended.rounds[-1].devices) == len(ended.devices):
         record |= _spread(ended.rounds[-1].accuracy_after, "_after_local_epochs")
     return record
@@ -111,26 +126,53 @@ def machine() -> Record:
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:
-    """One line per method, within 80 columns."""
-    out = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    out.add_column("method", no_wrap=True)
-    heads = "accuracy\nmean", "\nworst", "after\nepochs", "bytes\nup", "\ndown", "bits\nup", "\ndown", "s per\nround"
+    """One line per method, within 80 columns; a long label is folded."""
+    out = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+    )
+    out.add_column("\nmethod", overflow="fold")
+    heads = (
+        "accu-\nracy", "worst\ndevice", "after\nepochs", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
+        "bytes\nin all", "s per\nround",
+    )  # fmt: skip
     for head in heads:
         out.add_column(head, justify="right", no_wrap=True)
-    out.caption = (
-        "accuracy: each device's model on its own test samples, and after its local epochs;\n"
-        "bytes and bits per parameter: payloads per device and round, one-time ones apart"
-    )
+    out.caption = CAPTION
     for label, r in records.items():
         out.add_row(
             label,
             f"{r['accuracy_mean']:.1%}",
             f"{r['accuracy_worst']:.1%}",
             f"{r['accuracy_mean_after_local_epochs']:.1%}" if "accuracy_mean_after_local_epochs" in r else "",
-            f"{r['bytes_up_per_device_round']:,.0f}",
-            f"{r['bytes_down_per_device_round']:,.0f}",
+            amount(r["bytes_up_per_device_round"]),
+            amount(r["bytes_down_per_device_round"]),
             f"{r['bits_per_parameter_up']:.2f}",
             f"{r['bits_per_parameter_down']:.2f}",
+            amount(r["bytes_per_device"]),
             f"{r['seconds_per_round']:.2f}",
         )
     return out
+
+
+def by_kind(records: Mapping[str, Record]) -> str:
+    """What the payloads held, in bytes a device and round (once: a device), a few lines for each method."""
+    width = max(map(len, records))
+    lines = ["payload bytes of a device and round by kind (header: the container's own)"]
+    for label, r in records.items():
+        turns, name = r["device_rounds"], label
+        for side in ("up", "down"):
+            parts = [f"{kind} {count / turns:,.0f}" for kind, count in r["bytes_by_kind"][side].items()]
+            if side == "up" and r["bytes_by_kind"]["one_time_up"]:
+                parts.append(
+                    f"{' and '.join(r['bytes_by_kind']['one_time_up'])} {r['one_time_bytes_up_per_device']:,.0f} once"
+                )
+            head = f"  {name:{width}}  {side:4}  "
+            lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))
+            name = ""
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""Accuracy against bytes: what a device has sent and received after each round, and how good its model is then.
+
+The curve of a method as numbers, as plain characters for a terminal, and as a PNG. What a record holds is in `report`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.errors import ConfigError
+from edge_client.protocol.messages import Round
+
+MARKS = "ox+*#@%&"
+STEP = 0.1  # of accuracy between two lines of the scale
+
+
+@dataclass(frozen=True)
+class Point:
+    """After `round` rounds a device has moved `bytes` of payloads, both ways; `accuracy` is the devices' mean then."""
+
+    round: int
+    bytes: float
+    accuracy: float
+
+
+def curve(rounds: Sequence[Round], final: float) -> list[Point]:
+    """A federation's curve; `final` is the accuracy of the personal models after the last round.
+
+    The accuracy after round r is what the cohort of round r + 1 measured before it trained.
+    """
+    devices = len({d for r in rounds for d in r.devices})
+    after = [r.accuracy_before.mean for r in rounds[1:]] + [final]
+    points, moved = [], 0.0
+    for r, accuracy in zip(rounds, after, strict=True):
+        t = r.traffic
+        moved += sum(sum(kinds.values()) for kinds in (t.up, t.down, t.one_time_up)) / devices
+        points.append(Point(r.round, moved, accuracy))
+    return points
+
+
+def amount(count: float) -> str:
+    """Bytes for people: three digits and a unit of thousands."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int = 14) -> str:
+    """The curves in plain characters, one mark a method, `width` columns and `height` lines and the scales."""
+    points = [p for c in curves.values() for p in c]
+    low, high = _span([math.log10(max(p.bytes, 1.0)) for p in points])
+    bottom = math.floor(min(p.accuracy for p in points) / STEP) * STEP
+    top = max(math.ceil(max(p.accuracy for p in points) / STEP) * STEP, bottom + STEP)
+    columns = width - 7
+    cells = [[" "] * columns for _ in range(height)]
+    for mark, c in zip(_marks(curves), curves.values(), strict=True):
+        for p in c:
+            x = round((math.log10(max(p.bytes, 1.0)) - low) / (high - low) * (columns - 1))
+            y = round((p.accuracy - bottom) / (top - bottom) * (height - 1))
+            cells[height - 1 - y][x] = mark
+    lines = [f"{_scale(i, height, bottom, top)} |{''.join(row)}".rstrip() for i, row in enumerate(cells)]
+    ticks = [" "] * columns
+    below = [" "] * (columns + 8)
+    for decade in range(math.ceil(low), math.floor(high) + 1):
+        x = round((decade - low) / (high - low) * (columns - 1))
+        ticks[x] = "'"
+        text = amount(10.0**decade)
+        begin = min(max(x - len(text) // 2, 0), columns - len(text))
+        below[begin : begin + len(text)] = text
+    legend = "   ".join(f"{mark} {label}" for mark, label in zip(_marks(curves), curves, strict=True))
+    axis = "".join(t if t != " " else "-" for t in ticks)
+    return "\n".join([*lines, " " * 5 + "+" + axis, " " * 6 + "".join(below).rstrip(), " " * 6 + legend])
+
+
+def _marks(curves: Mapping[str, Sequence[Point]]) -> list[str]:
+    return [MARKS[i % len(MARKS)] for i in range(len(curves))]
+
+
+def _span(logs: list[float]) -> tuple[float, float]:
+    low, high = min(logs), max(logs)
+    return (low - 0.1, high + 0.1) if high - low < 1 else (low, high)
+
+
+def _scale(line: int, height: int, bottom: float, top: float) -> str:
+    """The label of a line that is nearest to a multiple of STEP, else blanks."""
+    steps = round((top - bottom) / STEP)
+    for k in range(steps + 1):
+        if height - 1 - round(k / steps * (height - 1)) == line:
+            return f"{bottom + k * STEP:4.0%}"
+    return "    "
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError when `draw` could not write there."""
+    from importlib.util import find_spec
+
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.resolve().parent} for the plot")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib; run: pip install 'maskfleet[bench]'")
+
+
+def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
+    """The curves as a PNG. Raises ConfigError when the file cannot be written."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, c) in enumerate(curves.items()):
+        x, y = [max(p.bytes, 1.0) for p in c], [p.accuracy for p in c]
+        axes.plot(x, y, label=label, marker="os^Dv<>p"[i % 8], markersize=4, linewidth=1.0)
+    axes.set(
+        xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean accuracy", title=title
+    )
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
