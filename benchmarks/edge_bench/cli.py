@@ -213,8 +213,8 @@ def demo(
     )
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
     console.print(
-        f"\n{names[0]}'s models without their dead channels: {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters (median);\none sample takes "
+        f"\n{names[0]}'s compact models: {compact['parameters_compact']:,.0f} of "
+        f"{compact['parameters_dense']:,.0f} parameters (median device);\none sample takes "
         f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, dense {compact['latency_dense_ms']:.3f} ms "
         f"({ratio:.2f}x);\noutputs of the compact and the masked model differ by at most {compact['max_abs_diff']:.1e}"
     )
