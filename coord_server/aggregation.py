@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Method
+from edge_client.methods import Assignment, Method, origin
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
 from edge_client.protocol.payload import Arrays, Payload
@@ -78,9 +78,14 @@ def sizes(data: bytes, content: Payload) -> dict[str, int]:
 def downlink(course: Course, round_: int, device: str, state: Arrays, record: Arrays) -> tuple[bytes, dict[str, int]]:
     """The payload `device` receives in `round_` (``rounds + 1`` after the last), and its bytes by kind.
 
-    When the method's downlink is shared it is the same for every device; ask once with any of them.
+    When the method's downlink is shared it is the same for every device (and names none); ask once with any of them.
     """
-    content = course.method.downlink(course.assignment(round_, device), state, record)
+    a = course.assignment(round_, device)
+    content = course.method.downlink(a, state, record)
+    labels = origin(course.method, a)
+    if course.method.shared_downlink:
+        del labels["device"]
+    content = Payload(content.arrays, {**content.meta, **labels})
     data = payload.encode(content)
     return data, sizes(data, content)
 
@@ -100,8 +105,15 @@ def metrics(content: Payload) -> DeviceMetrics:
 def check_update(course: Course, round_: int, device: str, state: Arrays, record: Arrays, data: bytes) -> Checked:
     """Decode an update and check everything that can be wrong with it. Raises PayloadError."""
     content = payload.decode(data)
+    a = course.assignment(round_, device)
+    for key, due in origin(course.method, a).items():
+        said = content.meta.get(key)
+        if said != due:
+            raise PayloadError(
+                f"the update's metadata says {key} {said!r}, due is {due!r}; send the one that was asked for"
+            )
     figures = metrics(content)
-    arrays = course.method.read_update(course.assignment(round_, device), state, record, content)
+    arrays = course.method.read_update(a, state, record, content)
     return Checked(arrays, figures, sizes(data, content))
 
 

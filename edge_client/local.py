@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from edge_client.methods import Method, Personal, Task
+from edge_client.errors import ConfigError
+from edge_client.methods import Method, Personal, Task, origin
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training import Trainer
@@ -37,17 +39,33 @@ def accuracy(trainer: Trainer, personal: Personal, x: NDArray[Any], y: NDArray[n
     return right / len(y) if len(y) else 0.0
 
 
+def _short(figure: float) -> float:
+    """The figure to 6 significant digits: it travels as text."""
+    return float(f"{figure:.6g}")
+
+
 def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Outcome:
-    """Train one round and evaluate the model before and after it on the device's own test samples."""
+    """Train one round and evaluate the model before and after it on the device's own test samples.
+
+    Raises ConfigError when training has diverged: its loss is no figure that a coordinator takes.
+    """
     data = task.data
     before = accuracy(task.trainer, method.personal(task, kept, downlink), data.x_test, data.y_test)
     local = method.local_round(task, kept, downlink)
-    metrics = DeviceMetrics(
-        samples=len(data.y),
-        test_samples=len(data.y_test),
-        loss=local.loss,
-        accuracy_before=before,
-        accuracy_after=accuracy(task.trainer, local.trained, data.x_test, data.y_test),
-    )
-    meta = {**local.update.meta, **metrics.model_dump()}
+    after = accuracy(task.trainer, local.trained, data.x_test, data.y_test)
+    try:
+        metrics = DeviceMetrics(
+            samples=len(data.y),
+            test_samples=len(data.y_test),
+            loss=_short(local.loss),
+            accuracy_before=_short(before),
+            accuracy_after=_short(after),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"round {task.assignment.round} cannot be reported: {first['loc'][0]} = {first['input']!r}: "
+            f"{first['msg']}; if the training diverges, the operator should lower the learning rate of {method.name!r}"
+        ) from None
+    meta = {**local.update.meta, **origin(method, task.assignment), **metrics.model_dump()}
     return Outcome(local.kept, replace(local.update, meta=meta), metrics)

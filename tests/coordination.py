@@ -53,17 +53,22 @@ def settings(**more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def update(values: np.ndarray[Any, Any], samples: int = 10, **meta: Any) -> bytes:
+def update(
+    values: np.ndarray[Any, Any], samples: int = 10, *, device: str = "a", round_: int = 1, **meta: Any
+) -> bytes:
     """An update of FedAvg."""
+    of = {"method": "fedavg", "round": round_, "device": device}
     figures = {"samples": samples, "test_samples": 4, "loss": 0.5, "accuracy_before": 0.25, "accuracy_after": 0.75}
     arrays = {"parameters": values.astype(np.float32), "buffers": np.zeros(0, np.float32)}
-    return encode(Payload(arrays, {**figures, **meta}))
+    return encode(Payload(arrays, {**of, **figures, **meta}))
 
 
 def trained(down: bytes, device: str) -> bytes:
     """What a device sends that moves every parameter by an amount of its own."""
-    start = decode(down).arrays["parameters"]
-    return update(start + np.float32(0.1) * len(device) + np.arange(len(start), dtype=np.float32), len(device))
+    content = decode(down)
+    start = content.arrays["parameters"]
+    moved = start + np.float32(0.1) * len(device) + np.arange(len(start), dtype=np.float32)
+    return update(moved, len(device), device=device, round_=int(content.meta["round"]))
 
 
 def content_digest(data: bytes) -> str:

@@ -15,7 +15,7 @@ from edge_client.errors import PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import MAX_LOSS, MAX_SAMPLES, Round
-from edge_client.protocol.payload import Arrays, Payload, encode
+from edge_client.protocol.payload import Arrays, Payload, decode, encode
 
 
 def course() -> Course:
@@ -31,7 +31,7 @@ def close(c: Course, updates: Iterable[tuple[str, bytes]]) -> aggregation.Closed
 
 
 def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None:
-    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, accuracy_after=0.5)
+    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, device="b", accuracy_after=0.5)
     closed = close(course(), [("a", one), ("b", three)])
     assert closed.state["parameters"].tolist() == [2.5] * D
     record = closed.record
@@ -53,10 +53,9 @@ def test_the_mean_accuracy_is_weighted_by_test_samples_and_ignores_devices_witho
 
 
 def test_devices_out_of_order_or_twice_are_a_mistake_of_the_caller() -> None:
-    body = update(np.ones(D))
     for names in ("ba", "aa"):
         with pytest.raises(ValueError, match="sort"):
-            close(course(), [(n, body) for n in names])
+            close(course(), [(n, update(np.ones(D), device=n)) for n in names])
     with pytest.raises(ValueError, match="no update"):
         close(course(), [])
 
@@ -67,7 +66,7 @@ def test_updates_are_read_one_at_a_time() -> None:
     def lazily() -> Iterable[Contribution]:
         for device in "abc":
             alive.append(device)
-            yield Contribution(device, update(np.ones(D)), {}, {})
+            yield Contribution(device, update(np.ones(D), device=device), {}, {})
 
     def check(a: object, state: Arrays, total: Arrays, u: Arrays, record: Arrays) -> tuple[Arrays, Arrays]:
         seen.append(len(alive))
@@ -105,7 +104,11 @@ def test_updates_are_read_one_at_a_time() -> None:
         (update(np.ones(D), loss=-1e308), "loss"),
         (update(np.ones(D), loss=10**400), "loss"),
         (update(np.ones(D), accuracy_before=10**400), "accuracy_before"),
-        (encode(Payload({"parameters": np.ones(D, np.float32)})), "Field required"),
+        (encode(Payload({"parameters": np.ones(D, np.float32)})), "method None, due is 'fedavg'"),
+        (encode(Payload({}, {"method": "fedavg", "round": 1, "device": "a"})), "Field required"),
+        (update(np.ones(D), method="fedpm"), "method 'fedpm', due is 'fedavg'"),
+        (update(np.ones(D), round_=2), "round 2, due is 1"),
+        (update(np.ones(D), device="b"), "device 'b', due is 'a'"),
         (b"", "not a maskfleet payload"),
     ],
 )
@@ -116,10 +119,21 @@ def test_what_is_wrong_with_an_update_is_said(body: bytes, word: str) -> None:
 
 
 def test_the_largest_figures_that_are_taken_leave_a_finite_record() -> None:
-    most = update(np.ones(D), MAX_SAMPLES, test_samples=MAX_SAMPLES, loss=MAX_LOSS)
-    record = close(course(), [("a", most), ("b", most)]).record
+    figures = {"samples": MAX_SAMPLES, "test_samples": MAX_SAMPLES, "loss": MAX_LOSS}
+    record = close(course(), [(d, update(np.ones(D), device=d, **figures)) for d in "ab"]).record
     assert (record.loss, record.accuracy_after.mean) == (MAX_LOSS, 0.75)
     assert Round.model_validate_json(record.model_dump_json()) == record
+
+
+def test_a_downlink_says_its_method_and_round_and_its_device_only_when_it_is_for_one() -> None:
+    class Own(FedAvg):
+        shared_downlink = False
+
+    shared = course()
+    state = shared.method.start(shared.model, 7)
+    own = Course(Own(), shared.model, 7, 2)
+    said = [decode(aggregation.downlink(c, 2, "a", state, {})[0]).meta for c in (shared, own)]
+    assert said == [{"method": "fedavg", "round": 2}, {"method": "fedavg", "round": 2, "device": "a"}]
 
 
 def test_packed_states_come_back_bit_for_bit_and_equal_states_pack_to_equal_bytes() -> None:

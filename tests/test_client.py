@@ -224,6 +224,9 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert Report.model_validate_json(coordinator.report) == result.report
     assert (tmp_path / "personal.onnx").read_bytes() == coordinator.state["parameters"].tobytes()
     assert [e.round for e in said if e.kind == "sent"] == [1, 2, 3]
+    labels = [decode(coordinator.updates[r]).meta for r in (1, 2, 3)]
+    assert [(m["method"], m["round"], m["device"]) for m in labels] == [("fedavg", r, "dev") for r in (1, 2, 3)]
+    assert all(float(f"{m['loss']:.6g}") == m["loss"] for m in labels)
     assert not list(tmp_path.glob("pending-*"))
     # A second run of the same command asks the coordinator nothing.
     before = len(coordinator.requests)
@@ -564,6 +567,17 @@ def test_an_update_that_the_coordinator_calls_invalid_ends_the_run_and_is_not_se
     with pytest.raises(ServerError, match="NaN"):
         device(tmp_path, coordinator).run()
     assert not list(tmp_path.glob("pending-*"))
+
+
+def test_a_training_that_diverges_is_a_sentence_and_nothing_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = Gradient(1e9, np.zeros(8, np.float32), np.zeros(0, np.float32))
+    monkeypatch.setattr(Softmax, "gradient", lambda *_: huge)
+    coordinator = Coordinator()
+    with pytest.raises(ConfigError, match=r"loss = 1000000000\.0: .* lower the learning rate"):
+        device(tmp_path, coordinator).run()
+    assert not coordinator.updates
 
 
 def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:

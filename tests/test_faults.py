@@ -209,7 +209,15 @@ def test_damaged_foreign_and_repeated_uploads_are_problems_and_the_round_goes_on
         work = http.get(f"{base}/work?wait=30").json()
         assert work["status"] == "train", work
         downlink = decode(http.get(f"{base}/payloads/{work['downlink']}").content)
-        figures = {"samples": 5, "test_samples": 5, "loss": 1.0, "accuracy_before": 0.1, "accuracy_after": 0.2}
+        figures = {
+            **downlink.meta,
+            "device": "hand",
+            "samples": 5,
+            "test_samples": 5,
+            "loss": 1.0,
+            "accuracy_before": 0.1,
+            "accuracy_after": 0.2,
+        }
         good = encode(Payload(downlink.arrays, figures))
 
         def put(

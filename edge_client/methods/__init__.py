@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,15 +139,9 @@ class Method(BaseModel):
         raise NotImplementedError
 
 
-class MethodEntry(Protocol):
-    """What an entry point of the group `maskfleet.methods` loads: a subclass of :class:`Method`."""
-
-    def __call__(self, **config: Any) -> Method: ...
-
-
-def method_names() -> list[str]:
-    """Names of all installed methods."""
-    return sorted(e.name for e in entry_points(group="maskfleet.methods"))
+def origin(method: Method, a: Assignment) -> dict[str, str | int]:
+    """What the metadata of a device's payload says of where it belongs: method, round and device."""
+    return {"method": method.name, "round": a.round, "device": a.device}
 
 
 def make_method(config: dict[str, Any]) -> Method:
