@@ -205,6 +205,23 @@ def test_an_lstm_masks_three_gates_and_sends_the_output_gate_as_floats() -> None
     assert FedMask(prune_layers=1).exchanged(model(lstm())) == 34 + 10
 
 
+def test_an_lstm_is_pruned_as_one_layer_and_not_gate_by_gate() -> None:
+    # 30 masked elements in six matrices; the last layer has 4.
+    layout = FedMask(prune_layers=2, keep=0.5).layout(lstm())
+    assert layout.kept == (15, 2)
+    assert len(layout.ranked[0]) == 6
+    lopsided = np.zeros(34, np.bool_)
+    lopsided[[*range(15), 30, 31]] = True
+    assert layout.counts(lopsided) == (15, 2)
+
+
+def test_a_layout_is_made_once_for_a_method_and_a_model() -> None:
+    layout = FedMask().layout(M)
+    assert FedMask(lr=3.0).layout(mlp(6, 5, 4, 3)) is layout
+    assert FedMask(keep=0.5).layout(M).kept == (10, 6)
+    assert not layout.prunable.flags.writeable
+
+
 # --- FedMask: the device's half
 
 
@@ -456,7 +473,7 @@ def _malformed() -> list[tuple[str, Payload, str]]:
         ("an unused bit set", _bad(good, {"mask": np.array([0b1101], np.uint8)}), "unused"),
         ("too many bytes", _bad(good, {"mask": np.zeros(2, np.uint8)}), r"uint8\[2\]"),
         ("another dtype", _bad(good, {"mask": np.zeros(1, np.int8)}), "int8"),
-        ("a greedy structure", update(HALF, [1, 1, 1, 1, 0, 0], [1, 0, 1]), "keeps"),
+        ("a greedy structure", update(HALF, [1, 1, 1, 1, 0, 0], [1, 0, 1]), "keep = 0.5 and rank = 'layer'"),
         ("another structure than it names", _bad(good, structure="0" * 16), "structure"),
         ("an array too many", _bad(good, {"real": np.zeros(1, np.float32)}), "real"),
         ("no mask", Payload({"structure": good.arrays["structure"]}, good.meta), "mask"),

@@ -14,11 +14,14 @@ the reading argued in docs/methods/fedmask.md and the other one is a field.
   do; an element that fewer hold stays as each device has it.
 - An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device;
   so do the head (`head="local"`) and biases and every other tensor outside the masked layers (`biases="local"`).
+
+Drawn from shared streams: the first mask (`initial_mask="random"`: the top bit of each number) from the key words
+(federation seed, "fedmask", "first mask"), the order of the samples from (federation seed, "batches", "prune" or
+"train", device, round, epoch from 0). Which parameter is whose: ownership.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -28,60 +31,22 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model, digest
-from edge_client.errors import ConfigError, PayloadError
+from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods.ownership import Bits, Layout, divide
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train
 from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 
-Bits = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A masked matrix (of an LSTM, one gate's rows): its span among the parameters and among the mask elements."""
-
-    span: slice
-    at: slice
-    shape: tuple[int, ...]
-    pruned: bool
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who owns which parameter. `real` and `local` are indices int64 into the flat parameter vector.
-
-    `prunable` is bool[masked], True for elements of layers that the one-shot pruning thins; `kept` counts those
-    that each device keeps, for each block or (ranked together) in all.
-    """
-
-    blocks: tuple[Block, ...]
-    prunable: Bits
-    kept: tuple[int, ...]
-    real: NDArray[np.int64]
-    local: NDArray[np.int64]
-
-    @property
-    def masked(self) -> int:
-        """Number of mask elements."""
-        return self.prunable.size
-
-    @property
-    def live(self) -> int:
-        """Number of mask elements in every device's structure."""
-        return self.masked - int(self.prunable.sum()) + sum(self.kept)
-
-    def expand(self, structure: Bits) -> Bits:
-        """bool[masked] of live elements from a structure, bool over the prunable ones."""
-        live = np.ones(self.masked, np.bool_)
-        live[self.prunable] = structure
-        return live
-
 
 def structure_digest(packed: NDArray[np.uint8]) -> str:
     """A structure's 64-bit name, 16 hex digits."""
     return digest(packed.tobytes())[:16]
+
+
+def _live(layout: Layout, packed: NDArray[np.uint8]) -> Bits:
+    return layout.expand(bitset.unpack(packed, layout.thinned))
 
 
 class FedMask(Method):
@@ -129,40 +94,16 @@ class FedMask(Method):
 
     def layout(self, m: Manifest) -> Layout:
         """How this configuration divides the model. Raises ConfigError when it names layers that are not there."""
-        layers = m.layers[:-1] if self.head == "local" else m.layers
-        names = [layer.name for layer in layers]
-        if isinstance(self.prune_layers, int):
-            pruned = set(names[len(names) - self.prune_layers :])
-        else:
-            pruned = set(self.prune_layers)
-        wanted = self.prune_layers if isinstance(self.prune_layers, int) else len(pruned & set(names))
-        if not names or len(pruned) != wanted:
-            raise ConfigError(f"prune_layers = {self.prune_layers!r}, but the masked layers are {names}; name some")
-        owner = np.zeros(m.d, np.int8)  # 0 frozen, 1 masked, 2 real, 3 local
-        for t in m.parameters:
-            in_head = self.head == "local" and t.name in (*m.layers[-1].weights, *m.layers[-1].biases)
-            owner[t.span] = 3 if t.trainable and (in_head or self.biases == "local") else 0
-        blocks: list[Block] = []
-        end = 0
-        for layer in layers:
-            for weight in layer.weights:
-                t = m.tensors[weight]
-                rows = t.shape[0] // max(len(layer.gates), 1)
-                size = t.size // max(len(layer.gates), 1)
-                for i, gate in enumerate(layer.gates or ("",)):
-                    span = slice(t.offset + i * size, t.offset + (i + 1) * size)
-                    owner[span] = 2 if gate in self.real_gates else 1
-                    if gate not in self.real_gates:
-                        shape = (rows, *t.shape[1:])
-                        blocks.append(Block(span, slice(end, end + size), shape, layer.name in pruned))
-                        end += size
-        prunable = np.zeros(end, np.bool_)
-        for b in blocks:
-            prunable[b.at] = b.pruned
-        sizes = [b.at.stop - b.at.start for b in blocks if b.pruned]
-        sizes = [sum(sizes)] if sizes and self.rank == "together" else sizes
-        kept = tuple(max(1, round(self.keep * s)) for s in sizes)
-        return Layout(tuple(blocks), prunable, kept, np.flatnonzero(owner == 2), np.flatnonzero(owner == 3))
+        return divide(
+            m.parameters,
+            m.layers,
+            self.prune_layers,
+            self.keep,
+            together=self.rank == "together",
+            local_head=self.head == "local",
+            local_biases=self.biases == "local",
+            real_gates=self.real_gates,
+        )
 
     # --- server half
 
@@ -192,7 +133,7 @@ class FedMask(Method):
         share, named = state["share"], ""
         if record:
             named = structure_digest(record["structure"])
-            live = layout.expand(bitset.unpack(record["structure"], int(layout.prunable.sum())))
+            live = _live(layout, record["structure"])
             if self.state == "client":
                 share = bitset.unpack(state[f"mask.{a.device}"], layout.masked)[live].astype(np.float32)
             else:
@@ -219,7 +160,7 @@ class FedMask(Method):
     def update_limit(self, model: Model) -> int:
         """Live bits, the structure, the real gates."""
         layout = self.layout(model.manifest)
-        return bitset.size(layout.live) + bitset.size(int(layout.prunable.sum())) + 4 * layout.real.size
+        return bitset.size(layout.live) + bitset.size(layout.thinned) + 4 * layout.real.size
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
         """`bits` packed over the live elements, `structure` packed over the prunable ones, `real` float32."""
@@ -231,13 +172,15 @@ class FedMask(Method):
         if structure is None:
             raise PayloadError("the server has no structure of this device yet; send `structure` with the update")
         try:
-            held = bitset.unpack(structure, int(layout.prunable.sum()))
+            held = bitset.unpack(structure, layout.thinned)
             bitset.unpack(update.arrays["mask"], layout.live)
         except ValueError as error:
             raise PayloadError(f"a bit array of the update is malformed: {error}") from None
-        if not np.array_equal(self._kept_counts(layout, held), layout.kept):
-            counts = self._kept_counts(layout, held).tolist()
-            raise PayloadError(f"the structure keeps {counts} elements; these settings keep {list(layout.kept)}")
+        if (counts := layout.counts(held)) != layout.kept:
+            raise PayloadError(
+                f"the structure keeps {list(counts)} elements; keep = {self.keep:g} and rank = {self.rank!r} "
+                f"keep {list(layout.kept)}"
+            )
         if update.meta.get("structure") != structure_digest(structure):
             raise PayloadError(
                 f"the update is for structure {update.meta.get('structure')!r}, the server has "
@@ -247,13 +190,6 @@ class FedMask(Method):
         if real.dtype != np.float32 or real.shape != layout.real.shape or not np.isfinite(real).all():
             raise PayloadError(f"`real` must be {layout.real.size} finite float32 values")
         return {"bits": update.arrays["mask"], "structure": structure, "real": real}
-
-    def _kept_counts(self, layout: Layout, structure: Bits) -> NDArray[np.int64]:
-        """How many elements a structure keeps, in each pruned block or in all."""
-        if self.rank == "together" or not layout.kept:
-            return np.array([structure.sum()] if layout.kept else [], np.int64)
-        live = layout.expand(structure)
-        return np.array([live[b.at].sum() for b in layout.blocks if b.pruned], np.int64)
 
     def fold(
         self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
@@ -267,7 +203,7 @@ class FedMask(Method):
                 "real": np.zeros(layout.real.size, np.float64),
                 "updates": np.zeros(1, np.uint32),
             }
-        live = layout.expand(bitset.unpack(update["structure"], int(layout.prunable.sum())))
+        live = _live(layout, update["structure"])
         dense = np.zeros(layout.masked, np.bool_)
         dense[live] = bitset.unpack(update["bits"], layout.live)
         total["ones"] += dense
@@ -309,7 +245,7 @@ class FedMask(Method):
             structure = kept["structure"]
         else:
             structure = bitset.pack(self._prune(task, layout, values, buffers, share))
-        live = layout.expand(bitset.unpack(structure, int(layout.prunable.sum())))
+        live = _live(layout, structure)
         scores = self._scores(kept, share, live)
         loss = self._train(task, layout, values, buffers, scores, self.epochs, "train")
         mask = scores >= 0
@@ -339,27 +275,32 @@ class FedMask(Method):
         A downlink is coded for the structure that the server has of this device. When that is another one (the
         device's storage was wiped, say) it cannot be read: the device goes on from its own bits, or afresh.
         """
-        structure, named, levels = kept.get("structure"), downlink.meta.get("structure"), downlink.meta.get("levels")
-        live = np.ones(layout.masked, np.bool_)
-        if structure is not None:
-            live = layout.expand(bitset.unpack(structure, int(layout.prunable.sum())))
+        own, named = kept.get("structure"), downlink.meta.get("structure")
+        if not named:
+            share = self._shares(downlink, layout.masked)
+            return share if own is None else np.where(_live(layout, own), share, np.float32(0))
+        if own is None:
+            return self._first_mask(layout, task.assignment.seed).astype(np.float32)
+        known = named == structure_digest(own)
         share = np.zeros(layout.masked, np.float32)
-        if named and (structure is None or named != structure_digest(structure)):
-            first = self._first_mask(layout, task.assignment.seed)
-            share[live] = first if structure is None else bitset.unpack(kept["bits"], layout.live)
-            return share
+        share[_live(layout, own)] = (
+            self._shares(downlink, layout.live) if known else bitset.unpack(kept["bits"], layout.live)
+        )
+        return share
+
+    def _shares(self, downlink: Payload, count: int) -> F32:
+        """The `count` shares that a downlink carries, float32 in 0..1. Raises PayloadError."""
+        levels = downlink.meta.get("levels")
         if not isinstance(levels, int) or not 1 <= levels < 2**20 or "mask" not in downlink.arrays:
             raise PayloadError(
                 f"the downlink has levels {levels!r} and arrays {sorted(downlink.arrays)}; fetch it again"
             )
         try:
-            count = layout.live if named else layout.masked
             steps = bitset.unpack_planes(downlink.arrays["mask"], levels.bit_length(), count)
         except ValueError as error:
             raise PayloadError(f"the downlink's mask is malformed: {error}; fetch it again") from None
-        received = np.minimum(steps / np.float32(levels), np.float32(1)).astype(np.float32)
-        share[live] = received if named else received[live]
-        return share
+        shares: F32 = np.minimum(steps / np.float32(levels), np.float32(1)).astype(np.float32)
+        return shares
 
     def _values(self, task: Task, layout: Layout, kept: Arrays, downlink: Payload) -> tuple[F32, F32]:
         """Copies of all parameters (masked ones as drawn) and statistics: the device's own, the server's real gates."""
@@ -398,11 +339,9 @@ class FedMask(Method):
         weights = task.assignment.model.parameters
         for b in layout.blocks:
             change[b.at] *= np.abs(weights[b.span])
-        candidates = [np.flatnonzero(layout.prunable)]
-        if self.rank == "layer":
-            candidates = [np.arange(b.at.start, b.at.stop) for b in layout.blocks if b.pruned]
         live[layout.prunable] = False
-        for index, count in zip(candidates, layout.kept, strict=True):
+        for spans, count in zip(layout.ranked, layout.kept, strict=True):
+            index = np.concatenate([np.arange(s.start, s.stop) for s in spans])
             live[index[np.argsort(-change[index], kind="stable")[:count]]] = True
         return live[layout.prunable]
 
