@@ -152,6 +152,9 @@ def join(
             f"accuracy {r.accuracy:.1%} on {r.test_samples} test samples; "
             f"{r.parameters_dense} -> {r.parameters_compact} parameters; model in {result.personal}"
         )
+        if r.uncompacted is not None:
+            print(f"maskfleet: the model is the masked dense one, not compacted: {r.uncompacted}", file=sys.stderr)
+            raise typer.Exit(ExitCode.COMPACTION)
     if result.ended == "stopped":
         raise typer.Exit(ExitCode.STOPPED)
 

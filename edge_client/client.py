@@ -295,5 +295,7 @@ class _Run:
         path = f"{session.federation}/devices/{session.enrolled.device}/report"
         self.transport.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)
+        if report.uncompacted is not None:
+            self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
         self.say(Event("done", f"finished: the personal model is {self.client.personal}"))
         return report

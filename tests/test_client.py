@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import typer
 from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from edge_client import client as client_module
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.cli import join
 from edge_client.client import Client
 from edge_client.data import DeviceData
 from edge_client.errors import (
@@ -232,6 +234,24 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert len(coordinator.requests) == before
+
+
+def test_a_model_that_was_not_compacted_is_told_by_an_event_a_message_and_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dense(*given: Any) -> Report:
+        return conclude(*given).model_copy(update={"uncompacted": "logits differ by 1"})
+
+    monkeypatch.setattr("edge_client.conclude.conclude", dense)
+    said = list[Event]()
+    result = device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)
+    assert [e.text for e in said if "logits differ by 1" in e.text]
+    monkeypatch.setattr(Client, "run", lambda *_: result)
+    monkeypatch.setattr("edge_client.cli.signal.signal", lambda *_: None)
+    with pytest.raises(typer.Exit) as ended:
+        join(URL, "good", tmp_path / "mine.npz")
+    assert ended.value.exit_code == ExitCode.COMPACTION
+    assert "not compacted: logits differ by 1" in capsys.readouterr().err
 
 
 def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from edge_kernels.channels import ChannelGroup
 from edge_kernels.compaction import Compact, compact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,10 +30,13 @@ from sequential_bundle import (
 )
 
 import edge_client.personal as personal_module
-from edge_client.bundle import Input, views
+from edge_client.bundle import F32, Input, views
+from edge_client.conclude import conclude
+from edge_client.data import DeviceData
 from edge_client.errors import BundleError, CompactionError, StateError
-from edge_client.methods import Personal
+from edge_client.methods import Assignment, Personal, Task
 from edge_client.personal import TOLERANCE, write_dense, write_personal
+from edge_client.training import Trainer
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
@@ -157,6 +162,38 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
     (tmp_path / "eval.onnx").write_bytes(b"x")
     with pytest.raises(BundleError, match="SHA-256"):
         write_personal(bundle, good, path)
+
+
+class _Model:
+    """A trainer that runs the bundle's own graph is tested elsewhere; here every sample is of class 0."""
+
+    def logits(self, parameters: F32, buffers: F32, x: np.ndarray) -> np.ndarray:
+        return np.tile(np.array([1, 0], np.float32), (len(x), 1))
+
+
+def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    personal = personal_of(bundle, MLP_VALUES)
+    x, y = np.ones((4, 2), np.float32), np.array([0, 0, 0, 1])
+    task = Task(Assignment(bundle.model(), 1, 1, 2, "a"), cast(Trainer, _Model()), DeviceData(x, y, x, y))
+    path = tmp_path / "personal.onnx"
+    good = conclude(bundle, task, personal, path)
+    assert (good.uncompacted, good.parameters_compact, good.accuracy) == (None, 7, 0.75)
+
+    def wrong(tensors: dict[str, np.ndarray], groups: tuple[ChannelGroup, ...]) -> Compact:
+        made = compact(tensors, groups)
+        return replace(made, tensors={**made.tensors, "linear1.bias": made.tensors["linear1.bias"] + 1})
+
+    monkeypatch.setattr(personal_module, "compact", wrong)
+    report = conclude(bundle, task, personal, path)
+    assert report.uncompacted is not None
+    assert "logits differ" in report.uncompacted
+    assert (report.parameters_dense, report.parameters_compact) == (17, 17)
+    np.testing.assert_allclose(run(path, np.ones((1, 2), np.float32)), [[23.75, -40.0]])
+    with pytest.raises(CompactionError, match="NaN"):
+        conclude(bundle, task, Personal(np.full(17, np.nan, np.float32), personal.buffers), path)
 
 
 def test_the_samples_given_are_probed_and_a_model_of_integers_needs_them(tmp_path: Path) -> None:

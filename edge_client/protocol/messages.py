@@ -44,7 +44,7 @@ class FederationConfig(Message):
     cohort: Annotated[int, Field(ge=1, le=1_000_000)]
     """Devices asked in each round."""
     min_devices: Annotated[int, Field(ge=1)] = 1
-    """The federation starts by itself once so many devices have enrolled."""
+    """The federation starts by itself once so many devices have asked for work."""
     start: Literal["auto", "manual"] = "auto"
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Annotated[int, Field(ge=1)] = 1
@@ -182,6 +182,8 @@ class Report(Message):
     latency_dense_ms: FiniteFloat | None = None
     latency_compact_ms: FiniteFloat | None = None
     max_abs_diff: FiniteFloat | None = None
+    uncompacted: Annotated[str, Field(max_length=1000)] | None = None
+    """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
 
 
 class DeviceMetrics(Message):
@@ -229,7 +231,12 @@ class Round(Message):
 
 
 class Device(Message):
-    """A device as the operator sees it."""
+    """A device as the operator sees it.
+
+    `bytes_up` and `bytes_down` are payloads: acknowledged updates, and downlinks as often as they were fetched (the one
+    after the last round too). `messages_up` and `messages_down` are the bodies of everything else, by kind: "enrol",
+    "report" up, "enrol", "work", "receipt", "bundle" (manifest and parts) down. HTTP's own headers are not counted.
+    """
 
     device: str
     enrolled_at: float
@@ -237,7 +244,11 @@ class Device(Message):
     updates: int
     bytes_up: int
     bytes_down: int
+    messages_up: dict[str, int] = {}
+    messages_down: dict[str, int] = {}
     removed: bool = False
+    ready: bool = True
+    """It has asked for work: it counts and is drawn. One that has only enrolled is waited for by nobody."""
     report: Report | None = None
 
 
