@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,6 +18,7 @@ from edge_bench import models  # noqa: E402
 from edge_export import cli, demo_bundles, export_bundle  # noqa: E402
 from edge_export.decompositions import table  # noqa: E402
 from edge_export.eval_graph import eval_graph  # noqa: E402
+from edge_export.recurrence import rewritten  # noqa: E402
 from edge_export.tables import tables  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -201,6 +204,46 @@ def test_pool_backwards_equal_autograd_and_ties_go_to_the_first_maximum(
     torch.testing.assert_close(got, expected)
     expected = aten.avg_pool2d_backward.default(g, x, k, s, p, False, True, None)
     torch.testing.assert_close(table()[aten.avg_pool2d_backward.default](g, x, k, s, p, False, True, None), expected)
+
+
+def test_an_adaptive_average_pool_that_divides_its_input_equals_autograd_and_another_is_refused() -> None:
+    backward = aten._adaptive_avg_pool2d_backward.default
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    g = torch.randn(2, 3, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(table()[backward](g, x), backward(g, x))
+    with pytest.raises(BundleError, match="divides"):
+        table()[backward](g, x[:, :, :7])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_first": True, "bias": False}, {"num_layers": 2, "bidirectional": True}]
+)
+def test_a_rewritten_lstm_equals_pytorchs_and_so_do_its_gradients(settings: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    module = nn.LSTM(3, 4, **settings).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    free = [x, *module.parameters()]
+    found = []
+    for mode in (nullcontext(), rewritten()):
+        with mode:
+            states, (hidden, cell) = module(x)
+        found.append([states, *torch.autograd.grad((states**2).sum() + hidden.sum() + (3 * cell).sum(), free)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_in_one_plain_line(tmp_path: Path) -> None:
+    class Orthogonal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
+
+    with pytest.raises(BundleError, match="cannot be traced") as refusal:
+        export_bundle(Orthogonal(), torch.randn(2, 4), tmp_path / "b", name="b", classes=3, torch_part=False)
+    assert str(refusal.value).isprintable()
 
 
 def test_pools_that_no_window_arithmetic_covers_are_refused() -> None:

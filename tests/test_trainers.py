@@ -52,6 +52,31 @@ def _max_pool_cnn() -> nn.Module:
     )
 
 
+class _SensorLstm(nn.Module):
+    """A linear layer at each time step, two LSTM layers, a linear layer on the last step; float windows [n, t, f]."""
+
+    def __init__(self, channels: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(channels, 5)
+        self.lstm = nn.LSTM(5, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.lstm(self.mix(x))
+        return self.head(states[:, -1])
+
+
+class _MeanOverTime(nn.Module):
+    """A linear layer at each time step, then the mean over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.each(x).mean(1)
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
@@ -64,6 +89,8 @@ CASES = {
     "mlp": Case(lambda: models.mlp(40, 24, 16, 6), (40,), 6),
     "max-pool cnn": Case(_max_pool_cnn, (1, 10, 10), 5),
     "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), 4),
+    "sensor lstm": Case(lambda: _SensorLstm(9, 6, 4), (16, 9), 4),
+    "mean over time": Case(_MeanOverTime, (6, 5), 3),
     "lstm": Case(lambda: models.CharacterLstm(11, 6, 9), (3,), 11, tokens=11),
 }
 

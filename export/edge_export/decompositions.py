@@ -30,6 +30,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     found[aten.convolution_backward.default] = _convolution_backward
     found[aten.max_pool2d_with_indices_backward.default] = _max_pool2d_backward
     found[aten.avg_pool2d_backward.default] = _avg_pool2d_backward
+    found[aten._adaptive_avg_pool2d_backward.default] = _adaptive_avg_pool2d_backward
     found[aten._native_batch_norm_legit.default] = _batch_norm
     found[aten.native_batch_norm.default] = _batch_norm
     found[aten.native_batch_norm_backward.default] = _batch_norm_backward
@@ -201,6 +202,17 @@ def _avg_pool2d_backward(
     (ph, pw), (h, w) = padding, x.shape[2:]
     spread = _spread([share] * (kernel[0] * kernel[1]), kernel, stride, (h + 2 * ph, w + 2 * pw))
     return spread[:, :, ph : ph + h, pw : pw + w] if ph or pw else spread
+
+
+def _adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
+    size, made = [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
+    if any(n % k for n, k in zip(size, made, strict=True)):
+        raise BundleError(
+            f"adaptive average pooling of {size} to {made} has windows of unequal size and cannot be trained in ONNX; "
+            "choose an output size that divides the input's"
+        )
+    kernel = [n // k for n, k in zip(size, made, strict=True)]
+    return _spread([grad / float(kernel[0] * kernel[1])] * (kernel[0] * kernel[1]), kernel, kernel, size)
 
 
 def _across(values: Tensor, like: Tensor) -> Tensor:

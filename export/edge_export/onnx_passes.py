@@ -1,6 +1,7 @@
 """Small passes over an exported ONNX graph: fewer nodes, canonical names, nothing in it but the computation.
 
     flatten -> common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes -> names and order
+    -> recurrences as scans
 
 Each pass is a function over :class:`onnx.GraphProto`, in place. Same graph in, same bytes out.
 """
@@ -11,6 +12,8 @@ from math import prod
 
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper
+
+from edge_export.recurrence_onnx import to_scans
 
 
 def tidy(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto:
@@ -227,6 +230,7 @@ def _canonical(model: ModelProto, inputs: list[str], outputs: list[str]) -> Mode
             made_attribute = made_node.attribute.add()
             made_attribute.CopyFrom(attribute)
             made_attribute.doc_string = ""
+    to_scans(graph)
     domains = sorted({n.domain for n in graph.node} | {""})
     imports = [o for o in model.opset_import if o.domain in domains]
     tidy_model = helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version, producer_name="maskfleet")

@@ -12,6 +12,8 @@ import onnx
 import torch
 from torch.export import ExportedProgram
 
+from edge_export.recurrence_onnx import translations
+
 OPSET = 20
 
 
@@ -23,7 +25,9 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            made: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
+            made: Any = torch.onnx.export(
+                program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=translations()
+            )
     finally:
         logger.setLevel(level)
     model: onnx.ModelProto = made.model_proto

@@ -22,6 +22,7 @@ from edge_client.errors import BundleError
 from edge_export import decompositions
 from edge_export.onnx_passes import tidy
 from edge_export.onnx_translation import to_onnx
+from edge_export.recurrence import rewritten
 
 
 def train_graph(
@@ -42,7 +43,8 @@ def train_graph(
         def forward(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
             state |= {k: torch.zeros_like(stats[k], device=x.device) for k in counters}
-            logits = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
+            with rewritten():
+                logits = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
             return logits, [state[k] for k in buffers]
 
         free = [p for k, p in zip(parameters, ps, strict=True) if k in trainable]

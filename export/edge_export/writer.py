@@ -8,6 +8,7 @@ language can repeat them. The same module exports to the same bytes.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection
@@ -85,8 +86,7 @@ def export_bundle(
         raise
     except Exception as error:
         # Whatever PyTorch raises on a model it cannot trace; the cause stays attached for the author.
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BundleError(f"the model cannot be traced into a graph with a dynamic batch: {first}") from error
+        raise BundleError(f"the model cannot be traced into a graph with a dynamic batch: {_reason(error)}") from error
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     manifest = Manifest(
@@ -101,6 +101,14 @@ def export_bundle(
         parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
     )
     return _write(manifest, parts, folder)
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of the innermost cause: PyTorch's exporter wraps it in advice to its own developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return plain.splitlines()[0].strip() if plain else type(error).__name__
 
 
 def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:

@@ -1,0 +1,157 @@
+"""LSTM layers and linear layers on sequences, in the form that a training graph takes them.
+
+PyTorch unrolls an LSTM into a dozen operators per time step, forward and again backward: a window of 128 steps becomes
+thousands of nodes. Here what does not depend on the step before is one product over all steps (the input's share of
+the gates, the gradients of the weights, the derivatives of the gates), and what does is one operator each way, of which
+`recurrence_onnx` makes a `Scan`. `rewritten` turns a module's calls into these while it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from edge_client.errors import BundleError
+
+DOMAIN = "maskfleet"
+
+
+@torch.library.custom_op(f"{DOMAIN}::lstm", mutates_args=())
+def _lstm(gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States [t, n, h], cells [t, n, h] and activated gates i, f, g, o [t, n, 4h] of one layer, one direction.
+
+    `gates` [t, n, 4h] is the input's share with the biases, `weight` [4h, h] the recurrent one, `hidden` and `cell`
+    [n, h] are where it starts.
+    """
+    states, cells, acts = [], [], []
+    for share in gates:
+        i, f, g, o = torch.addmm(share, hidden, weight.t()).chunk(4, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        cell = f * cell + i * g
+        hidden = o * cell.tanh()
+        states.append(hidden)
+        cells.append(cell)
+        acts.append(torch.cat([i, f, g, o], 1))
+    return torch.stack(states), torch.stack(cells), torch.stack(acts)
+
+
+@_lstm.register_fake
+def _(gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*gates.shape[:2], weight.shape[1])
+    return gates.new_empty(shape), gates.new_empty(shape), torch.empty_like(gates)
+
+
+@torch.library.custom_op(f"{DOMAIN}::lstm_backward", mutates_args=())
+def _lstm_backward(
+    grad: Tensor, grad_cell: Tensor, through: Tensor, slopes: Tensor, forget: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gates before activation [t, n, 4h], and of the states [n, h] and cells [n, h] at the start.
+
+    `grad` [t, n, h] is that of the states, `grad_cell` [n, h] of the last cell, `through` [t, n, h] the derivative
+    of a state by its cell, `slopes` [t, n, 4h] of cell, cell, cell and state by the gates, `forget` the gate f.
+    """
+    grad_hidden, gates = torch.zeros_like(grad_cell), []
+    for t in range(grad.shape[0] - 1, -1, -1):
+        total = grad[t] + grad_hidden
+        of_cell = grad_cell + total * through[t]
+        made = slopes[t] * torch.cat([of_cell, of_cell, of_cell, total], 1)
+        grad_hidden, grad_cell = made @ weight, of_cell * forget[t]
+        gates.append(made)
+    return torch.stack(gates[::-1]), grad_hidden, grad_cell
+
+
+@_lstm_backward.register_fake
+def _(
+    grad: Tensor, grad_cell: Tensor, through: Tensor, slopes: Tensor, forget: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(slopes), torch.empty_like(grad_cell), torch.empty_like(grad_cell)
+
+
+class _Recurrence(torch.autograd.Function):
+    """`_lstm` and its derivative; all steps at once but for the recurrence itself."""
+
+    @staticmethod
+    def forward(gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor) -> Any:
+        return _lstm(gates, weight, hidden, cell)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        _, weight, hidden, cell = inputs
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(weight, hidden, cell, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        grad, grad_cells, _ = gradients
+        weight, hidden, cell, states, cells, acts = ctx.saved_tensors
+        i, f, g, o = acts.chunk(4, 2)
+        squashed = cells.tanh()
+        before = torch.cat([cell.unsqueeze(0), cells[:-1]])
+        slopes = [g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), squashed * o * (1 - o)]
+        # Of the cells only the last is ever read outside: the others' gradients are zero.
+        of_gates, of_hidden, of_cell = _lstm_backward(
+            grad, grad_cells[-1], o * (1 - squashed * squashed), torch.cat(slopes, 2), f, weight
+        )
+        read = torch.cat([hidden.unsqueeze(0), states[:-1]]).reshape(-1, weight.shape[1])
+        return of_gates, of_gates.reshape(-1, weight.shape[0]).t() @ read, of_hidden, of_cell
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear` on [..., f] as one product over all rows, with no constraint on a dynamic batch."""
+    rows = x.reshape(-1, weight.shape[1])
+    made = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    return made.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def lstm(
+    x: Tensor,
+    start: tuple[Tensor, Tensor],
+    weights: list[Tensor],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
+    if training and dropout > 0:
+        raise BundleError(f"an LSTM's dropout={dropout} draws its own randomness, which no seed repeats; set dropout=0")
+    x = x.transpose(0, 1) if batch_first else x
+    ways, width = 2 if bidirectional else 1, 4 if biased else 2
+    hidden, cells = [], []
+    for layer in range(layers):
+        made = []
+        for way in range(ways):
+            at = layer * ways + way
+            of_input, recurrent, *biases = weights[at * width : (at + 1) * width]
+            gates = linear(x, of_input, biases[0] + biases[1] if biased else None)
+            gates = gates.flip(0) if way else gates
+            done: tuple[Tensor, ...] = _Recurrence.apply(gates, recurrent, start[0][at], start[1][at])  # type: ignore[no-untyped-call]
+            states, cell, _ = done
+            hidden.append(states[-1])
+            cells.append(cell[-1])
+            made.append(states.flip(0) if way else states)
+        x = torch.cat(made, 2) if bidirectional else made[0]
+    return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
+
+
+class rewritten(TorchFunctionMode):
+    """While active, LSTMs and linear layers on sequences are traced in this module's form."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.lstm:
+            if isinstance(args[2], Tensor):
+                raise BundleError("an LSTM on packed sequences cannot be exported; give it padded ones [n, t, f]")
+            return lstm(*args, **kwargs)
+        if func is functional.linear and args[0].ndim > 2:
+            return linear(*args, **kwargs)
+        return func(*args, **kwargs)
