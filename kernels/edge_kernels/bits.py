@@ -20,12 +20,17 @@ def pack(bits: NDArray[Any]) -> U8:
     return np.packbits(bits, bitorder="little")
 
 
-def unpack(data: NDArray[Any], count: int) -> NDArray[np.bool_]:
-    """bool[count] from what `pack` wrote. Raises ValueError for another dtype, shape, or unused bits that are set."""
+def check(data: NDArray[Any], count: int) -> None:
+    """Raises ValueError when `data` has another dtype or shape than `count` bits, or unused bits that are set."""
     if data.dtype != np.uint8 or data.shape != (size(count),):
         raise ValueError(f"{data.dtype}{list(data.shape)} instead of uint8[{size(count)}] for {count} bits")
     if count % 8 and data[-1] >> (count % 8):
         raise ValueError(f"the {8 - count % 8} unused bits of the last byte are not zero")
+
+
+def unpack(data: NDArray[Any], count: int) -> NDArray[np.bool_]:
+    """bool[count] from what `pack` wrote. Raises ValueError like `check`."""
+    check(data, count)
     return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
 
 

@@ -1,6 +1,6 @@
 """Codec `bits`: one bit per position, the baseline every other codec must beat.
 
-Position i is bit ``i % 8`` (least significant first) of byte ``i // 8``; the last byte's unused bits are 0.
+The bits lie as `edge_kernels.bits` has them; here are the payload's checks and the positions.
 The length is ``ceil(d / 8)`` bytes, whatever the set.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_kernels import bits
 from edge_kernels.codecs.sets import CodecError, Positions, check_size, mask_of, popcount
 
 _CHUNK = 1 << 16  # bytes unpacked at a time
@@ -16,12 +17,12 @@ _CHUNK = 1 << 16  # bytes unpacked at a time
 
 def size(d: int) -> int:
     """Bytes of any set out of `d`."""
-    return (d + 7) // 8
+    return bits.size(d)
 
 
 def encode(positions: Positions, d: int) -> bytes:
     """Pack the set into ``ceil(d / 8)`` bytes."""
-    return np.packbits(mask_of(positions, d), bitorder="little").tobytes()
+    return bits.pack(mask_of(positions, d)).tobytes()
 
 
 def packed(data: bytes, d: int) -> NDArray[np.uint8]:
@@ -30,8 +31,12 @@ def packed(data: bytes, d: int) -> NDArray[np.uint8]:
     if len(data) != size(d):
         raise CodecError(f"bits of {d} positions take {size(d)} bytes, not {len(data)}; is d right?")
     array = np.frombuffer(data, np.uint8)
-    if d % 8 and array[-1] >> (d % 8):
-        raise CodecError("bits beyond the last position are set; the payload was made for a larger d")
+    try:
+        bits.check(array, d)
+    except ValueError as error:
+        raise CodecError(
+            f"bits beyond the last position are set: {error}; was the payload made for a larger d?"
+        ) from None
     return array
 
 
@@ -41,7 +46,8 @@ def decode(data: bytes, d: int) -> Positions:
     out = np.empty(popcount(array), np.uint32)
     end = 0
     for low in range(0, len(array), _CHUNK):
-        found = np.flatnonzero(np.unpackbits(array[low : low + _CHUNK], bitorder="little"))
+        part = array[low : low + _CHUNK]
+        found = np.flatnonzero(bits.unpack(part, 8 * len(part)))
         out[end : end + len(found)] = found + low * 8
         end += len(found)
     return out
