@@ -39,11 +39,11 @@ def _avg_pool_cnn() -> nn.Module:
 
 def _max_pool_cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1, bias=False),
-        nn.BatchNorm2d(6),
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(6, 12, 5, padding=2),
+        nn.Conv2d(8, 12, 3, padding=1),
         nn.BatchNorm2d(12),
         nn.ReLU(),
         nn.MaxPool2d(3, stride=2, padding=1),
