@@ -6,10 +6,12 @@ journals the state, then carries the decisions out. The HTTP coordinator and the
 The rules, in plain words
 -------------------------
 * A federation recruits, runs, may be paused, and ends finished or stopped. `stopped` and `finished` are for good.
-* It starts once `min_devices` have enrolled, or when the operator says so (`start = "manual"` leaves it to them).
+* Enrolling only registers a credential. A device takes part once it has asked for work: then it has fetched its
+  bundle and read its data, so nobody waits for one that never could.
+* It starts once `min_devices` take part, or when the operator says so (`start = "manual"` leaves it to them).
 * Rounds are 1 .. N, one at a time, none skipped. A round asks a *cohort*: the `cohort` devices with the smallest
-  ``key(seed, "cohort", round, attempt, device)`` among those enrolled and not removed. The order or the time of
-  enrolment plays no part in it. With fewer than `min_updates` eligible devices the round waits for more.
+  ``key(seed, "cohort", round, attempt, device)`` among those that take part and are not removed. When
+  they first asked plays no part in it. With fewer than `min_updates` eligible devices the round waits for more.
 * A round closes when the whole cohort has reported, or at its deadline with at least `min_updates` updates. With
   fewer the same round is run again: next attempt, new cohort, new deadline. The global value has not changed, so
   updates that are already acknowledged stay in, and a device asked by an earlier attempt may still report.
@@ -24,18 +26,20 @@ The rules, in plain words
 The table (an event that a phase does not list is refused, kind "wrong-phase")
 -------------------------------------------------------------------------------
     phase       event       next phase      decisions
-    recruiting  Enrolled    recruiting      - or, with min_devices, running: OpenRound
+    recruiting  Ready       recruiting      - or, with min_devices, running: OpenRound
     recruiting  Started     running         OpenRound
-    running     Enrolled    running         OpenRound when the round waited for devices
+    running     Ready       running         OpenRound when the round waited for devices
     running     Updated     running         Acknowledge | Refuse; Aggregate when the cohort is complete
     running     Tick        running         after the deadline: Aggregate, or OpenRound with the next attempt
     running     Aggregated  running         OpenRound of the next round; after the last: finished, Finish
     running     Paused      paused
+    paused      Ready       paused
     paused      Updated     paused          Acknowledge | Refuse
     paused      Aggregated  paused          after the last round: finished, Finish
     paused      Resumed     running         Aggregate or OpenRound when it is due
-    finished    Enrolled    finished        (a late device fetches the final model)
-    any alive   Removed     as it was       as running/Updated when the cohort is complete without it
+    finished    Ready       finished        (a late device fetches the final model)
+    any         Removed     as it was       as running/Updated when the cohort is complete without it
+    any         Tick        as it was       (of use while running)
     any alive   Stopped     stopped
 """
 
@@ -53,11 +57,11 @@ from coord_server.events import (
     Aggregate,
     Aggregated,
     Decision,
-    Enrolled,
     Event,
     Finish,
     OpenRound,
     Paused,
+    Ready,
     Refuse,
     Removed,
     Resumed,
@@ -77,7 +81,7 @@ class State:
 
     phase: Phase = "recruiting"
     devices: tuple[str, ...] = ()
-    """Enrolled and not removed."""
+    """Those that take part: they have asked for work and are not removed."""
     round: int = 0
     """The round under way or about to start; 0 while recruiting, N when finished."""
     attempt: int = 0
@@ -114,9 +118,9 @@ def choose_cohort(config: FederationConfig, devices: tuple[str, ...], round_: in
 
 
 def missing(state: State) -> tuple[str, ...]:
-    """Devices of the cohort that are enrolled and have not reported."""
-    enrolled = set(state.devices)
-    return tuple(d for d in state.cohort if d not in state.received and d in enrolled)
+    """Devices of the cohort that still take part and have not reported."""
+    present = set(state.devices)
+    return tuple(d for d in state.cohort if d not in state.received and d in present)
 
 
 def pending(state: State) -> tuple[Decision, ...]:
@@ -181,7 +185,7 @@ def _begin(config: FederationConfig, state: State, now: float) -> Step:
     return _proceed(config, replace(state, phase="running", round=1), now)
 
 
-def _enrolled(config: FederationConfig, state: State, event: Enrolled) -> Step:
+def _ready(config: FederationConfig, state: State, event: Ready) -> Step:
     state = replace(state, devices=tuple(sorted({*state.devices, event.device})))
     if state.phase == "recruiting":
         if config.start == "auto" and len(state.devices) >= config.min_devices:
@@ -198,7 +202,7 @@ def _removed(config: FederationConfig, state: State, event: Removed) -> Step:
 
 def _started(config: FederationConfig, state: State, event: Started) -> Step:
     if not state.devices:
-        return _refuse(state, "no-devices", "no device has enrolled yet; hand out a join token first")
+        return _refuse(state, "no-devices", "no device has asked for work yet; hand out a join token first")
     return _begin(config, state, event.now)
 
 
@@ -263,9 +267,9 @@ def _stopped(config: FederationConfig, state: State, event: Stopped) -> Step:
 _Handler = Callable[[FederationConfig, State, Any], Step]
 
 TABLE: Mapping[Phase, Mapping[type, _Handler]] = {
-    "recruiting": {Enrolled: _enrolled, Removed: _removed, Started: _started, Tick: _tick, Stopped: _stopped},
+    "recruiting": {Ready: _ready, Removed: _removed, Started: _started, Tick: _tick, Stopped: _stopped},
     "running": {
-        Enrolled: _enrolled,
+        Ready: _ready,
         Removed: _removed,
         Tick: _tick,
         Updated: _updated,
@@ -274,7 +278,7 @@ TABLE: Mapping[Phase, Mapping[type, _Handler]] = {
         Stopped: _stopped,
     },
     "paused": {
-        Enrolled: _enrolled,
+        Ready: _ready,
         Removed: _removed,
         Tick: _tick,
         Updated: _updated,
@@ -282,7 +286,7 @@ TABLE: Mapping[Phase, Mapping[type, _Handler]] = {
         Resumed: _resumed,
         Stopped: _stopped,
     },
-    "finished": {Enrolled: _enrolled, Removed: _removed, Tick: _tick},
+    "finished": {Ready: _ready, Removed: _removed, Tick: _tick},
     "stopped": {Removed: _removed, Tick: _tick},
 }
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Enrolled:
-    """A device joined (again)."""
+class Ready:
+    """A device asked for work: from now on it counts and may be drawn."""
 
     now: float
     device: str
@@ -77,7 +77,7 @@ class Stopped:
     now: float
 
 
-Event = Enrolled | Removed | Started | Tick | Updated | Aggregated | Paused | Resumed | Stopped
+Event = Ready | Removed | Started | Tick | Updated | Aggregated | Paused | Resumed | Stopped
 
 
 # --- decisions: what is to be done

@@ -150,9 +150,10 @@ class LiveFederation(Journalled):
     # --- devices
 
     async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float) -> Enrolled:
-        """Take a device in; the same request again gets the same answer. Raises Refusal, StateError.
+        """Register a device; the same request again gets the same answer. Raises Refusal, StateError.
 
-        `token` and `credential` are compared and stored as digests.
+        It takes part from the moment it first asks for work. `token` and `credential` are compared and stored as
+        digests.
         """
         credential = auth.hashed(request.credential)
 
@@ -167,11 +168,11 @@ class LiveFederation(Journalled):
             if uses_left <= 0:
                 raise spent
 
-            def journal(state: str) -> None:
-                if not self._store.metadata.enrol(self.id, name, credential, token, now, state):
-                    raise spent
-
-            await self._step(events.Enrolled(now, name), journal, lambda: self._roster.add(name, credential))
+            if self.state.phase == "stopped":
+                raise Refusal("wrong-phase", f"the federation is stopped; nobody can enrol in {self.id} any more")
+            if not await asyncio.to_thread(self._store.metadata.enrol, self.id, name, credential, token, now):
+                raise spent
+            self._roster.add(name, credential)
 
         await self._uninterrupted(join)
         c = self.config
@@ -194,6 +195,11 @@ class LiveFederation(Journalled):
         async def leave() -> None:
             if not self._roster.has(device):
                 raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+            if device not in self.state.devices:  # it never asked for work: the engine does not know it
+                await self._flush()
+                await asyncio.to_thread(self._store.metadata.remove_device, self.id, device, engine.dump(self.state))
+                self._roster.remove(device)
+                return
             await self._step(
                 events.Removed(self._clock(), device),
                 lambda state: self._store.metadata.remove_device(self.id, device, state),
@@ -209,7 +215,8 @@ class LiveFederation(Journalled):
     async def devices(self) -> list[Device]:
         """Every device that ever enrolled, with what happened since its row was written."""
         rows = await asyncio.to_thread(self._store.metadata.all_devices, self.id)
-        return [self._roster.shown(row) for row in rows]
+        ready = set(self.state.devices)
+        return [self._roster.shown(row, row.device in ready) for row in rows]
 
     # --- what there is to see
 
@@ -230,7 +237,12 @@ class LiveFederation(Journalled):
     # --- work
 
     async def work(self, device: str, wait: float) -> Work:
-        """What `device` is to do, held back up to `wait` seconds while that is nothing."""
+        """What `device` is to do, held back up to `wait` seconds while that is nothing. Raises Refusal, StateError.
+
+        The first question makes it one of those that take part.
+        """
+        if device not in self.state.devices and self.state.phase != "stopped":
+            await self._uninterrupted(lambda: self._admit_device(device))
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
         while True:
@@ -243,6 +255,11 @@ class LiveFederation(Journalled):
                 await asyncio.wait_for(changed.wait(), left)
             except asyncio.TimeoutError:
                 return await self._due(device, waited=True)
+
+    async def _admit_device(self, device: str) -> None:
+        """Let a device that has asked for work take part. The lock is held."""
+        if self._roster.has(device) and self.state.phase != "stopped":  # neither may hold any more by now
+            await self._step(events.Ready(self._clock(), device), self._save)
 
     async def _due(self, device: str, waited: bool) -> Work:
         s = self.state

@@ -139,7 +139,7 @@ def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json
     table = Table("device", "updates", "bytes up", "bytes down", "accuracy", "")
     for d in found:
         accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
-        gone = "removed" if d.removed else ""
+        gone = "removed" if d.removed else "" if d.ready else "has not asked for work yet"
         table.add_row(d.device, str(d.updates), str(d.bytes_up), str(d.bytes_down), accuracy, gone)
     Console().print(table)
 

@@ -35,9 +35,9 @@ def reason(config: FederationConfig, state: State, device: str, closing: bool) -
         return f"the operator paused {config.name} in round {state.round}"
     if state.phase == "recruiting":
         due = "the operator's start" if config.start == "manual" else f"{config.min_devices} devices"
-        return f"waiting for {due}; {len(state.devices)} enrolled"
+        return f"waiting for {due}; {len(state.devices)} ready"
     if state.stage == "idle":
-        return f"round {state.round} needs {config.min_updates} devices; {len(state.devices)} enrolled"
+        return f"round {state.round} needs {config.min_updates} devices; {len(state.devices)} ready"
     if state.stage == "aggregating":
         return f"round {state.round} is being aggregated"
     mine = "your update is in" if device in state.received else "this device was not drawn"

@@ -84,8 +84,8 @@ class Roster:
         if later is not None:
             self._seen[device] = replace(later, bytes_down=later.bytes_down - seen.bytes_down)
 
-    def shown(self, row: DeviceRow) -> Device:
-        """A device's row with what happened since it was written."""
+    def shown(self, row: DeviceRow, ready: bool) -> Device:
+        """A device's row with what happened since it was written; `ready` when it takes part."""
         seen = self._seen.get(row.device, Seen(row.last_seen_at))
         return Device(
             device=row.device,
@@ -95,5 +95,6 @@ class Roster:
             bytes_up=row.bytes_up,
             bytes_down=row.bytes_down + seen.bytes_down,
             removed=row.removed,
+            ready=ready,
             report=None if row.report is None else Report.model_validate_json(row.report),
         )

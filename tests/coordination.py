@@ -103,13 +103,14 @@ class Fleet:
         return digest(content)
 
     async def federation(self, *devices: str, d: int = D, **more: Any) -> None:
-        """A federation "fed" of the small bundle with these devices enrolled."""
+        """A federation "fed" of the small bundle with these devices, all of them ready for work."""
         config = settings(bundle=await self.bundle(d), **more)
         created = await self.operator("POST", "/v1/federations", json=config)
         assert created.status_code == 201, created.text
         self.join = (await self.operator("POST", "/v1/federations/fed/tokens", json={})).json()["token"]
         for device in devices:
             assert (await self.enrol(device)).status_code == 200
+            await self.work(device)
 
     async def enrol(self, device: str, secret: str | None = None) -> httpx.Response:
         body = {"token": self.join, "device": device, "credential": secret or credential(device)}

@@ -135,10 +135,43 @@ def test_a_device_with_nothing_to_do_is_told_why_and_when_to_ask_again(tmp_path:
         await fleet.federation("a")
         found = await fleet.work("a", 0.05)
         assert found["status"] == "wait"
-        assert found["reason"] == "waiting for 2 devices; 1 enrolled"
+        assert found["reason"] == "waiting for 2 devices; 1 ready"
         assert found["poll_after"] > 0
 
     play(tmp_path, script)
+
+
+def test_a_device_that_never_asks_for_work_is_neither_counted_nor_drawn_nor_waited_for(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        for ghost in ("ghost", "gone"):
+            assert (await fleet.enrol(ghost)).status_code == 200
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["devices"] == 1
+        assert (await fleet.work("a"))["reason"] == "waiting for 2 devices; 1 ready"
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert {d["device"]: d["ready"] for d in shown} == {"a": True, "ghost": False, "gone": False}
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/gone")).status_code == 204
+        path = "/v1/federations/fed/work"
+        refused(await fleet.http.get(path, headers=bearer(credential("gone"))), "device-removed")
+        await fleet.enrol("b")
+        assert (await fleet.work("b"))["status"] == "train"
+        for device in ("a", "b"):
+            assert (await fleet.train(device)).status_code == 201
+        record = await until_round(fleet, lambda f: f["round"] == 2)
+        assert record["devices"] == 2
+
+    play(tmp_path, script)
+
+    async def restarted(fleet: Fleet) -> None:
+        assert (await fleet.work("ghost"))["status"] == "wait"
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert [(d["ready"], d["removed"]) for d in shown if d["device"] in ("ghost", "gone")] == [
+            (True, False),
+            (False, True),
+        ]
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["devices"] == 3
+
+    play(tmp_path, restarted)
 
 
 def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -16,11 +17,11 @@ from coord_server.events import (
     Aggregate,
     Aggregated,
     Decision,
-    Enrolled,
     Event,
     Finish,
     OpenRound,
     Paused,
+    Ready,
     Refuse,
     Removed,
     Resumed,
@@ -47,7 +48,7 @@ def run(c: FederationConfig, *events: Event, state: State | None = None) -> tupl
 
 
 def enrol(*names: str) -> list[Event]:
-    return [Enrolled(0.0, n) for n in names]
+    return [Ready(0.0, n) for n in names]
 
 
 def updated(c: FederationConfig, state: State, device: str, now: float = 1.0, sha256: str = "s") -> Updated:
@@ -135,7 +136,7 @@ def test_a_round_waits_while_fewer_devices_are_enrolled_than_it_needs_updates() 
     c = config(min_updates=2)
     state, said = run(c, *enrol("a"), Started(0.0))
     assert (state.phase, state.stage, said) == ("running", "idle", [])
-    state, said = run(c, Enrolled(3.0, "b"), state=state)
+    state, said = run(c, Ready(3.0, "b"), state=state)
     assert said == [OpenRound(1, 1, ("a", "b"), 13.0)]
 
 
@@ -192,10 +193,21 @@ def test_a_pause_stops_the_clock_takes_updates_and_opens_nothing() -> None:
     assert resumed.phase == "running"
 
 
+def test_the_table_in_the_manual_is_the_table_in_the_code() -> None:
+    assert engine.__doc__ is not None
+    rows = re.findall(
+        r"^    (any alive|any|\w+) +([A-Z][a-z]+) ", engine.__doc__.partition("The table")[2], re.MULTILINE
+    )
+    alive = [phase for phase in engine.TABLE if phase not in ("finished", "stopped")]
+    phases = {"any": list(engine.TABLE), "any alive": alive}
+    written = {(phase, event) for word, event in rows for phase in phases.get(word, [word])}
+    assert written == {(phase, event.__name__) for phase, events in engine.TABLE.items() for event in events}
+
+
 def test_stopping_is_for_good() -> None:
     c = config()
     state, _ = run(c, *enrol("a", "b", "c"), Stopped(1.0))
-    for event in (Started(2.0), Resumed(2.0), Enrolled(2.0, "d"), Aggregated(2.0, 1), updated(c, state, "a")):
+    for event in (Started(2.0), Resumed(2.0), Ready(2.0, "d"), Aggregated(2.0, 1), updated(c, state, "a")):
         after, said = run(c, event, state=state)
         assert after == state
         assert isinstance(said[0], Refuse)
@@ -239,7 +251,7 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
         elif word == "aggregated":
             event = Aggregated(now, state.round)
         else:
-            event = {"enrol": Enrolled(now, device), "remove": Removed(now, device), "tick": Tick(now),
+            event = {"enrol": Ready(now, device), "remove": Removed(now, device), "tick": Tick(now),
                      "late": Tick(now + 100.0), "pause": Paused(now), "resume": Resumed(now),
                      "start": Started(now)}[word]  # fmt: skip
             now += 100.0 if word == "late" else 0.0

@@ -183,7 +183,7 @@ def run(
         todo.extend(decisions)
 
     for name in names:
-        happen(events.Enrolled(0.0, name))
+        happen(events.Ready(0.0, name))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:

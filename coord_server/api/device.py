@@ -45,7 +45,8 @@ async def enrol(
 ) -> Enrolled:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 
-    Sending the same name and credential again gets the same answer.
+    Enrolling lets it fetch the bundle; it takes part once it asks for work. Sending the same name and credential
+    again gets the same answer.
     """
     return await served.enrol(request)
 
@@ -54,7 +55,7 @@ async def enrol(
     "/federations/{federation}/work",
     summary="Ask for work",
     response_model=Work,
-    responses=documented("unauthorized", "device-removed", "not-found", "bad-message"),
+    responses=documented("unauthorized", "device-removed", "not-found", "bad-message", "storage-full"),
 )
 async def work(
     calling: Calling,
@@ -64,7 +65,8 @@ async def work(
 ) -> Any:
     """What this device is to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
 
-    With `wait` the answer is held back until there is something to do.
+    A device counts, and may be drawn, from its first question on. With `wait` the answer is held back until there is
+    something to do.
     """
     calling.live.note(calling.device)
     found = await calling.live.work(calling.device, min(wait, WAIT_MOST))

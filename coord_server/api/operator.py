@@ -129,7 +129,7 @@ async def post_federation(
     response: Response,
     config: Annotated[FederationConfig, Body(openapi_examples={"har": {"value": EXAMPLE}})],
 ) -> Federation:
-    """Its name is its id. It recruits until `min_devices` have enrolled, then runs by itself."""
+    """Its name is its id. It recruits until `min_devices` have asked for work, then runs by itself."""
     live = await served.create(config)
     response.headers["Location"] = f"/v1/federations/{live.id}"
     return live.summary()

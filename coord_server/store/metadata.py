@@ -287,9 +287,15 @@ class Metadata:
             row = c.execute(select(*columns).where(tokens.c.token == token)).mappings().first()
             return None if row is None else TokenRow(**row)
 
-    def enrol(self, federation: str, device: str, credential: str, token: str, now: float, state: str) -> bool:
-        """Journal a new device and one use of its token; False, and nothing, when the token is used up."""
+    def enrol(self, federation: str, device: str, credential: str, token: str, now: float) -> bool:
+        """Journal a new device and one use of its token; False, and nothing, when the token is used up.
+
+        The same device again is harmless: whoever was not told that it is in may repeat this.
+        """
+        mine = (devices.c.federation == federation) & (devices.c.device == device)
         with self._write() as c:
+            if c.execute(select(devices.c.device).where(mine, devices.c.credential == credential)).first() is not None:
+                return True
             spent = c.execute(
                 update(tokens)
                 .where(tokens.c.token == token, tokens.c.uses_left > 0)
@@ -307,7 +313,6 @@ class Metadata:
                     last_seen_at=now,
                 )
             )
-            self._state(c, federation, state)
             return True
 
     def all_devices(self, federation: str) -> list[DeviceRow]:
