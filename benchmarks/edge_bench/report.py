@@ -109,6 +109,13 @@ def federation(ended: Ended) -> Record:
     """
     record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds)}
     record["curve"] = [vars(p) for p in curve(ended.rounds, ended.accuracy().mean)]
+    record["message_bytes_per_device"] = {
+        side: {
+            k: n / len(ended.devices)
+            for k, n in _sum_kinds([getattr(d, f"messages_{side}") for d in ended.devices]).items()
+        }
+        for side in ("up", "down")
+    }
     if len(ended.rounds[-1].devices) == len(ended.devices):
         record |= _spread(ended.rounds[-1].accuracy_after, "_after_local_epochs")
     return record
@@ -175,4 +182,8 @@ def by_kind(records: Mapping[str, Record]) -> str:
             head = f"  {name:{width}}  {side:4}  "
             lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))
             name = ""
+        for side, kinds in r.get("message_bytes_per_device", {}).items():
+            parts = [f"{kind} {count:,.0f}" for kind, count in kinds.items()]
+            head = f"  {'':{width}}  {side:4}  in all, beside payloads: "
+            lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * (width + 10))
     return "\n".join(lines)

@@ -70,14 +70,30 @@ async def caller(served: Served, federation: FederationId, given: DeviceHeader) 
 Calling = Annotated[Caller, Depends(caller)]
 
 
-async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> Coordinator:
-    """The coordinator, for its operator or a device whose federation uses bundle `digest`. Raises Refusal."""
+@dataclass(frozen=True)
+class Reader:
+    """Who may read a bundle: a device of a federation that uses it, or (`device` None) the operator."""
+
+    served: Coordinator
+    device: Caller | None
+
+    def count(self, size: int) -> None:
+        """Account for bytes of the bundle that a device fetches."""
+        if self.device is not None:
+            self.device.live.count(self.device.device, "down", "bundle", size)
+
+
+async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
+    """The operator, or a device whose federation uses bundle `digest`. Raises Refusal."""
     if given is not None:
         credential = auth.hashed(given.credentials)
-        using = (live for live in served.federations() if live.config.bundle == digest)
-        if any(live.device_of(credential) for live in using) or served.is_operator(given.credentials):
-            return served
+        for live in served.federations():
+            device = live.device_of(credential) if live.config.bundle == digest else None
+            if device is not None:
+                return Reader(served, Caller(live, device))
+        if served.is_operator(given.credentials):
+            return Reader(served, None)
     raise Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
 
 
-Reading = Annotated[Coordinator, Depends(reader)]
+Reading = Annotated[Reader, Depends(reader)]

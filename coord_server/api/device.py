@@ -31,24 +31,35 @@ def _bytes(description: str, media_type: str) -> dict[int | str, dict[str, Any]]
     }
 
 
+def _length(answer: Response) -> int:
+    return int(answer.headers.get("content-length", 0))
+
+
 _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "it was in already"}}
 
 
 @router.post(
     "/enrol",
     summary="Enrol with a join token",
+    response_model=Enrolled,
     responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "bad-message",
                          "storage-full"),
 )  # fmt: skip
 async def enrol(
-    served: Served, request: Annotated[Enrol, Body(openapi_examples={"a device": {"value": EXAMPLE}})]
-) -> Enrolled:
+    served: Served,
+    request: Annotated[Enrol, Body(openapi_examples={"a device": {"value": EXAMPLE}})],
+    raw: Request,
+) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 
     Enrolling lets it fetch the bundle; it takes part once it asks for work. Sending the same name and credential
     again gets the same answer.
     """
-    return await served.enrol(request)
+    found = await served.enrol(request)
+    live, body = served.federation(found.federation), found.model_dump_json().encode()
+    live.count(found.device, "up", "enrol", len(await raw.body()))
+    live.count(found.device, "down", "enrol", len(body))
+    return Response(body, media_type="application/json")
 
 
 @router.get(
@@ -69,8 +80,9 @@ async def work(
     something to do.
     """
     calling.live.note(calling.device)
-    found = await calling.live.work(calling.device, min(wait, WAIT_MOST))
-    return Response(found.model_dump_json(), media_type="application/json")
+    body = (await calling.live.work(calling.device, min(wait, WAIT_MOST))).model_dump_json().encode()
+    calling.live.count(calling.device, "down", "work", len(body))
+    return Response(body, media_type="application/json")
 
 
 @router.get(
@@ -80,11 +92,13 @@ async def work(
     responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json")
     | documented("unauthorized", "not-found", "bad-range", "bad-message"),
 )
-async def manifest(request: Request, served: Reading, digest: BundleDigest) -> Response:
+async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
-    await served.bundle(digest)
-    shelf, blobs = bundle_shelf(digest), served.store.blobs
-    return await wire.immutable(request, blobs, shelf, digest, blobs.size(shelf, digest) or 0, "application/json")
+    await reading.served.bundle(digest)
+    shelf, blobs = bundle_shelf(digest), reading.served.store.blobs
+    answer = await wire.immutable(request, blobs, shelf, digest, blobs.size(shelf, digest) or 0, "application/json")
+    reading.count(_length(answer))
+    return answer
 
 
 @router.get(
@@ -94,12 +108,15 @@ async def manifest(request: Request, served: Reading, digest: BundleDigest) -> R
     responses=_bytes("the part's bytes", "application/octet-stream")
     | documented("unauthorized", "not-found", "bad-range", "bad-message"),
 )
-async def part(request: Request, served: Reading, digest: BundleDigest, name: Name) -> Response:
+async def part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download goes on."""
-    shelf, sha256, size = await served.part(digest, name)
-    if served.store.blobs.size(shelf, sha256) != size:
+    shelf, sha256, size = await reading.served.part(digest, name)
+    blobs = reading.served.store.blobs
+    if blobs.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
-    return await wire.immutable(request, served.store.blobs, shelf, sha256, size, "application/octet-stream")
+    answer = await wire.immutable(request, blobs, shelf, sha256, size, "application/octet-stream")
+    reading.count(_length(answer))
+    return answer
 
 
 @router.get(
@@ -117,7 +134,7 @@ async def payload(
     answer = await wire.immutable(
         request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.note(calling.device, int(answer.headers.get("content-length", 0)))
+    calling.live.note(calling.device, _length(answer))
     return answer
 
 
@@ -153,11 +170,13 @@ async def put_update(
         raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot upload for {device!r}")
     sha256 = wire.sha256_of_header(content_digest)
     known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
-    if known is not None:
-        return Response(known.model_dump_json(), 200, media_type="application/json")
-    wire.check_length(request, await calling.live.update_limit(), "an update of this method")
-    receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
-    return Response(receipt.model_dump_json(), 201, media_type="application/json")
+    receipt = known
+    if receipt is None:
+        wire.check_length(request, await calling.live.update_limit(), "an update of this method")
+        receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
+    body = receipt.model_dump_json().encode()
+    calling.live.count(device, "down", "receipt", len(body))
+    return Response(body, 201 if known is None else 200, media_type="application/json")
 
 
 @router.put(
@@ -166,8 +185,10 @@ async def put_update(
     status_code=204,
     responses=documented("unauthorized", "device-removed", "forbidden", "not-found", "bad-message", "storage-full"),
 )
-async def put_report(calling: Calling, device: DeviceName, report: Report) -> None:
+async def put_report(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """A device's last word on its own test data. Sent again, the newest counts."""
     if device != calling.device:
         raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot report for {device!r}")
+    calling.live.note(device)
+    calling.live.count(device, "up", "report", len(await request.body()))
     await calling.live.report(device, report)
