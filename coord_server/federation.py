@@ -189,6 +189,10 @@ class LiveFederation(Journalled):
         """Remember that a device called and how many payload bytes it fetched; written with its next update."""
         self._roster.note(device, self._clock(), bytes_down)
 
+    def count(self, device: str, side: str, kind: str, size: int) -> None:
+        """Account for a message that is no payload, "up" or "down"; written with the device's next update."""
+        self._roster.count(device, side, kind, size)
+
     async def remove(self, device: str) -> None:
         """Take a device out for good. Raises Refusal."""
 

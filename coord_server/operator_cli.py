@@ -16,7 +16,7 @@ from rich.table import Table
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator_client import Operator
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Federation, FederationConfig, TokenRequest
+from edge_client.protocol.messages import Federation, FederationConfig, Round, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -130,17 +130,32 @@ def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
 
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List a federation's devices: updates, payload bytes, reported accuracy."""
+    """List a federation's devices: updates, bytes of payloads, bundle and messages, reported accuracy."""
     with _operator(url, token_file) as operator:
         found = operator.devices(id_)
     if as_json:
         print(json.dumps([d.model_dump(mode="json") for d in found], indent=1))
         return
-    table = Table("device", "updates", "bytes up", "bytes down", "accuracy", "")
+    heads = (
+        "device",
+        "updates",
+        "payloads up",
+        "payloads down",
+        "bundle down",
+        "messages up",
+        "messages down",
+        "accuracy",
+    )
+    table = Table(
+        *heads, "", caption="bytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
+    )
     for d in found:
         accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
         gone = "removed" if d.removed else "" if d.ready else "has not asked for work yet"
-        table.add_row(d.device, str(d.updates), str(d.bytes_up), str(d.bytes_down), accuracy, gone)
+        bundle = d.messages_down.get("bundle", 0)
+        others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
+        counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
+        table.add_row(d.device, *(f"{n:,}" for n in counts), accuracy, gone)
     Console().print(table)
 
 
@@ -158,19 +173,28 @@ def remove(
 
 @app.command()
 def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List the closed rounds: accuracy, bits per parameter, seconds."""
+    """List the closed rounds: accuracy, bits per parameter, payload bytes by kind, seconds."""
     with _operator(url, token_file) as operator:
         found = operator.rounds(id_)
     if as_json:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
         return
-    table = Table("round", "devices", "loss", "accuracy", "worst", "bits/parameter up", "down", "seconds")
+    table = Table(
+        "round", "devices", "loss", "accuracy", "worst", "bits/parameter up", "down", "bytes by kind", "seconds"
+    )
     for r in found:
         after = r.accuracy_after
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
-        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, f"{r.seconds:.1f}")
+        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, _kinds(r), f"{r.seconds:.1f}")
         table.add_row(str(r.round), str(len(r.devices)), *figures)
     Console().print(table)
+
+
+def _kinds(r: Round) -> str:
+    """A round's payload bytes, all its devices together: a line up, a line down, a line for what is sent only once."""
+    t = r.traffic
+    sides = (("up", t.up), ("down", t.down), ("once up", t.one_time_up))
+    return "\n".join(f"{side}: " + ", ".join(f"{k} {n:,}" for k, n in kinds.items()) for side, kinds in sides if kinds)
 
 
 @app.command()

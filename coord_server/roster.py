@@ -5,12 +5,20 @@ The journal's rows are the truth; this is what every request needs of them witho
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from coord_server import auth
 from coord_server.refusals import Refusal
 from coord_server.store.metadata import DeviceRow, Seen
 from edge_client.protocol.messages import Device, Report
+
+Messages = dict[str, dict[str, int]]  # bytes of what is no payload: "up" and "down", each by kind
+
+
+def _read(text: str | None) -> Messages:
+    found: Messages = {"up": {}, "down": {}} if text is None else json.loads(text)
+    return found
 
 
 class Roster:
@@ -22,6 +30,7 @@ class Roster:
         self._names = {d.credential: d.device for d in rows}
         self._removed = {d.device for d in rows if d.removed}
         self._seen: dict[str, Seen] = {}
+        self._messages: dict[str, Messages] = {d.device: _read(d.messages) for d in rows}
 
     # --- who
 
@@ -69,14 +78,23 @@ class Roster:
         before = self._seen.get(device)
         self._seen[device] = Seen(now, bytes_down + (before.bytes_down if before else 0))
 
+    def count(self, device: str, side: str, kind: str, size: int) -> None:
+        """A message that is no payload went "up" or "down"; `size` are the bytes of its body."""
+        kinds = self._messages.setdefault(device, {"up": {}, "down": {}})[side]
+        kinds[kind] = kinds.get(kind, 0) + size
+
     def seen(self) -> dict[str, Seen]:
         """What the journal does not know yet."""
-        return dict(self._seen)
+        return {d: replace(s, messages=self._said(d)) for d, s in self._seen.items()}
 
     def take_seen(self) -> dict[str, Seen]:
         """The same, to be written now: it is forgotten here."""
-        seen, self._seen = self._seen, {}
+        seen, self._seen = self.seen(), {}
         return seen
+
+    def _said(self, device: str) -> str | None:
+        said = self._messages.get(device)
+        return None if said is None else json.dumps(said, separators=(",", ":"))
 
     def written(self, device: str, seen: Seen) -> None:
         """What was gathered up to `seen` is in the journal now."""
@@ -87,6 +105,7 @@ class Roster:
     def shown(self, row: DeviceRow, ready: bool) -> Device:
         """A device's row with what happened since it was written; `ready` when it takes part."""
         seen = self._seen.get(row.device, Seen(row.last_seen_at))
+        messages = self._messages.get(row.device) or _read(row.messages)
         return Device(
             device=row.device,
             enrolled_at=row.enrolled_at,
@@ -94,6 +113,8 @@ class Roster:
             updates=row.updates,
             bytes_up=row.bytes_up,
             bytes_down=row.bytes_down + seen.bytes_down,
+            messages_up=messages["up"],
+            messages_down=messages["down"],
             removed=row.removed,
             ready=ready,
             report=None if row.report is None else Report.model_validate_json(row.report),

@@ -112,6 +112,10 @@ def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp
         assert sum(v for r in rounds for v in r["traffic"]["up"].values()) == sum(d["bytes_up"] for d in devices)
         assert sum(v for r in rounds for v in r["traffic"]["down"].values()) == sum(d["bytes_down"] for d in devices)
         refused(await fleet.operator("GET", "/v1/federations/fed/rounds/3"), "not-found")
+        for d in devices:
+            assert d["messages_up"].keys() >= {"enrol"}
+            assert {"enrol", "work", "receipt"} <= d["messages_down"].keys()
+            assert all(n > 0 for kinds in (d["messages_up"], d["messages_down"]) for n in kinds.values())
 
     play(tmp_path, script)
 

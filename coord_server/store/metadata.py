@@ -31,6 +31,7 @@ from sqlalchemy import (
     bindparam,
     create_engine,
     event,
+    func,
     insert,
     select,
     update,
@@ -65,6 +66,7 @@ devices = Table(
     Column("updates", Integer, nullable=False, default=0),
     Column("bytes_up", BigInteger, nullable=False, default=0),
     Column("bytes_down", BigInteger, nullable=False, default=0),
+    Column("messages", Text),  # Messages as JSON
     Column("report", Text),  # Report as JSON
     UniqueConstraint("federation", "credential"),
 )
@@ -127,7 +129,7 @@ class FederationRow:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """A device as it was last journalled; `credential` is a SHA-256, `report` JSON."""
+    """A device as it was last journalled; `credential` is a SHA-256, `messages` and `report` are JSON."""
 
     device: str
     credential: str
@@ -137,6 +139,7 @@ class DeviceRow:
     updates: int
     bytes_up: int
     bytes_down: int
+    messages: str | None
     report: str | None
 
 
@@ -151,10 +154,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Seen:
-    """What happened to a device since its row was last written: when it called, payload bytes it fetched."""
+    """What happened to a device since its row was last written: when it called, payload bytes it fetched.
+
+    `messages` are the bytes of its other messages since it enrolled, as JSON; None leaves what the row has.
+    """
 
     at: float
     bytes_down: int = 0
+    messages: str | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,7 @@ _COUNT_UPDATE = (
             devices.c.bytes_up: devices.c.bytes_up + bindparam("b_size"),
             devices.c.bytes_down: devices.c.bytes_down + bindparam("b_down"),
             devices.c.last_seen_at: bindparam("b_at"),
+            devices.c.messages: func.coalesce(bindparam("b_messages"), devices.c.messages),
         }
     )
 )
@@ -334,8 +342,9 @@ class Metadata:
 
     def _seen(self, c: Connection, federation: str, seen: Mapping[str, Seen]) -> None:
         for device, s in seen.items():
-            down = devices.c.bytes_down + s.bytes_down
-            self._device(c, federation, device, {devices.c.last_seen_at: s.at, devices.c.bytes_down: down})
+            values = {devices.c.last_seen_at: s.at, devices.c.bytes_down: devices.c.bytes_down + s.bytes_down}
+            said = {} if s.messages is None else {devices.c.messages: s.messages}
+            self._device(c, federation, device, {**values, **said})
 
     def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
         """Journal who called since."""
@@ -357,7 +366,7 @@ class Metadata:
                 key = {"federation": federation, "round": r.round, "device": r.device}
                 body = {"sha256": r.body.sha256, "content": r.body.data, "size": r.size, "received_at": r.at}
                 bodies.append({**key, **body})
-                seen = {"b_size": r.size, "b_down": r.seen.bytes_down, "b_at": r.seen.at}
+                seen = {"b_size": r.size, "b_down": r.seen.bytes_down, "b_at": r.seen.at, "b_messages": r.seen.messages}
                 counts.append({"b_federation": federation, "b_device": r.device, **seen})
             c.execute(_ADD_UPDATE, bodies)
             c.execute(_COUNT_UPDATE, counts)
