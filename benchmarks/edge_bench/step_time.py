@@ -1,8 +1,8 @@
 """Time of a training step: ``python -m edge_bench.step_time --json FILE`` (needs torch; about two minutes).
 
-For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the gradient,
-the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient, gate's
-backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
+For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the
+gradient, the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient,
+gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
 scores start anew every 45 steps, as many as a HAR device makes in a round. All variants are interleaved in bursts of
 a few steps, the first of which is not counted (in training too a step finds the state of the one before in the cache);
 the clock is the process's CPU time, so that another process's share is not counted; figures are medians, and what
