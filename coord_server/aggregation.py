@@ -8,14 +8,14 @@ What is stored where, and when a round closes, is not decided here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from pydantic import ValidationError
 
 from edge_client.bundle import Model
-from edge_client.errors import PayloadError
+from edge_client.errors import MaskfleetError, PayloadError
 from edge_client.methods import Assignment, Method, origin
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
@@ -67,6 +67,14 @@ class Closed:
 
     state: Arrays
     record: Round
+
+
+class UnusableUpdate(MaskfleetError):
+    """An acknowledged update cannot be folded: `device` says whose, the message why. Close the round without it."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"the update of {device!r} cannot be folded: {reason}")
+        self.device = device
 
 
 def sizes(data: bytes, content: Payload) -> dict[str, int]:
@@ -165,23 +173,28 @@ def close_round(
     contributions: Iterable[Contribution],
     keep: Callable[[str, Arrays], None],
     seconds: float,
+    skipped: Sequence[str] = (),
 ) -> Closed:
     """Fold the round's updates, sorted by device name, into the next state.
 
     `contributions` is read one at a time, so it may load each from disk; `keep` receives each device's new record
-    when it has one (or had one). Traffic, loss and accuracies are of the devices that contributed. Raises PayloadError
-    when an update does not pass the check it passed on arrival, ValueError when the devices are not in order.
+    when it has one (or had one). Traffic, loss and accuracies are of the devices that contributed; `skipped` are those
+    left out before, for the record. Raises UnusableUpdate for the first that cannot be folded (a method folds in place,
+    so the caller begins again without it), ValueError when the devices are not in order or there is none.
     """
     method, bill, figures, devices = course.method, _Bill(), [], list[str]()
     total: Arrays = {}
     for c in contributions:
         if devices and c.device <= devices[-1]:
             raise ValueError(f"device {c.device!r} comes after {devices[-1]!r}; sort contributions by device name")
-        if isinstance(c.data, Checked):
-            checked = c.data
-        else:
-            checked = check_update(course, round_, c.device, state, c.record, c.data)
-        total, record = method.fold(course.assignment(round_, c.device), state, total, checked.arrays, c.record)
+        try:
+            if isinstance(c.data, Checked):
+                checked = c.data
+            else:
+                checked = check_update(course, round_, c.device, state, c.record, c.data)
+            total, record = method.fold(course.assignment(round_, c.device), state, total, checked.arrays, c.record)
+        except (MaskfleetError, ArithmeticError, LookupError, ValueError) as error:
+            raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
         if record or c.record:
             keep(c.device, record)
         bill.add(method.one_time, checked.sizes, c.downlink)
@@ -204,5 +217,6 @@ def close_round(
             accuracy_before=accuracy([f.accuracy_before for f in figures], weights),
             accuracy_after=accuracy([f.accuracy_after for f in figures], weights),
             seconds=seconds,
+            skipped=sorted(skipped),
         ),
     )

@@ -18,6 +18,8 @@ The rules, in plain words
 * An update is named by round, device, lease and digest. The same one again gets the same acknowledgement; another
   body for the same lease is refused; so are a foreign round, lease or device. An acknowledged update is counted
   exactly once, even when its device is removed afterwards.
+* An update that is acknowledged but cannot be folded is left out of the round. When that leaves nothing, the round
+  is run again without its devices.
 * While aggregating, nothing more is taken into the round. The engine says `Aggregate` once and waits for
   `Aggregated`; a coordinator that restarts asks `pending` and does it again from its journal.
 * A pause stops the round's clock: updates are still taken, nothing closes or opens until the federation resumes.
@@ -32,10 +34,12 @@ The table (an event that a phase does not list is refused, kind "wrong-phase")
     running     Updated     running         Acknowledge | Refuse; Aggregate when the cohort is complete
     running     Tick        running         after the deadline: Aggregate, or OpenRound with the next attempt
     running     Aggregated  running         OpenRound of the next round; after the last: finished, Finish
+    running     Unusable    running         OpenRound with the next attempt, without the devices it names
     running     Paused      paused
     paused      Ready       paused
     paused      Updated     paused          Acknowledge | Refuse
     paused      Aggregated  paused          after the last round: finished, Finish
+    paused      Unusable    paused
     paused      Resumed     running         Aggregate or OpenRound when it is due
     finished    Ready       finished        (a late device fetches the final model)
     any         Removed     as it was       as running/Updated when the cohort is complete without it
@@ -68,6 +72,7 @@ from coord_server.events import (
     Started,
     Stopped,
     Tick,
+    Unusable,
     Updated,
 )
 from edge_client.protocol.messages import FederationConfig, Phase
@@ -92,6 +97,8 @@ class State:
     """Devices asked by any attempt of this round: their updates are taken."""
     received: Mapping[str, str] = field(default_factory=dict)
     """Acknowledged updates of this round: device -> SHA-256."""
+    unusable: tuple[str, ...] = ()
+    """Devices whose acknowledged update of this round cannot be folded: not counted, not asked again."""
     opened: float = 0.0
     """When the round's first attempt opened."""
     deadline: float | None = None
@@ -123,11 +130,16 @@ def missing(state: State) -> tuple[str, ...]:
     return tuple(d for d in state.cohort if d not in state.received and d in present)
 
 
+def usable(state: State) -> tuple[str, ...]:
+    """Devices whose updates of this round count, sorted."""
+    return tuple(sorted(state.received.keys() - set(state.unusable)))
+
+
 def pending(state: State) -> tuple[Decision, ...]:
     """What a coordinator that has just loaded `state` still has to carry out."""
     if state.phase in ("running", "paused"):
         if state.stage == "aggregating":
-            return (Aggregate(state.round, state.attempt, tuple(sorted(state.received))),)
+            return (Aggregate(state.round, state.attempt, usable(state)),)
         if state.stage == "collecting" and state.deadline is not None:
             return (OpenRound(state.round, state.attempt, state.cohort, state.deadline),)
     return ()
@@ -142,11 +154,11 @@ def _refuse(state: State, kind: str, detail: str) -> Step:
 
 def _open(config: FederationConfig, state: State, now: float) -> Step:
     """Open the next attempt of `state.round`, or wait when too few devices could ever report."""
-    within_reach = set(state.devices) | state.received.keys()
-    if not state.devices or len(within_reach) < config.min_updates:
+    able = tuple(d for d in state.devices if d not in state.unusable)
+    if not able or len({*able, *usable(state)}) < config.min_updates:
         return replace(state, stage="idle", cohort=(), deadline=None, remaining=None), ()
     attempt = state.attempt + 1
-    cohort = choose_cohort(config, state.devices, state.round, attempt)
+    cohort = choose_cohort(config, able, state.round, attempt)
     deadline = now + config.deadline_seconds
     opened = replace(
         state,
@@ -158,7 +170,7 @@ def _open(config: FederationConfig, state: State, now: float) -> Step:
         deadline=deadline,
         remaining=None,
     )
-    if not missing(opened) and len(opened.received) >= config.min_updates:
+    if not missing(opened) and len(usable(opened)) >= config.min_updates:
         return _close(opened)
     return opened, (OpenRound(state.round, attempt, cohort, deadline),)
 
@@ -166,7 +178,7 @@ def _open(config: FederationConfig, state: State, now: float) -> Step:
 def _close(state: State) -> Step:
     """Stop collecting and aggregate what is in."""
     closed = replace(state, stage="aggregating", deadline=None, remaining=None)
-    return closed, (Aggregate(state.round, state.attempt, tuple(sorted(state.received))),)
+    return closed, (Aggregate(state.round, state.attempt, usable(state)),)
 
 
 def _proceed(config: FederationConfig, state: State, now: float) -> Step:
@@ -177,7 +189,7 @@ def _proceed(config: FederationConfig, state: State, now: float) -> Step:
         return _open(config, state, now)
     late = state.deadline is not None and now >= state.deadline
     if late or not missing(state):
-        return _close(state) if len(state.received) >= config.min_updates else _open(config, state, now)
+        return _close(state) if len(usable(state)) >= config.min_updates else _open(config, state, now)
     return state, ()
 
 
@@ -244,10 +256,19 @@ def _updated(config: FederationConfig, state: State, event: Updated) -> Step:
 def _aggregated(config: FederationConfig, state: State, event: Aggregated) -> Step:
     if state.stage != "aggregating" or event.round != state.round:
         return _refuse(state, "wrong-round", f"round {event.round} is not being aggregated; round {state.round} is on")
-    empty = replace(state, attempt=0, stage="idle", cohort=(), asked=(), received={}, deadline=None, remaining=None)
+    empty = replace(
+        state, attempt=0, stage="idle", cohort=(), asked=(), received={}, unusable=(), deadline=None, remaining=None
+    )
     if state.round == config.rounds:
         return replace(empty, phase="finished"), (Finish(state.round),)
     return _proceed(config, replace(empty, round=state.round + 1), event.now)
+
+
+def _unusable(config: FederationConfig, state: State, event: Unusable) -> Step:
+    if state.stage != "aggregating" or event.round != state.round:
+        return _refuse(state, "wrong-round", f"round {event.round} is not being aggregated; round {state.round} is on")
+    left_out = tuple(sorted({*state.unusable, *event.devices}))
+    return _proceed(config, replace(state, stage="idle", cohort=(), unusable=left_out), event.now)
 
 
 def _paused(config: FederationConfig, state: State, event: Paused) -> Step:
@@ -274,6 +295,7 @@ TABLE: Mapping[Phase, Mapping[type, _Handler]] = {
         Tick: _tick,
         Updated: _updated,
         Aggregated: _aggregated,
+        Unusable: _unusable,
         Paused: _paused,
         Stopped: _stopped,
     },
@@ -283,6 +305,7 @@ TABLE: Mapping[Phase, Mapping[type, _Handler]] = {
         Tick: _tick,
         Updated: _updated,
         Aggregated: _aggregated,
+        Unusable: _unusable,
         Resumed: _resumed,
         Stopped: _stopped,
     },

@@ -57,6 +57,15 @@ class Aggregated:
 
 
 @dataclass(frozen=True)
+class Unusable:
+    """Not one update of the round could be folded: those of `devices` are left out for good."""
+
+    now: float
+    round: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Paused:
     """The operator paused the federation."""
 
@@ -77,7 +86,7 @@ class Stopped:
     now: float
 
 
-Event = Ready | Removed | Started | Tick | Updated | Aggregated | Paused | Resumed | Stopped
+Event = Ready | Removed | Started | Tick | Updated | Aggregated | Unusable | Paused | Resumed | Stopped
 
 
 # --- decisions: what is to be done

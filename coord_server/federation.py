@@ -25,7 +25,7 @@ from coord_server.store import Store
 from coord_server.store.blobs import Blobs
 from coord_server.store.metadata import DeviceRow, FederationRow
 from coord_server.uploads import Batch, Upload, Valid, receive, validate, weigh
-from coord_server.values import Downlink, Values
+from coord_server.values import Downlink, NothingUsable, Values
 from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import (
     Device,
@@ -424,7 +424,13 @@ class LiveFederation(Journalled):
 
     async def _fold_and_step(self, decision: events.Aggregate) -> None:
         round_, opened = decision.round, self.state.opened
-        folded = await self.values.fold(decision)
+        try:
+            folded = await self.values.fold(decision)
+        except NothingUsable as nothing:
+            log.error("%s: %s", self.id, nothing)
+            event = events.Unusable(self._clock(), round_, nothing.devices)
+            await self._uninterrupted(lambda: self._step(event, self._save))
+            return
         now = self._clock()
         await self._uninterrupted(
             lambda: self._step(

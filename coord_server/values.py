@@ -7,19 +7,22 @@ federation's. Functions that say so block and run in threads; the rest runs on t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coord_server import aggregation, events
-from coord_server.aggregation import Checked, Closed, Contribution, Course
+from coord_server.aggregation import Checked, Closed, Contribution, Course, UnusableUpdate
 from coord_server.bundles import load_model
 from coord_server.store import Store
 from coord_server.store.metadata import INLINE, Content, FederationRow
 from edge_client.bundle import digest as sha256_of
-from edge_client.errors import PayloadError, StateError
+from edge_client.errors import MaskfleetError, PayloadError, StateError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import Arrays
+
+log = logging.getLogger("maskfleet")
 
 IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
 FRESH = 32 << 20  # bytes of checked updates kept for the fold; those beyond are read back
@@ -34,6 +37,14 @@ class Downlink:
     size: int
     sizes: dict[str, int]
     data: bytes | None
+
+
+class NothingUsable(MaskfleetError):
+    """Not one acknowledged update of a round can be folded; `devices` are whose they are."""
+
+    def __init__(self, round_: int, devices: tuple[str, ...]) -> None:
+        super().__init__(f"no update of round {round_} can be folded; it is run again without {', '.join(devices)}")
+        self.devices = devices
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,11 @@ class Values:
     # --- closing a round
 
     async def fold(self, decision: events.Aggregate) -> Folded:
-        """Fold the acknowledged updates of a round; nothing is changed yet. Raises MaskfleetError."""
+        """Fold the acknowledged updates of a round; nothing is changed yet.
+
+        One that cannot be folded is left out: the same updates give the same outcome whenever this is done. Raises
+        NothingUsable when none is left, StateError when one cannot be read.
+        """
         course, arrays = await self.ready()
         round_, devices = decision.round, decision.devices
         if self.method.shared_downlink:
@@ -152,17 +167,28 @@ class Values:
         downs: dict[str, dict[str, int]],
         fresh: dict[str, Checked],
     ) -> Folded:
-        kept = dict[str, bytes]()
+        kept, devices, skipped = dict[str, bytes](), list(decision.devices), list[str]()
 
         def contributions() -> Iterator[Contribution]:
-            for device in decision.devices:
-                update = fresh.pop(device, None) or self._acknowledged(decision.round, device)
+            for device in devices:
+                update = fresh.get(device) or self._acknowledged(decision.round, device)
                 yield Contribution(device, update, self._record(device), downs[device])
 
         def keep(device: str, record: Arrays) -> None:
             kept[device] = aggregation.pack(record)
 
-        closed = aggregation.close_round(course, decision.round, arrays, contributions(), keep, 0.0)
+        while True:
+            try:
+                parts = contributions()
+                closed = aggregation.close_round(course, decision.round, arrays, parts, keep, 0.0, skipped)
+                break
+            except UnusableUpdate as unusable:
+                log.error("%s: round %d: %s; it is left out", self.id, decision.round, unusable)
+                kept.clear()
+                devices.remove(unusable.device)
+                skipped.append(unusable.device)
+            if not devices:
+                raise NothingUsable(decision.round, tuple(sorted(skipped)))
         following = None
         if self.method.shared_downlink:
             following = self._make_downlink(course, closed.state, decision.round + 1, decision.devices[0])

@@ -39,6 +39,7 @@ from coord_server.store.metadata import INLINE
 from edge_client.bundle import Model, digest, generate
 from edge_client.errors import StateError
 from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Problem
 
 Script = Callable[[Fleet], Awaitable[Any]]
@@ -544,6 +545,67 @@ def test_a_coordinator_that_went_down_in_mid_aggregation_does_it_again(
     play(tmp_path / "x", first)
     monkeypatch.undo()
     assert play(tmp_path / "x", second) == play(tmp_path / "y", undisturbed)
+
+
+def test_an_update_that_cannot_be_folded_is_left_out_and_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fold = FedAvg.fold
+
+    def fragile(self: FedAvg, a: Any, state: Any, total: Any, u: Any, record: Any) -> Any:
+        found = fold(self, a, state, total, u, record)  # it has changed the sum before it fails
+        if a.device in bad and a.round == 1:
+            raise OverflowError("too much")
+        return found
+
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", "ccc", cohort=3, min_devices=3, min_updates=2)
+        for device in ("a", "bb", "ccc"):
+            assert (await fleet.train(device)).status_code == 201
+        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        record = (await fleet.operator("GET", "/v1/federations/fed/rounds/1")).json()
+        assert (record["devices"], record["skipped"]) == (["a", "ccc"], ["bb"])
+        return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+
+    async def without(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "ccc", rounds=1)
+        return await whole(fleet, "a", "ccc", rounds=1)
+
+    bad: tuple[str, ...] = ()
+    expected = play(tmp_path / "x", without)
+    monkeypatch.setattr(FedAvg, "fold", fragile)
+    bad = ("bb",)
+    assert play(tmp_path / "y", script) == expected
+    assert "the update of 'bb' cannot be folded: OverflowError: too much; it is left out" in caplog.text
+
+
+def test_a_round_of_which_no_update_can_be_folded_is_run_again_with_other_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold = FedAvg.fold
+
+    def fragile(self: FedAvg, a: Any, *rest: Any) -> Any:
+        if a.device in bad:
+            raise ValueError("odd")
+        return fold(self, a, *rest)
+
+    async def script(fleet: Fleet) -> None:
+        monkeypatch.setattr(FedAvg, "fold", fragile)
+        await fleet.federation("a", "bb", "ccc", cohort=1, min_devices=3)
+        works = {d: await fleet.work(d) for d in ("a", "bb", "ccc")}
+        (first,) = [d for d, w in works.items() if w["status"] == "train"]
+        bad.append(first)
+        assert (await fleet.train(first)).status_code == 201
+        found = await until_round(fleet, lambda f: f["attempt"] == 2)
+        assert (found["round"], found["updates"], found["expected"]) == (1, 0, 1)
+        works = {d: await fleet.work(d) for d in ("a", "bb", "ccc")}
+        (second,) = [d for d, w in works.items() if w["status"] == "train"]
+        assert second != first
+        assert (await fleet.train(second)).status_code == 201
+        await until_round(fleet, lambda f: f["round"] == 2)
+
+    bad: list[str] = []
+    play(tmp_path, script)
 
 
 def test_updates_and_downlinks_of_closed_rounds_are_swept(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from coord_server.events import (
     Started,
     Stopped,
     Tick,
+    Unusable,
     Updated,
 )
 from edge_client.protocol.messages import FederationConfig
@@ -191,6 +192,28 @@ def test_a_pause_stops_the_clock_takes_updates_and_opens_nothing() -> None:
     state, _ = run(c, Paused(4.0), Resumed(100.0), state=state)
     assert state.deadline == 106.0
     assert resumed.phase == "running"
+
+
+def test_a_round_without_a_usable_update_is_run_again_without_the_devices_that_sent_them() -> None:
+    c = config(min_devices=4)
+    state, _ = run(c, *enrol("a", "b", "c", "d"))
+    bad = state.cohort
+    for device in bad:
+        state, _ = run(c, updated(c, state, device), state=state)
+    again, said = run(c, Unusable(2.0, 1, bad), state=state)
+    others = tuple(sorted(set("abcd") - set(bad)))
+    assert (again.round, again.attempt, again.cohort) == (1, 2, others)
+    assert said == [OpenRound(1, 2, others, 12.0)]
+    assert run(c, updated(c, again, bad[0]), state=again)[1] == [Acknowledge(1, bad[0], "s", True)]
+    for device in others:
+        again, said = run(c, updated(c, again, device), state=again)
+    assert said[-1] == Aggregate(1, 2, others)
+    assert engine.pending(again) == (said[-1],)
+    after, _ = run(c, Aggregated(3.0, 1), state=again)
+    assert (after.round, after.unusable) == (2, ())
+    waiting, said = run(c, Removed(1.5, others[0]), Removed(1.5, others[1]), Unusable(2.0, 1, bad), state=state)
+    assert (waiting.stage, said) == ("idle", [])
+    assert isinstance(run(c, Unusable(3.0, 1, bad), state=waiting)[1][0], Refuse)
 
 
 def test_the_table_in_the_manual_is_the_table_in_the_code() -> None:

@@ -228,6 +228,8 @@ class Round(Message):
     accuracy_before: Accuracy
     accuracy_after: Accuracy
     seconds: float
+    skipped: list[str] = []
+    """Devices whose acknowledged update could not be folded; it is left out of everything above."""
 
 
 class Device(Message):
