@@ -1,7 +1,7 @@
 """Who may ask for what: the operator's token, join tokens, device credentials.
 
 Secrets are 256 random bits in hex. Only their SHA-256 is stored, and what is compared is always two digests in
-constant time. Transport encryption is the business of the proxy in front.
+constant time. Transport encryption is not done here: `serve --certificate` or a proxy in front does it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 from pathlib import Path
 
 from edge_client.errors import StateError
+from edge_client.files import write_whole
 
 OPERATOR_ENV = "MASKFLEET_OPERATOR_TOKEN"
 OPERATOR_FILE = "operator-token"
@@ -24,8 +25,8 @@ def new_secret() -> str:
 
 
 def hashed(secret: str) -> str:
-    """What is stored of a secret."""
-    return hashlib.sha256(secret.encode()).hexdigest()
+    """What is stored of a secret. Any text has one: half a surrogate pair is nobody's secret, not a failure."""
+    return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 
 def same(left: str, right: str) -> bool:
@@ -36,25 +37,19 @@ def same(left: str, right: str) -> bool:
 def operator_token(folder: Path) -> tuple[str, Path | None]:
     """The operator's token and the file it is in: the environment's, or the data folder's, made at first start.
 
-    Raises StateError when the file can neither be read nor made.
+    It is written whole or not at all; an empty file counts as none. Raises StateError when the file can neither be
+    read nor made.
     """
     given = os.environ.get(OPERATOR_ENV, "").strip()
     if given:
         return given, None
     path = folder / OPERATOR_FILE
     try:
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            token = path.read_text().strip()
-            if not token:
-                raise StateError(f"{path} is empty; remove it and start again") from None
-            return token, path
+        token = path.read_text().strip() if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise StateError(f"{path} cannot be read: {reason}; repair it, remove it, or set {OPERATOR_ENV}") from None
+    if not token:
         token = new_secret()
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return token, path
-    except OSError as error:
-        raise StateError(f"{path} cannot be used: {error.strerror}; or set {OPERATOR_ENV}") from None
+        write_whole(path, f"{token}\n".encode(), elsewhere=f"set {OPERATOR_ENV}")
+    return token, path

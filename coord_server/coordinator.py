@@ -161,7 +161,10 @@ class Coordinator:
             start = method.start(load_model(self.store, config.bundle), config.seed)
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
-        text = config.model_dump_json()
+        try:
+            text = config.model_dump_json()
+        except ValueError:
+            raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
         if FederationConfig.model_validate_json(text) != config:
             raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
         packed = aggregation.pack(start)

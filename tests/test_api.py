@@ -284,7 +284,7 @@ def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path
         address, mine = digest(manifest().to_bytes()), bearer(credential("a"))
         whole = await fleet.http.get(f"/v1/bundles/{address}", headers=mine)
         assert whole.content == manifest().to_bytes()
-        assert "immutable" in whole.headers["cache-control"]
+        assert whole.headers["cache-control"] == "private, max-age=31536000, immutable"
         work = await fleet.work("a")
         for path in (f"/v1/bundles/{address}/parts/train.onnx", f"/v1/federations/fed/payloads/{work['downlink']}"):
             whole = await fleet.http.get(path, headers=mine)
@@ -450,6 +450,115 @@ def test_a_failure_of_the_coordinator_itself_is_a_problem_without_a_traceback(
         monkeypatch.setattr(Coordinator, "federations", broken)
         detail = refused(await fleet.operator("GET", "/v1/federations"), "internal-error")
         assert "secret" not in detail
+
+    play(tmp_path, script)
+
+
+HALF = "\\ud800"  # half a surrogate pair, as JSON may hold it
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/enrol", f'{{"token": "{HALF}", "device": "a", "credential": "{"0" * 64}"}}'),
+        ("POST", "/v1/enrol", f'{{"token": "x", "device": "{HALF}", "credential": "{"0" * 64}"}}'),
+        ("POST", "/v1/enrol", f'{{"token": "x", "{HALF}": 1}}'),
+        ("POST", "/v1/enrol", f'{{"token": "x", "device": {"9" * 5000}, "credential": 1}}'),
+        ("POST", "/v1/enrol", "[" * 100_000),
+        ("POST", "/v1/federations", json.dumps(settings(method={"name": "\ud800"}))),
+        ("POST", "/v1/federations", json.dumps(settings(method={"name": "fedavg", "\ud800": 1}))),
+        ("POST", "/v1/federations", json.dumps(settings(backend="\ud800"))),
+        ("GET", f"/v1/federations/fed/work?wait={'9' * 5000}", None),
+        ("GET", "/v1/federations/fed/rounds/" + "9" * 4000, None),
+        ("GET", "/v1/federations/fed/rounds/" + "9" * 5000, None),
+        ("GET", "/v1/federations/%ff%00", None),
+    ],
+)
+def test_hostile_text_and_numbers_are_refused_as_the_callers_mistake(
+    tmp_path: Path, method: str, path: str, body: str | None
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.bundle()
+        answer = await fleet.http.request(
+            method, path, content=body, headers={**bearer(OPERATOR), "Content-Type": "application/json"}
+        )
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.headers["content-type"] == "application/problem+json"
+
+    play(tmp_path, script)
+
+
+def test_a_range_or_length_of_thousands_of_digits_is_no_number(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        work = await fleet.work("a")
+        path, mine = f"/v1/federations/fed/payloads/{work['downlink']}", bearer(credential("a"))
+        whole = await fleet.http.get(path, headers={**mine, "Range": f"bytes={'9' * 5000}-"})
+        assert whole.status_code == 200  # what is not understood is ignored
+        body = update(np.ones(D))
+        answer = await fleet.upload("a", 1, work["lease"], body, {"Content-Length": "9" * 5000})
+        refused(answer, "bad-request")
+
+    play(tmp_path, script)
+
+
+def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def drop(app: Any, path: str, headers: dict[str, str]) -> None:
+        said = [{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return said.pop(0) if len(said) > 1 else said[0]
+
+        async def send(_: Any) -> None:
+            pass
+
+        scope = {
+            "type": "http",
+            "method": "PUT",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            "http_version": "1.1",
+            "scheme": "http",
+            "server": ("x", 80),
+            "client": ("x", 1),
+            "root_path": "",
+            "asgi": {"version": "3.0"},
+        }
+        await app(scope, receive, send)
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        lease = (await fleet.work("a"))["lease"]
+        app = fleet.http._transport.app  # type: ignore[attr-defined]
+        shown = {"Maskfleet-Lease": lease, "Content-Digest": content_digest(b"x"), **bearer(credential("a"))}
+        caplog.set_level("INFO", "maskfleet")
+        caplog.clear()
+        await drop(app, "/v1/federations/fed/rounds/1/updates/a", shown)
+        part = manifest(64).to_bytes()
+        await fleet.operator("POST", "/v1/bundles", content=part)
+        await drop(app, f"/v1/bundles/{digest(part)}/parts/train.onnx", bearer(OPERATOR))
+        assert [r.levelname for r in caplog.records if r.name == "maskfleet"] == ["INFO", "INFO"]
+        assert all(r.exc_info is None and "went away" in r.message for r in caplog.records if r.name == "maskfleet")
+        assert os.listdir(tmp_path / "blobs" / "incoming") == []
+        assert (await fleet.train("a")).status_code == 201
+
+    play(tmp_path, script)
+
+
+def test_a_credential_that_one_federation_removed_still_opens_what_another_one_shares(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        other = settings(name="other")
+        assert (await fleet.operator("POST", "/v1/federations", json=other)).status_code == 201
+        fleet.join = (await fleet.operator("POST", "/v1/federations/other/tokens", json={})).json()["token"]
+        assert (await fleet.enrol("a")).status_code == 200
+        path = f"/v1/bundles/{other['bundle']}"
+        await fleet.operator("DELETE", "/v1/federations/fed/devices/a")
+        assert (await fleet.http.get(path, headers=bearer(credential("a")))).status_code == 200
+        await fleet.operator("DELETE", "/v1/federations/other/devices/a")
+        refused(await fleet.http.get(path, headers=bearer(credential("a"))), "device-removed")
 
     play(tmp_path, script)
 

@@ -168,5 +168,10 @@ def test_the_operators_token_is_made_once_and_for_its_owner_only(
     assert auth.operator_token(tmp_path) == (token, path)
     assert path is not None
     assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("")  # a power cut in an old version
+    token, _ = auth.operator_token(tmp_path)
+    assert path.read_text() == token + "\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == [path.name]
     monkeypatch.setenv(auth.OPERATOR_ENV, "given")
     assert auth.operator_token(tmp_path) == ("given", None)

@@ -87,12 +87,18 @@ async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> R
     """The operator, or a device whose federation uses bundle `digest`. Raises Refusal."""
     if given is not None:
         credential = auth.hashed(given.credentials)
+        removed: Refusal | None = None
         for live in served.federations():
-            device = live.device_of(credential) if live.config.bundle == digest else None
+            try:
+                device = live.device_of(credential) if live.config.bundle == digest else None
+            except Refusal as refused:  # out of this federation, perhaps not of another one
+                removed, device = refused, None
             if device is not None:
                 return Reader(served, Caller(live, device))
         if served.is_operator(given.credentials):
             return Reader(served, None)
+        if removed is not None:
+            raise removed
     raise Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
 
 

@@ -157,7 +157,7 @@ async def payload(
 async def put_update(
     request: Request,
     calling: Calling,
-    round_: Annotated[int, Path(alias="round", ge=1, description="The round of the lease.", examples=[3])],
+    round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round of the lease.", examples=[3])],
     device: DeviceName,
     maskfleet_lease: Annotated[str, Header(description="The lease from the work message.", max_length=64)],
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,

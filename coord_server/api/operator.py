@@ -236,7 +236,9 @@ async def get_rounds(served: Operated, federation: FederationId) -> Any:
     responses=documented(*_COMMON),
 )
 async def get_round(
-    served: Operated, federation: FederationId, round_: Annotated[int, Path(alias="round", ge=1, examples=[3])]
+    served: Operated,
+    federation: FederationId,
+    round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, examples=[3])],
 ) -> Any:
     """One closed round's record."""
     id_ = served.federation(federation).id

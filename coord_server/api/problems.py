@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from coord_server.refusals import STATUS, Refusal
 from edge_client.errors import StateError
@@ -25,6 +26,7 @@ def problem(kind: str, detail: str, headers: dict[str, str] | None = None, statu
     """The response for a problem of this kind."""
     status = STATUS[kind] if status is None else status
     headers = dict(headers or {})
+    detail = detail.encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     body = Problem(type=f"/problems/{kind}", title=HTTPStatus(status).phrase, status=status, detail=detail)
@@ -80,6 +82,11 @@ async def _malformed(request: Request, error: Exception) -> Response:
     return problem("bad-message", f"{where}{value}: {first['msg']}; correct it and send again")
 
 
+async def _gone(request: Request, error: Exception) -> Response:
+    log.info("%s %s: the caller went away", request.method, request.url.path)
+    return problem("bad-request", "the body ended before it was whole; send it again")
+
+
 async def _broken(_: Request, error: Exception) -> Response:
     return problem("internal-error", "the coordinator failed on this request; its log says why. Try again later")
 
@@ -90,6 +97,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(StateError, _no_room)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _broken)
     describe = app.openapi
 

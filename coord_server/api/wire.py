@@ -17,9 +17,10 @@ from coord_server.store.blobs import Blobs
 
 JSON_LIMIT = 256 * 1024  # bytes of a JSON message
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
-IMMUTABLE = "public, max-age=31536000, immutable"
+IMMUTABLE = "private, max-age=31536000, immutable"
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
-_RANGE = re.compile(r"^bytes=(\d*)-(\d*)$")
+_RANGE = re.compile(r"^bytes=([0-9]{0,18})-([0-9]{0,18})$")
+_COUNT = re.compile(r"^[0-9]{1,18}$")
 _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
 
 
@@ -64,6 +65,8 @@ def sha256_of_header(value: str | None) -> str:
 def check_length(request: Request, limit: int, what: str) -> None:
     """Refuse a body whose announced length is over `limit` before a byte of it is read. Raises Refusal."""
     announced = request.headers.get("content-length")
+    if announced is not None and not _COUNT.match(announced):
+        raise Refusal("bad-request", f"Content-Length is {announced[:40]!r}; send the number of bytes")
     if announced is not None and int(announced) > limit:
         raise Refusal("too-large", f"{what} has at most {limit} bytes, Content-Length says {announced}")
 
@@ -95,7 +98,10 @@ def _range(header: str | None, size: int) -> tuple[int, int] | None:
 async def immutable(
     request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
 ) -> Response:
-    """Content-addressed bytes, `data` or a blob: ETag, 304, single ranges, cacheable for good."""
+    """Content-addressed bytes, `data` or a blob: ETag, 304, single ranges.
+
+    Whoever fetched it may keep it for good; a shared cache may not, since all of it is for those with a credential.
+    """
     headers = {"ETag": f'"{sha256}"', "Cache-Control": IMMUTABLE, "Accept-Ranges": "bytes"}
     asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if headers["ETag"] in asked or "*" in asked:
