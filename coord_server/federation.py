@@ -111,6 +111,19 @@ class LiveFederation(Journalled):
         if outlook.visible(before) != outlook.visible(self.state):
             self.wake()
 
+    async def _reload(self) -> None:
+        metadata, before = self._store.metadata, self.state
+        row = await asyncio.to_thread(metadata.federation, self.id)
+        devices = await asyncio.to_thread(metadata.all_devices, self.id)
+        records = await asyncio.to_thread(metadata.all_records, self.id)
+        log.warning("%s: a write that failed is in the journal after all; going on from there", self.id)
+        self._roster.reload(devices)
+        self.values = Values(self._store, row, self.config, records)
+        self.state = engine.load(row.state)
+        self._moved(before)
+        if (before.stage, before.round) != ("aggregating", self.state.round):  # else it is being aggregated already
+            self._carry_out(engine.pending(self.state))
+
     def _carry_out(self, decisions: tuple[events.Decision, ...]) -> None:
         for decision in decisions:
             if isinstance(decision, events.Aggregate):
@@ -403,6 +416,10 @@ class LiveFederation(Journalled):
         while True:
             try:
                 async with self._folding:
+                    if self._unsure:
+                        await self._uninterrupted(self._flush)
+                        if (self.state.stage, self.state.round) != ("aggregating", decision.round):
+                            return  # it was closed, although the journal could not say so
                     if not folded:
                         await self._fold_and_step(decision)
                         folded = True

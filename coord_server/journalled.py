@@ -29,6 +29,11 @@ class Journalled(ABC):
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._behind: Callable[[], None] | None = None
+        self._unsure = False  # whether the last write may be in the journal although it failed
+
+    @abstractmethod
+    async def _reload(self) -> None:
+        """Take everything from the journal anew. The lock is held. Raises StateError."""
 
     @abstractmethod
     def _moved(self, before: engine.State) -> None:
@@ -94,17 +99,29 @@ class Journalled(ABC):
         self._carry_out(decisions)
 
     async def _flush(self) -> None:
-        """Journal what was left behind. The lock is held. Raises StateError."""
+        """Journal what was left behind, and make sure that memory and journal agree. The lock is held.
+
+        Raises StateError.
+        """
+        if self._unsure and self._behind is None:  # what is left behind is simply written again
+            if await asyncio.to_thread(self._store.metadata.state, self.id) != engine.dump(self.state):
+                await self._reload()
+            self._unsure = False
         if self._behind is not None:
             await asyncio.to_thread(self._behind)
-            self._behind = None
+            self._behind, self._unsure = None, False
 
     def _journal(self, journal: Callable[[str], None], state: str) -> None:
-        """Write, and when the database is not sure that it did, look."""
+        """Write, and when the database is not sure that it did, look; when it cannot be asked, look next time."""
         try:
             journal(state)
-        except StateError:
-            if self._store.metadata.state(self.id) != state:
+        except StateError as failed:
+            try:
+                found = self._store.metadata.state(self.id)
+            except StateError:
+                self._unsure = True
+                raise failed from None
+            if found != state:
                 raise
 
     def _save(self, state: str) -> None:

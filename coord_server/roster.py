@@ -71,6 +71,13 @@ class Roster:
             raise Refusal("device-removed", f"device {name!r} was removed from {self._federation} by its operator")
         return name
 
+    def reload(self, rows: list[DeviceRow]) -> None:
+        """Who is in and who was removed, from the journal anew; what happened since stays."""
+        for d in rows:
+            self._credentials[d.device] = d.credential
+            self._names[d.credential] = d.device
+        self._removed = {d.device for d in rows if d.removed}
+
     # --- who called
 
     def note(self, device: str, now: float, bytes_down: int) -> None:

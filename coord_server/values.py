@@ -205,7 +205,11 @@ class Values:
         record = folded.closed.record.model_copy(update={"seconds": seconds})
         total = self._keep(self._state_shelf, aggregation.pack(folded.closed.state))
         rows = {device: self._keep(self._record_shelf(device), data) for device, data in folded.kept.items()}
-        self._store.metadata.close_round(self.id, record.round, record.model_dump_json(), total, rows, state)
+        try:
+            self._store.metadata.close_round(self.id, record.round, record.model_dump_json(), total, rows, state)
+        except StateError:  # the commit may have failed only to say so
+            if self._store.metadata.state(self.id) != state:
+                raise
         self._global = total
         self._records.update({device: content.sha256 for device, content in rows.items()})
 

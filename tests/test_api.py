@@ -35,7 +35,7 @@ from coord_server.api.wire import JSON_LIMIT
 from coord_server.coordinator import Coordinator
 from coord_server.refusals import STATUS
 from coord_server.store import open_store
-from coord_server.store.metadata import INLINE
+from coord_server.store.metadata import INLINE, Metadata
 from edge_client.bundle import Model, digest, generate
 from edge_client.errors import StateError
 from edge_client.methods import make_method
@@ -603,6 +603,45 @@ def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: py
         await fleet.federation("a", "bb", d=d)
         return await whole(fleet, "a", "bb")
 
+    assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
+
+
+@pytest.mark.parametrize("write", ["acknowledge", "close_round"])
+def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journal_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    journal, state = getattr(Metadata, write), Metadata.state
+
+    def unsaid(*given: Any) -> None:
+        journal(*given)
+        blind.append(1)
+        monkeypatch.setattr(Metadata, write, journal)
+        raise StateError("disk I/O error")
+
+    def unseen(*given: Any) -> Any:
+        if blind:
+            blind.pop()
+            raise StateError("disk I/O error")
+        return state(*given)
+
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb")
+        assert (await fleet.train("a")).status_code == 201
+        work = await fleet.work("bb")
+        body = trained(await fleet.fetch("bb", work), "bb")
+        monkeypatch.setattr(Metadata, write, unsaid)
+        monkeypatch.setattr(Metadata, "state", unseen)
+        first = await fleet.upload("bb", 1, work["lease"], body)
+        assert first.status_code == (507 if write == "acknowledge" else 201)
+        assert (await fleet.upload("bb", 1, work["lease"], body)).status_code in (200, 201)
+        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    async def undisturbed(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb")
+        return await whole(fleet, "a", "bb")
+
+    blind: list[int] = []
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 

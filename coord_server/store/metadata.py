@@ -268,6 +268,14 @@ class Metadata:
             found = c.execute(select(federations).order_by(federations.c.created_at, federations.c.id)).mappings()
             return [FederationRow(**row) for row in found]
 
+    def federation(self, id_: str) -> FederationRow:
+        """One federation. Raises StateError when it is not there."""
+        with self._read() as c:
+            row = c.execute(select(federations).where(federations.c.id == id_)).mappings().first()
+        if row is None:
+            raise StateError(f"federation {id_!r} is not in the coordinator's database; restore it")
+        return FederationRow(**row)
+
     def save_state(self, federation: str, state: str) -> None:
         """Journal the engine's state alone."""
         with self._write() as c:
