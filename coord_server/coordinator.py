@@ -14,7 +14,6 @@ from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import Incoming
 from coord_server.store.metadata import INLINE, FederationRow
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
@@ -129,10 +128,6 @@ class Coordinator:
         if part is None:
             raise Refusal("not-found", f"bundle {receipt.name!r} has no part {name!r}; its manifest lists them")
         return bundle_shelf(digest), part.sha256, part.size
-
-    def receive_part(self, digest: str) -> Incoming:
-        """Begin to receive a part; whoever calls checks its digest before it commits."""
-        return self.store.blobs.receive(bundle_shelf(digest))
 
     # --- federations
 

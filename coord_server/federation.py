@@ -24,7 +24,7 @@ from coord_server.roster import Roster
 from coord_server.store import Store
 from coord_server.store.blobs import Blobs
 from coord_server.store.metadata import DeviceRow, FederationRow
-from coord_server.uploads import Batch, Upload, Valid, receive, validate, weigh
+from coord_server.uploads import Batch, Turns, Upload, Valid, receive, validate, weigh
 from coord_server.values import Downlink, NothingUsable, Values
 from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import (
@@ -71,6 +71,7 @@ class LiveFederation(Journalled):
         self._folding = asyncio.Lock()  # a sweep must not meet the blobs of a round that is being folded
         self._changed = asyncio.Event()
         self._uploads: list[Upload] = []
+        self._turns = Turns()
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
 
@@ -348,7 +349,9 @@ class LiveFederation(Journalled):
         disk is busy, so that one transaction takes in all of them.
         """
         limit = await self.update_limit()
-        received = await receive(self._store.blobs, self.values.updates_shelf(round_), body, limit)
+        shelf = self.values.updates_shelf(round_)
+        reading = receive(self._store.blobs, shelf, body, limit, "an update")
+        received = await self._turns.read(device, reading)
         try:
             upload = Upload(events.Updated(self._clock(), round_, device, lease, sha256), received)
             if received.incoming is not None:

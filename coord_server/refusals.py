@@ -11,6 +11,7 @@ STATUS = {
     "device-removed": 403,
     "not-found": 404,
     "method-not-allowed": 405,
+    "too-slow": 408,
     "wrong-round": 409,
     "round-closed": 409,
     "wrong-lease": 409,
@@ -28,6 +29,7 @@ STATUS = {
     "bad-config": 422,
     "bad-message": 422,
     "bad-payload": 422,
+    "superseded": 429,
     "internal-error": 500,
     "storage-full": 507,
 }

@@ -7,8 +7,9 @@ arrives and is durable there before anybody hears of it. Journalling what the en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from coord_server.aggregation import Checked
 from coord_server.engine import State, apply
@@ -29,6 +30,13 @@ class Body:
 
     data: bytes
     incoming: Incoming | None
+
+    def digest(self) -> str:
+        """SHA-256 of all of it; the rest of a spooled body is appended. Blocks; ask once. Raises StateError."""
+        if self.incoming is None:
+            return sha256_of(self.data)
+        self.incoming.write(self.data)
+        return self.incoming.stored().sha256
 
     def discard(self) -> None:
         """Forget what was not made durable."""
@@ -76,7 +84,7 @@ class Batch:
     answers: list[tuple[Upload, int | Exception]] = field(default_factory=list)
 
 
-async def receive(blobs: Blobs, shelf: str, body: AsyncIterator[bytes], limit: int) -> Body:
+async def receive(blobs: Blobs, shelf: str, body: AsyncIterator[bytes], limit: int, what: str) -> Body:
     """Read at most `limit` bytes; of a large body, a thread writes full megabytes while the next one arrives.
 
     Raises Refusal, StateError; then nothing is kept.
@@ -89,7 +97,7 @@ async def receive(blobs: Blobs, shelf: str, body: AsyncIterator[bytes], limit: i
         async for chunk in body:
             size += len(chunk)
             if size > limit:
-                raise Refusal("too-large", f"the body exceeds {limit} bytes, the most an update may have here")
+                raise Refusal("too-large", f"the body exceeds {limit} bytes, the most that {what} has here")
             pieces.append(chunk)
             waiting += len(chunk)
             if waiting >= SPOOL:
@@ -109,14 +117,33 @@ async def receive(blobs: Blobs, shelf: str, body: AsyncIterator[bytes], limit: i
     return Body(b"".join(pieces), incoming)
 
 
+class Turns:
+    """At most one body of a device is read at a time: a newer one takes the turn of an older one."""
+
+    def __init__(self) -> None:
+        self._reading: dict[str, asyncio.Task[Body]] = {}
+
+    async def read(self, device: str, reading: Coroutine[Any, Any, Body]) -> Body:
+        """What `reading` receives. Raises Refusal when a newer one of `device` begins, and what `reading` raises."""
+        older = self._reading.get(device)
+        if older is not None:
+            older.cancel()
+        task = self._reading[device] = asyncio.create_task(reading)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._reading.get(device) is task:  # not the turn was lost: whoever asked is going away
+                raise
+            raise Refusal("superseded", f"{device!r} has begun another upload; this one was given up") from None
+        finally:
+            if self._reading.get(device) is task:
+                del self._reading[device]
+
+
 def validate(body: Body, sha256: str, check: Callable[[bytes], Checked | None]) -> Valid:
     """Digest, then content, then, for a large body, the disk. Blocks. Raises Refusal, StateError."""
-    if body.incoming is None:
-        found, size = sha256_of(body.data), len(body.data)
-    else:
-        body.incoming.write(body.data)
-        stored = body.incoming.stored()
-        found, size = stored.sha256, stored.size
+    found = body.digest()
+    size = len(body.data) if body.incoming is None else body.incoming.stored().size
     if found != sha256:
         raise Refusal(
             "bad-digest",

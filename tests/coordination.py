@@ -147,12 +147,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def served(folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Fleet]:
+async def served(folder: Path, clock: Callable[[], float] = time.time, patience: float = 60.0) -> AsyncIterator[Fleet]:
     """A coordinator on `folder`, spoken to without a socket; again on the same folder is a restart."""
     store = open_store(folder)
     coordinator = Coordinator(store, OPERATOR, clock)
     await coordinator.start()
-    transport = httpx.ASGITransport(create_app(coordinator), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(coordinator, patience), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as http:
         yield Fleet(http)
     await coordinator.close()

@@ -16,7 +16,10 @@ digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/probl
 to do."""
 
 
-def create_app(coordinator: Coordinator) -> FastAPI:
+BODY_PATIENCE = 60.0  # seconds without a byte until a body is given up
+
+
+def create_app(coordinator: Coordinator, body_patience: float = BODY_PATIENCE) -> FastAPI:
     """The ASGI application that serves `coordinator`; its lifespan starts and closes it."""
 
     @asynccontextmanager
@@ -31,7 +34,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
                   lifespan=lifespan)  # fmt: skip
     app.state.coordinator = coordinator
     problems.install(app)
-    app.add_middleware(wire.BoundedJson)
+    app.add_middleware(wire.BoundedBody, patience=body_patience)
     app.include_router(device.router)
     app.include_router(operator.router)
     return app

@@ -15,7 +15,9 @@ from coord_server.api.access import BundleDigest, FederationId, Operated, Served
 from coord_server.api.problems import documented
 from coord_server.coordinator import Coordinator
 from coord_server.refusals import Refusal
-from coord_server.uploads import SPOOL
+from coord_server.store.blobs import Blobs
+from coord_server.uploads import Body as UploadBody
+from coord_server.uploads import receive
 from edge_client.protocol.messages import (
     BundleReceipt,
     Device,
@@ -91,28 +93,27 @@ async def put_part(request: Request, served: Operated, digest: BundleDigest, nam
     if served.store.blobs.size(shelf, sha256) == size:
         return await served.bundle(digest)
     wire.check_length(request, size, f"part {name!r}")
-    incoming, pieces, waiting, received = served.receive_part(digest), list[bytes](), 0, 0
+    received = await receive(served.store.blobs, shelf, request.stream(), size, f"part {name!r} by its manifest")
+    await asyncio.to_thread(_keep_part, served.store.blobs, shelf, received, name, sha256)
+    return await served.bundle(digest)
+
+
+def _keep_part(blobs: Blobs, shelf: str, received: UploadBody, name: str, sha256: str) -> None:
+    """Make a part durable when it is what the manifest says. Blocks. Raises Refusal, StateError."""
     try:
-        async for chunk in request.stream():
-            received += len(chunk)
-            if received > size:
-                raise Refusal("too-large", f"part {name!r} has {size} bytes by its manifest; this body has more")
-            pieces.append(chunk)
-            waiting += len(chunk)
-            if waiting >= SPOOL:
-                await asyncio.to_thread(incoming.write, b"".join(pieces))
-                pieces, waiting = [], 0
-        await asyncio.to_thread(incoming.write, b"".join(pieces))
-        if incoming.stored().sha256 != sha256:
+        found = received.digest()
+        if found != sha256:
             raise Refusal(
                 "bad-bundle",
-                f"part {name!r} has SHA-256 {incoming.stored().sha256}, the manifest says {sha256}; "
+                f"part {name!r} has SHA-256 {found}, the manifest says {sha256}; "
                 "send the file the manifest was written with",
             )
-        await asyncio.to_thread(incoming.commit)
+        if received.incoming is None:
+            blobs.put(shelf, received.data)
+        else:
+            received.incoming.commit()
     finally:
-        incoming.discard()
-    return await served.bundle(digest)
+        received.discard()
 
 
 # --- federations

@@ -17,7 +17,7 @@ from edge_client.protocol.messages import Problem
 
 MEDIA_TYPE = "application/problem+json"
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
-             413: "too-large"}  # fmt: skip
+             408: "too-slow", 413: "too-large"}  # fmt: skip
 
 log = logging.getLogger("maskfleet")
 
@@ -53,7 +53,7 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return problem(error.kind, str(error))
+    return problem(error.kind, str(error), {"Connection": "close"} if error.kind == "superseded" else None)
 
 
 async def _no_room(_: Request, error: Exception) -> Response:

@@ -24,24 +24,34 @@ _COUNT = re.compile(r"^[0-9]{1,18}$")
 _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
 
 
-class BoundedJson:
-    """ASGI middleware: a body that is not an upload has at most JSON_LIMIT bytes, announced or not."""
+class BoundedBody:
+    """ASGI middleware: a body that stands still for `patience` seconds is given up with 408.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    One that is not an upload has at most JSON_LIMIT bytes, announced or not.
+    """
+
+    def __init__(self, app: ASGIApp, patience: float) -> None:
+        self._app, self._patience = app, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _UPLOADS.match(scope["path"]):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        size = 0
+        size, whole, upload = 0, False, _UPLOADS.match(scope["path"]) is not None
 
         async def bounded() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, whole
+            if whole:  # what comes now is that the caller goes away, whenever that is
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._patience)
+            except asyncio.TimeoutError:
+                said = f"nothing of the body came for {self._patience:g} s; send it again"
+                raise HTTPException(408, said, {"Connection": "close"}) from None
             if message["type"] == "http.request":
+                whole = not message.get("more_body", False)
                 size += len(message.get("body", b""))
-                if size > JSON_LIMIT:
+                if size > JSON_LIMIT and not upload:
                     raise HTTPException(413, f"a message has at most {JSON_LIMIT} bytes; this one has more")
             return message
 
