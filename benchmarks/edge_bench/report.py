@@ -28,7 +28,7 @@ from edge_client.protocol.messages import Accuracy, Round
 Record = dict[str, Any]
 
 CAPTION = """accuracy: each device's own model on its own test samples, mean over devices;
-  after epochs: the same model trained on for one more round on its device
+  after more: the same model after one more round of training on its device
 up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
   rounds, with what is sent only once (bundle and messages apart)"""
@@ -145,7 +145,7 @@ def table(records: Mapping[str, Record], title: str) -> Table:
     )
     out.add_column("\nmethod", overflow="fold")
     heads = (
-        "accu-\nracy", "worst\ndevice", "after\nepochs", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
+        "accu-\nracy", "\nworst", "after\nmore", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
         "bytes\nin all", "s per\nround",
     )  # fmt: skip
     for head in heads:
