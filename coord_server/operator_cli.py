@@ -6,17 +6,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator_client import Operator
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Federation, FederationConfig, Round, TokenRequest
+from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,10 +76,19 @@ def _print(found: BaseModel) -> None:
     print(found.model_dump_json(indent=1))
 
 
+def _table(*heads: str, caption: str | None = None) -> Table:
+    """A table that stays readable in a narrow terminal: what does not fit goes on in the next line, nothing is cut."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for head in heads:
+        words = (*head.split(), *(get_args(Phase) if head == "phase" else ()))
+        table.add_column(head, overflow="fold", min_width=max((len(word) for word in words), default=0))
+    return table
+
+
 def _row(f: Federation) -> tuple[str, ...]:
     method = str(f.config.method.get("name"))
-    rounds = f"{f.round}/{f.config.rounds}" + (f" (attempt {f.attempt})" if f.attempt > 1 else "")
-    waits = f"{f.updates} in, {f.expected} awaited"
+    rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
+    waits = f"{f.updates} in, {f.expected} due"
     ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
     return f.id, method, f.phase, rounds, str(f.devices), waits, ends, f.fault or ""
 
@@ -115,7 +125,7 @@ def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = 
     if as_json:
         print(json.dumps([f.model_dump(mode="json") for f in found], indent=1))
         return
-    table = Table("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
+    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in", "fault")
     for f in found:
         table.add_row(*_row(f))
     Console().print(table)
@@ -136,22 +146,12 @@ def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json
     if as_json:
         print(json.dumps([d.model_dump(mode="json") for d in found], indent=1))
         return
-    heads = (
-        "device",
-        "updates",
-        "payloads up",
-        "payloads down",
-        "bundle down",
-        "messages up",
-        "messages down",
-        "accuracy",
-    )
-    table = Table(
-        *heads, "", caption="bytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
-    )
+    heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
+    caption = "bytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
+    table = _table(*heads, "accuracy", "", caption=caption)
     for d in found:
         accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
-        gone = "removed" if d.removed else "" if d.ready else "has not asked for work yet"
+        gone = "removed" if d.removed else "" if d.ready else "not ready"
         bundle = d.messages_down.get("bundle", 0)
         others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
         counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
@@ -179,22 +179,24 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
     if as_json:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
         return
-    table = Table(
-        "round", "devices", "loss", "accuracy", "worst", "bits/parameter up", "down", "bytes by kind", "seconds"
+    table = _table(
+        "round", "devices", "loss", "accuracy", "worst", "bits/par up", "bits/par down", "seconds", "skipped"
     )
     for r in found:
         after = r.accuracy_after
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
-        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, _kinds(r), f"{r.seconds:.1f}")
-        table.add_row(str(r.round), str(len(r.devices)), *figures)
-    Console().print(table)
+        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, f"{r.seconds:.1f}")
+        table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
+    kinds = _table("round", "bytes up", "bytes down", "once up")
+    for r in found:
+        t = r.traffic
+        kinds.add_row(str(r.round), *(_by_kind(side) for side in (t.up, t.down, t.one_time_up)))
+    Console().print(table, kinds)
 
 
-def _kinds(r: Round) -> str:
-    """A round's payload bytes, all its devices together: a line up, a line down, a line for what is sent only once."""
-    t = r.traffic
-    sides = (("up", t.up), ("down", t.down), ("once up", t.one_time_up))
-    return "\n".join(f"{side}: " + ", ".join(f"{k} {n:,}" for k, n in kinds.items()) for side, kinds in sides if kinds)
+def _by_kind(sizes: dict[str, int]) -> str:
+    """Payload bytes of all devices together, a line a kind."""
+    return "\n".join(f"{kind} {size:,}" for kind, size in sizes.items())
 
 
 @app.command()

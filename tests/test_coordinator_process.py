@@ -20,11 +20,13 @@ import httpx
 import psutil
 import pytest
 from coordination import OPERATOR, bearer, content_digest, credential, served, settings, trained, write_bundle
+from typer.testing import CliRunner
 
+from coord_server import operator_cli
 from coord_server.operator_client import Operator
 from coord_server.store.metadata import INLINE
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import Accuracy, Federation, FederationConfig, Round, TokenRequest, Traffic
 
 SERVE = [sys.executable, "-c", "from coord_server.cli import serve; import typer; typer.run(serve)"]
 IDLE_LIMIT = 120e6  # bytes
@@ -77,6 +79,31 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
         assert process.wait(20) == 0
         waiting.join(20)
         assert answers[0]["status"] == "wait"
+
+
+def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = Federation(
+        id="har-by-person", config=FederationConfig.model_validate(settings(name="har-by-person", rounds=1000)),
+        phase="recruiting", round=120, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
+    )  # fmt: skip
+    half = Accuracy(mean=0.5, worst=0.25, p10=0.25, best=1.0)
+    traffic = Traffic(up={"parameters": 123_456_789, "header": 1000}, down={"parameters": 123_456_789})
+    record = Round(
+        round=120, devices=["a"] * 100, traffic=traffic, bits_per_parameter_up=32.004, bits_per_parameter_down=32.004,
+        loss=12.3456, accuracy_before=half, accuracy_after=half, seconds=3599.9,
+    )  # fmt: skip
+    monkeypatch.setattr(Operator, "federations", lambda _: [federation])
+    monkeypatch.setattr(Operator, "rounds", lambda *_: [record])
+    environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
+    for command, words in {
+        "list": ["method", "recruiting", "120/1000", "devices", "updates", "ends", "fault"],
+        "rounds har": ["accuracy", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789"],
+    }.items():
+        shown = CliRunner().invoke(operator_cli.app, command.split(), env=environment)
+        assert shown.exit_code == 0, shown.output
+        assert "…" not in shown.output
+        assert all(word in shown.output for word in words), shown.output
+        assert max(len(line) for line in shown.output.splitlines()) <= 80
 
 
 def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:
