@@ -531,7 +531,8 @@ def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         lease = (await fleet.work("a"))["lease"]
-        app = fleet.http._transport.app  # type: ignore[attr-defined]
+        transport: Any = fleet.http._transport
+        app = transport.app
         shown = {"Maskfleet-Lease": lease, "Content-Digest": content_digest(b"x"), **bearer(credential("a"))}
         caplog.set_level("INFO", "maskfleet")
         caplog.clear()
