@@ -224,6 +224,12 @@ def _tick(config: FederationConfig, state: State, event: Tick) -> Step:
 
 def _updated(config: FederationConfig, state: State, event: Updated) -> Step:
     who = f"device {event.device!r}"
+    if event.round == state.round + 1 and state.stage == "aggregating":
+        return _refuse(
+            state,
+            "round-not-open",
+            f"round {state.round} is being aggregated again after a restart; send round {event.round} once more soon",
+        )
     if event.round != state.round:
         return _refuse(
             state,

@@ -31,6 +31,7 @@ STATUS = {
     "bad-payload": 422,
     "superseded": 429,
     "internal-error": 500,
+    "round-not-open": 503,
     "storage-full": 507,
 }
 """Every problem's fixed word and its HTTP status; docs/api.md lists what each one means."""

@@ -46,7 +46,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.REFUSED: "the coordinator refused the request: bad token, unknown federation, update not valid",
     ExitCode.UNREACHABLE: "the coordinator could not be reached for longer than --patience",
     ExitCode.STATE: "the state folder cannot be used: disk full, not writable, or in use by another client",
-    ExitCode.COMPACTION: "the compact model could not be shown equal to the masked one: the dense one was written, or none",
+    ExitCode.COMPACTION: "the compact model differs from the masked one: the dense one was written, or none",
     ExitCode.STOPPED: "the operator stopped the federation before its last round",
     ExitCode.DAMAGED: "bytes do not match their digest or format even after fetching them again",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C); the same command resumes",

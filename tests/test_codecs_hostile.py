@@ -1,4 +1,4 @@
-"""Hostile bytes against every decoder: a short run of the fuzzer, and memory bounded by d at a million positions."""
+"""Hostile bytes against every decoder: memory bounded by d at a million positions (mutations: test_fuzz.py)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ def fuzzer() -> ModuleType:
     sys.modules["fuzz_codecs"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def test_mutated_payloads_are_decoded_or_refused(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fuzzer.run_mutations(3000, seed=1) == 0
-    assert capsys.readouterr().out.startswith("3000 mutated payloads of ")
 
 
 def peak(call: Callable[[], object]) -> int:

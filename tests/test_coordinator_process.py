@@ -149,8 +149,8 @@ def _device(name: str, url: str, receipts: list[tuple[int, str, str]]) -> None:
             shown = {**mine, "Maskfleet-Lease": work["lease"], "Content-Digest": content_digest(body)}
             path = f"/v1/federations/fed/rounds/{work['round']}/updates/{name}"
             answer = _again(lambda p=path, b=body, h=shown: http.put(p, content=b, headers=h))
-            if answer.status_code == 409 and "wrong-round" in answer.text:
-                continue  # killed before the closed round was journalled: it is folded again first, to the same bits
+            while answer.status_code == 503:  # killed before the closed round was journalled: it is folded again first
+                answer = _again(lambda p=path, b=body, h=shown: http.put(p, content=b, headers=h))
             assert answer.status_code in (200, 201), answer.text
             receipts.append((work["round"], name, answer.json()["sha256"]))
 

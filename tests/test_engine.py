@@ -171,6 +171,18 @@ def test_foreign_rounds_leases_and_devices_are_refused_and_change_nothing() -> N
         assert said[0].kind == kind
 
 
+def test_an_update_of_the_next_round_waits_while_a_restarted_coordinator_folds_this_one() -> None:
+    c = config()
+    state, _ = run(c, *enrol("a", "b", "c"))
+    state, said = run(c, *(updated(c, state, d) for d in state.cohort), state=state)
+    assert isinstance(said[-1], Aggregate)
+    ahead = Updated(2.0, 2, "a", engine.lease(c, 2, "a"), "s")
+    after, said = run(c, ahead, state=state)
+    assert after == state
+    assert isinstance(said[0], Refuse)
+    assert said[0].kind == "round-not-open"
+
+
 def test_a_removed_device_is_not_waited_for_and_its_acknowledged_update_stays() -> None:
     c = config()
     state, _ = run(c, *enrol("a", "b", "c"))

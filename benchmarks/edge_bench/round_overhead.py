@@ -8,7 +8,8 @@ included, with a method that sends back what it gets (`idle_plugin`). The yardst
 GETs the payload and PUTs it back, the server keeps the last body in memory; a round is over when both devices have PUT.
 No device waits for the other there, nothing is asked, checked, folded or kept: it is a loop without rounds. A second
 yardstick, "durable", has the two things that no federation can do without: device and server write each update to a
-file and fsync it, and the next payload is answered when both updates are in. All take turns, so that a busy machine
+file and fsync it, and the next payload is answered when both updates are in. A third, "plain", is the bare loop as it
+is written first: `httpx.get` and `httpx.put`, a connection for each call. All take turns, so that a busy machine
 meets all. Bytes are counted at the sockets by a TCP relay in a run of their own.
 """
 
@@ -218,6 +219,27 @@ def bare_device(url: str, name: str, rounds: int, folder: str) -> None:
     print(json.dumps(times))
 
 
+def plain_device(url: str, name: str, rounds: int) -> None:
+    """The bare loop with httpx's module functions: each call opens a connection of its own."""
+    times: list[float] = []
+    for round_ in range(rounds):
+        body = httpx.get(f"{url}/payload/{round_}", timeout=PATIENCE).content
+        httpx.put(f"{url}/update/{name}", content=body, timeout=PATIENCE).raise_for_status()
+        times.append(time.monotonic())
+    print(json.dumps(times))
+
+
+def run_plain(folder: Path, size: int, rounds: int) -> list[float]:
+    """Seconds of each round of the bare loop without kept connections."""
+    port = free_port()
+    url, me = f"http://127.0.0.1:{port}", ["-m", "edge_bench.round_overhead", "--as"]
+    with process(folder, *me, "bare-server", str(port), str(size), ""):
+        wait_until_up(url)
+        one = [*me, "plain-device", url]
+        with process(folder, *one, "a", str(rounds)) as a, process(folder, *one, "b", str(rounds)) as b:
+            return seconds_per_round(times_of([a, b]), skip=1)
+
+
 def run_bare(folder: Path, size: int, rounds: int, durable: bool) -> list[float]:
     """Seconds of each round of the bare loop."""
     port, disk = free_port(), tempfile.mkdtemp(dir=folder) if durable else ""
@@ -298,11 +320,12 @@ def measure(d: int, rounds: int, repeats: int) -> dict[str, Any]:
         install_plugin(folder / "plugin")
         for kind, width in KINDS.items():
             size, ours, bare, durable = int(d * width), list[float](), list[float](), list[float]()
-            ratios = list[float]()
+            plain, ratios = list[float](), list[float]()
             for _ in range(repeats):
                 here = run_maskfleet(folder, kind, d, rounds)
                 there = run_bare(folder, size, rounds, durable=False)
                 durable += run_bare(folder, size, rounds, durable=True)
+                plain += run_plain(folder, size, rounds)
                 ratios.append(statistics.median(here) / statistics.median(there))
                 ours += here
                 bare += there
@@ -311,8 +334,10 @@ def measure(d: int, rounds: int, repeats: int) -> dict[str, Any]:
                 "seconds_per_round": statistics.median(ours),
                 "bare_seconds_per_round": statistics.median(bare),
                 "durable_seconds_per_round": statistics.median(durable),
+                "plain_seconds_per_round": statistics.median(plain),
                 "ratio": statistics.median(ours) / statistics.median(bare),
                 "ratio_to_durable": statistics.median(ours) / statistics.median(durable),
+                "ratio_to_plain": statistics.median(ours) / statistics.median(plain),
                 "ratio_of_each_repeat": ratios,
                 **counted,
                 "wire_over_payload": counted["wire_bytes_per_round"] / counted["payload_bytes_per_round"],
@@ -361,6 +386,8 @@ def main() -> None:
             device(rest[0], rest[1], rest[2], rest[3], int(rest[4]))
         elif role == "bare-server":
             bare_server(int(rest[0]), int(rest[1]), rest[2])
+        elif role == "plain-device":
+            plain_device(rest[0], rest[1], int(rest[2]))
         elif role == "bare-device":
             bare_device(rest[0], rest[1], int(rest[2]), rest[3])
         return

@@ -146,7 +146,7 @@ async def payload(
     responses=_AGAIN
     | documented("unauthorized", "device-removed", "forbidden", "not-found", "wrong-round", "round-closed",
                  "wrong-lease", "not-in-cohort", "conflicting-update", "wrong-phase", "too-large", "bad-digest",
-                 "bad-payload", "bad-message", "too-slow", "superseded", "storage-full"),
+                 "bad-payload", "bad-message", "too-slow", "superseded", "round-not-open", "storage-full"),
     openapi_extra={
         "requestBody": {
             "required": True,
