@@ -20,6 +20,7 @@ file. A method that needs a probing round, a state per device or a coded downlin
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -91,30 +92,36 @@ class Method(BaseModel):
 
     # --- server half
 
+    @abstractmethod
     def start(self, model: Model, seed: int) -> Arrays:
         """The server's global state before round 1."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
         """What the device receives at the start of `a.round`."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def exchanged(self, model: Model) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""
-        raise NotImplementedError
+        ...
 
     def paper_bytes(self, model: Model) -> tuple[int, int] | None:
         """Bytes up and down per device and round as the method's paper counts them; None when it counts as we do."""
         return None
 
+    @abstractmethod
     def update_limit(self, model: Model) -> int:
         """The most bytes the arrays of an update may take together; more is refused unread."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
         """The update's arrays, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def fold(
         self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
     ) -> tuple[Arrays, Arrays]:
@@ -122,21 +129,24 @@ class Method(BaseModel):
 
         Returns the total (which may be updated in place) and the device's new record.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
         """The global state after a round, from the state before it and the round's total."""
-        raise NotImplementedError
+        ...
 
     # --- client half
 
+    @abstractmethod
     def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
         """Train on the device's data. `kept` is what the device kept from its last round, {} at first."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The device's model as the downlink leaves it, before any further training."""
-        raise NotImplementedError
+        ...
 
 
 def origin(method: Method, a: Assignment) -> dict[str, str | int]:
