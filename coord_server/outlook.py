@@ -37,7 +37,9 @@ def reason(config: FederationConfig, state: State, device: str, closing: bool) -
         due = "the operator's start" if config.start == "manual" else f"{config.min_devices} devices"
         return f"waiting for {due}; {len(state.devices)} ready"
     if state.stage == "idle":
-        return f"round {state.round} needs {config.min_updates} devices; {len(state.devices)} ready"
+        able = len(set(state.devices) - set(state.unusable))
+        left_out = f"; updates of {', '.join(state.unusable)} could not be used" if state.unusable else ""
+        return f"round {state.round} needs {config.min_updates} devices; {able} ready{left_out}"
     if state.stage == "aggregating":
         return f"round {state.round} is being aggregated"
     mine = "your update is in" if device in state.received else "this device was not drawn"

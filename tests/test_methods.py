@@ -239,6 +239,15 @@ class Fixed:
         return np.zeros((len(x), self.manifest.classes), np.float32)
 
 
+def test_a_gradient_that_is_not_a_number_is_an_error_though_the_loss_is_finite() -> None:
+    value = np.zeros(M.d, np.float32)
+    value[3] = np.nan
+    broken = replace(task(M), trainer=Fixed(M, value))
+    method = FedMask(epochs=1)
+    with pytest.raises(DataError, match="gradient"):
+        method.local_round(broken, {}, method.downlink(assignment(M), method.start(model(M), 0), {}))
+
+
 def test_the_structure_is_the_largest_change_of_weight_times_score() -> None:
     # One batch in the only epoch: s moves by -lr * g * W / 4, so the rank is that of |g| W^2.
     m = mlp(3, 2, bias=False)

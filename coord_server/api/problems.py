@@ -53,7 +53,8 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return problem(error.kind, str(error), {"Connection": "close"} if error.kind == "superseded" else None)
+    headers = {"superseded": {"Connection": "close"}, "round-not-open": {"Retry-After": "1"}}
+    return problem(error.kind, str(error), headers.get(error.kind))
 
 
 async def _no_room(_: Request, error: Exception) -> Response:

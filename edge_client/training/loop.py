@@ -50,8 +50,11 @@ def train(
         for chosen in batches(task, batch, epoch, phase):
             g = task.trainer.gradient(effective(), buffers, task.data.x[chosen], task.data.y[chosen])
             total += g.loss * len(chosen)
-            if not np.isfinite(g.loss) or not np.isfinite(g.buffers).all():
-                what = f"the loss became {g.loss}" if not np.isfinite(g.loss) else "a batch-norm statistic overflowed"
+            # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
+            finite = np.isfinite(np.dot(g.parameters, g.parameters)), np.isfinite(g.buffers).all()
+            if not np.isfinite(g.loss) or not all(finite):
+                what = "the gradient overflowed" if not finite[0] else "a batch-norm statistic overflowed"
+                what = what if np.isfinite(g.loss) else f"the loss became {g.loss}"
                 raise DataError(
                     f"{what} in epoch {epoch + 1} of round {task.assignment.round}; "
                     "use a smaller learning rate, or look for outliers in the device's data"
