@@ -18,7 +18,7 @@ from edge_client.bundle import Model
 from edge_client.errors import MaskfleetError, PayloadError
 from edge_client.methods import Assignment, Method, origin
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
+from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic, first_fault
 from edge_client.protocol.payload import Arrays, Payload
 
 HEADER = "header"  # the kind under which a payload's bytes outside its arrays are counted
@@ -104,10 +104,8 @@ def metrics(content: Payload) -> DeviceMetrics:
     try:
         return DeviceMetrics.model_validate(said)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-        raise PayloadError(f"the update's metadata, {where}{value}: {first['msg']}; train the round again") from None
+        where, value, why = first_fault(error)
+        raise PayloadError(f"the update's metadata, {where}{value}: {why}; train the round again") from None
 
 
 def check_update(course: Course, round_: int, device: str, state: Arrays, record: Arrays, data: bytes) -> Checked:

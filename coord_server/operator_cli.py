@@ -17,7 +17,7 @@ from rich.table import Table
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator_client import Operator
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest
+from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest, first_fault
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,10 +66,8 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
     try:
         return FederationConfig.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(p) for p in first["loc"])
-        value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-        raise ConfigError(f"{where}, {name or 'settings'}{value}: {first['msg']}") from None
+        name, value, why = first_fault(error)
+        raise ConfigError(f"{where}, {name or 'settings'}{value}: {why}") from None
 
 
 def _print(found: BaseModel) -> None:

@@ -67,7 +67,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Run federations in one process, on the same engine and methods as the real thing, and compare them."""
-    from edge_bench import datasets, report
+    from edge_bench import datasets, provenance, report
     from edge_bench.simulate import find_bundle, read_config, run_all
     from edge_client.methods import make_method
 
@@ -108,7 +108,7 @@ def simulate(
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     if json_file is not None:
         settings = checked.model_dump(mode="json", exclude={"methods"})
-        write_json(json_file, {"methods": records, "settings": settings, "machine": report.machine()})
+        write_json(json_file, {"methods": records, "settings": settings, "machine": provenance.machine()})
 
 
 def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Federation, list[Round]], None], Any]:
@@ -159,7 +159,7 @@ def demo(
     import contextlib
     import tempfile
 
-    from edge_bench import curves, datasets, report
+    from edge_bench import curves, datasets, provenance, report
     from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
     from edge_bench.simulate import find_bundle
     from edge_client.methods import make_method
@@ -230,6 +230,6 @@ def demo(
             "methods": records,
             "compaction": compact,
             "settings": {**run, "cohort": len(parts), "methods": settings},
-            "machine": report.machine(),
+            "machine": provenance.machine(),
         }
         write_json(json_file, content)

@@ -9,14 +9,13 @@ commit and the machine. `summary` has the mean over the seeds of accuracy and of
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
 import typer
 
-from edge_bench import datasets, report
+from edge_bench import datasets, provenance, report
 from edge_bench.cli import read_toml, write_json
 from edge_bench.simulate import find_bundle, read_config, run_all
 from edge_client.methods import make_method
@@ -30,17 +29,6 @@ ROW = (
     "accuracy_after",
     "traffic",
 )
-
-
-def commit() -> str:
-    """The checkout's commit, with "+" when files differ from it; empty outside one."""
-    try:
-        words = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(
-            words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +78,11 @@ def main(
             one = checked.model_copy(update={"methods": {label: table}})
             result = run_all(one, found, devices)[label]
             record = report.simulated(result, make_method({"name": label, **table}), found.model())
-            runs[name] = {**slim(record), "commit": commit()}
+            runs[name] = {**slim(record), "commit": provenance.commit()}
             print(f"{name}: {record['accuracy_mean']:.2%}", flush=True)
             command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
             settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
-            top = {"command": command, "machine": report.machine(), "settings": settings}
+            top = {"command": command, "machine": provenance.machine(), "settings": settings}
             write_json(out, {**top, "summary": summary(runs), "runs": runs})
 
 

@@ -7,14 +7,11 @@ by line. Bytes are those of the payloads; what is sent once (a structure) stands
 from __future__ import annotations
 
 import math
-import os
-import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import numpy
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -119,17 +116,6 @@ def federation(ended: Ended) -> Record:
     if len(ended.rounds[-1].devices) == len(ended.devices):
         record |= _spread(ended.rounds[-1].accuracy_after, "_after_local_epochs")
     return record
-
-
-def machine() -> Record:
-    """The machine and versions a figure was measured with."""
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-    }
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:

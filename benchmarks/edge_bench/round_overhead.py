@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from edge_bench import provenance
 from edge_client.bundle import Init, Input, Layer, Manifest, Tensor
 from edge_client.client import Client
 from edge_client.data import DeviceData
@@ -345,32 +345,6 @@ def measure(d: int, rounds: int, repeats: int) -> dict[str, Any]:
     return result
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    load = round(os.getloadavg()[0], 1)  # what else the machine was doing
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load": load,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str:
-    """The checkout's commit, with a plus sign when tracked files differ from it; "unknown" outside a checkout."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False)
-    return found.stdout.strip() + ("+" if dirty.returncode == 1 else "") if found.returncode == 0 else "unknown"
-
-
 def main() -> None:
     """Parse the command line; `--as ROLE` is how the benchmark starts its own processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -391,12 +365,12 @@ def main() -> None:
         elif role == "bare-device":
             bare_device(rest[0], rest[1], int(rest[2]), rest[3])
         return
-    on = machine()
+    on = provenance.machine()
     figures = measure(arguments.parameters, arguments.rounds, arguments.repeats)
     command = f"python -m edge_bench.round_overhead --parameters {arguments.parameters} --rounds {arguments.rounds}"
     record = {
         "command": f"{command} --repeats {arguments.repeats}",
-        "commit": commit(),
+        "commit": provenance.commit(),
         "machine": on,
         "parameters": arguments.parameters,
         "devices": 2,

@@ -27,7 +27,7 @@ from edge_client.errors import ConfigError
 from edge_client.local import accuracy, run_round
 from edge_client.methods import Method, Personal, Task, make_method
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, FederationConfig, Round
+from edge_client.protocol.messages import Accuracy, FederationConfig, Round, first_fault
 from edge_client.protocol.payload import Arrays
 from edge_client.training import Trainer, open_trainer
 
@@ -81,10 +81,8 @@ def read_config(data: Mapping[str, Any]) -> SimulationConfig:
     try:
         return SimulationConfig.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-        raise ConfigError(f"simulation setting {where!r}{value}: {first['msg']}") from None
+        where, value, why = first_fault(error)
+        raise ConfigError(f"simulation setting {where!r}{value}: {why}") from None
 
 
 def find_bundle(name: str) -> Bundle:

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +25,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from edge_export import export_bundle
 from torch import nn
 
-from edge_bench import models
+from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.training import open_trainer
@@ -136,24 +132,6 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where it was measured."""
-    cpu = next((line.split(":")[1].strip() for line in _lines(Path("/proc/cpuinfo")) if "model name" in line), "")
-    return {
-        "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "onnxruntime": onnxruntime.__version__,
-        "numpy": np.__version__,
-    }
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
-
-
 def main() -> None:
     """Measure, print the ratios, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m edge_bench.step_time", description=__doc__)
@@ -161,13 +139,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     result: dict[str, Any] = {
         "command": " ".join(["python -m edge_bench.step_time", *sys.argv[1:]]),
-        "commit": commit,
-        "machine": machine(),
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
         "threads": 1,
         "clock": "CPU time of the process",
         "models": {},
