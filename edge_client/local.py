@@ -30,18 +30,18 @@ class Outcome:
     metrics: DeviceMetrics
 
 
-def accuracy(trainer: Trainer, personal: Personal, x: NDArray[Any], y: NDArray[np.int64]) -> float:
-    """Fraction of samples whose largest logit is the label's; 0.0 when there are none."""
+def correct(trainer: Trainer, personal: Personal, x: NDArray[Any], y: NDArray[np.int64]) -> int:
+    """How many samples' largest logit is the label's."""
     right = 0
     for low in range(0, len(y), EVAL_BATCH):
         logits = trainer.logits(personal.parameters, personal.buffers, x[low : low + EVAL_BATCH])
         right += int((logits.argmax(axis=1) == y[low : low + EVAL_BATCH]).sum())
-    return right / len(y) if len(y) else 0.0
+    return right
 
 
-def _short(figure: float) -> float:
-    """The figure to 6 significant digits: it travels as text."""
-    return float(f"{figure:.6g}")
+def accuracy(trainer: Trainer, personal: Personal, x: NDArray[Any], y: NDArray[np.int64]) -> float:
+    """Fraction of samples whose largest logit is the label's; 0.0 when there are none."""
+    return correct(trainer, personal, x, y) / max(1, len(y))
 
 
 def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Outcome:
@@ -50,16 +50,14 @@ def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Ou
     Raises ConfigError when training has diverged: its loss is no figure that a coordinator takes.
     """
     data = task.data
-    before = accuracy(task.trainer, method.personal(task, kept, downlink), data.x_test, data.y_test)
+    before = correct(task.trainer, method.personal(task, kept, downlink), data.x_test, data.y_test)
     local = method.local_round(task, kept, downlink)
-    after = accuracy(task.trainer, local.trained, data.x_test, data.y_test)
+    after = correct(task.trainer, local.trained, data.x_test, data.y_test)
     try:
         metrics = DeviceMetrics(
             samples=len(data.y),
-            test_samples=len(data.y_test),
-            loss=_short(local.loss),
-            accuracy_before=_short(before),
-            accuracy_after=_short(after),
+            loss=float(f"{local.loss:.4g}"),  # it travels as text
+            correct=[before, after, len(data.y_test)],
         )
     except ValidationError as error:
         first = error.errors()[0]

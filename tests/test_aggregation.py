@@ -31,7 +31,7 @@ def close(c: Course, updates: Iterable[tuple[str, bytes]]) -> aggregation.Closed
 
 
 def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None:
-    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, device="b", accuracy_after=0.5)
+    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, device="b", correct=[1, 2, 4])
     closed = close(course(), [("a", one), ("b", three)])
     assert closed.state["parameters"].tolist() == [2.5] * D
     record = closed.record
@@ -93,17 +93,18 @@ def test_updates_are_read_one_at_a_time() -> None:
         (update(np.full(D, np.nan)), "NaN"),
         (update(np.ones(D - 1)), "float32"),
         (update(np.ones(D))[:-3], "not a maskfleet payload"),
-        (update(np.ones(D), accuracy_after=1.5), "accuracy_after"),
+        (update(np.ones(D), correct=[1, 5, 4]), "5 of 4 test samples cannot be correct"),
         (update(np.ones(D), loss="high"), "loss"),
         (update(np.ones(D), -1), "samples"),
         (update(np.ones(D), True), "samples"),
         (update(np.ones(D), 2**31), "samples"),
         (update(np.ones(D), 10**400), "samples"),
-        (update(np.ones(D), test_samples=10**400), "test_samples"),
+        (update(np.ones(D), correct=[1, 3, 10**400]), "correct"),
+        (update(np.ones(D), correct=[1, 3]), "correct"),
         (update(np.ones(D), loss=1e308), "loss"),
         (update(np.ones(D), loss=-1e308), "loss"),
         (update(np.ones(D), loss=10**400), "loss"),
-        (update(np.ones(D), accuracy_before=10**400), "accuracy_before"),
+        (update(np.ones(D), correct=[-1, 3, 4]), "correct"),
         (encode(Payload({"parameters": np.ones(D, np.float32)})), "method None, due is 'fedavg'"),
         (encode(Payload({}, {"method": "fedavg", "round": 1, "device": "a"})), "Field required"),
         (update(np.ones(D), method="fedpm"), "method 'fedpm', due is 'fedavg'"),
@@ -119,9 +120,9 @@ def test_what_is_wrong_with_an_update_is_said(body: bytes, word: str) -> None:
 
 
 def test_the_largest_figures_that_are_taken_leave_a_finite_record() -> None:
-    figures = {"samples": MAX_SAMPLES, "test_samples": MAX_SAMPLES, "loss": MAX_LOSS}
+    figures = {"samples": MAX_SAMPLES, "correct": [0, MAX_SAMPLES, MAX_SAMPLES], "loss": MAX_LOSS}
     record = close(course(), [(d, update(np.ones(D), device=d, **figures)) for d in "ab"]).record
-    assert (record.loss, record.accuracy_after.mean) == (MAX_LOSS, 0.75)
+    assert (record.loss, record.accuracy_after.mean) == (MAX_LOSS, 1.0)
     assert Round.model_validate_json(record.model_dump_json()) == record
 
 

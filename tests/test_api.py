@@ -329,7 +329,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             ("bad-payload", "float32", fleet.upload("a", 1, lease, update(np.ones(D + 1)))),
             ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, good[:-9])),
             ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, b"")),
-            ("bad-payload", "accuracy_after", fleet.upload("a", 1, lease, update(np.ones(D), accuracy_after=7))),
+            ("bad-payload", "5 of 4 test samples", fleet.upload("a", 1, lease, update(np.ones(D), correct=[1, 5, 4]))),
             ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),

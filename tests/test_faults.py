@@ -213,10 +213,8 @@ def test_damaged_foreign_and_repeated_uploads_are_problems_and_the_round_goes_on
             **downlink.meta,
             "device": "hand",
             "samples": 5,
-            "test_samples": 5,
             "loss": 1.0,
-            "accuracy_before": 0.1,
-            "accuracy_after": 0.2,
+            "correct": [1, 2, 5],
         }
         good = encode(Payload(downlink.arrays, figures))
 

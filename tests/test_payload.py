@@ -67,12 +67,17 @@ def test_a_flipped_bit_is_refused_or_still_a_payload_of_the_same_size(bit: int) 
 
 
 @pytest.mark.parametrize(
-    "meta", [{}, {"format": 2}, {"format": 1, "nested": {}}, {"format": 1, "list": []}, [], 7, None, "text"]
+    "meta", [{"nested": {}}, {"list": ["text"]}, {"list": [1.5]}, {"list": [True]}, {"none": None}, [], 7, None, "text"]
 )
 def test_foreign_metadata_is_refused(meta: object) -> None:
-    header = json.dumps({"__metadata__": {"maskfleet": json.dumps(meta)}}).encode()
-    with pytest.raises(PayloadError):
-        decode(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(PayloadError, match="metadata"):
+        decode(crafted({"__metadata__": {"maskfleet/1": json.dumps(meta)}}))
+
+
+@pytest.mark.parametrize("keys", [{}, {"maskfleet/2": "{}"}, {"maskfleet/1": "{}", "more": "x"}])
+def test_a_foreign_format_is_refused(keys: dict[str, str]) -> None:
+    with pytest.raises(PayloadError, match="not of format maskfleet/1"):
+        decode(crafted({"__metadata__": keys}))
 
 
 def crafted(header: object, arrays: bytes = b"") -> bytes:
@@ -81,7 +86,7 @@ def crafted(header: object, arrays: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + arrays
 
 
-META = {"maskfleet": '{"format":1}'}
+META = {"maskfleet/1": "{}"}
 
 
 @pytest.mark.parametrize("shape", [[0, 2**63], [0] * 65, [0, 2**40, 2**40], [0, 2**64], [-1], [1.5]])

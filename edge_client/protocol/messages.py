@@ -197,10 +197,30 @@ class DeviceMetrics(Message):
     """What one device said of one round (the metadata of its update)."""
 
     samples: Count
-    test_samples: Count
     loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
-    accuracy_before: Fraction
-    accuracy_after: Fraction
+    correct: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    """Test samples classified correctly before training and after it, and how many there are."""
+
+    @model_validator(mode="after")
+    def _at_most_all(self) -> DeviceMetrics:
+        if max(self.correct) > self.correct[2]:
+            raise ValueError(f"{max(self.correct[:2])} of {self.correct[2]} test samples cannot be correct")
+        return self
+
+    @property
+    def test_samples(self) -> int:
+        """The weight of the accuracies in a mean."""
+        return self.correct[2]
+
+    @property
+    def accuracy_before(self) -> float:
+        """Fraction of test samples the model classified correctly as it arrived; 0.0 when there are none."""
+        return self.correct[0] / max(1, self.correct[2])
+
+    @property
+    def accuracy_after(self) -> float:
+        """The same after the local epochs."""
+        return self.correct[1] / max(1, self.correct[2])
 
 
 class Traffic(Message):
