@@ -85,6 +85,23 @@ def test_overlap_counts_add_only_where_a_second_mask_is_set() -> None:
     assert popcount(pack(masks[1])) == np.count_nonzero(masks[1])
 
 
+def test_a_mask_may_be_changed_after_it_was_added_and_a_view_of_bytes_is_not_copied() -> None:
+    masks = random_masks(6400, 40, 7)
+    tally = Tally(6400)
+    expected = np.sum(masks, axis=0)
+    for i, mask in enumerate(map(pack, masks)):
+        tally.add(np.frombuffer(mask.tobytes(), np.uint8) if i % 3 else mask)
+        mask[:] = 255
+    assert np.array_equal(tally.counts(), expected)
+    view = np.frombuffer(bytes(12_500_000), np.uint8)
+    tracemalloc.start()
+    tally = Tally(100_000_000)
+    for _ in range(15):
+        tally.add(view)
+    assert tracemalloc.get_traced_memory()[0] < 2_000_000
+    tracemalloc.stop()
+
+
 def test_two_tallies_merge_into_their_sum() -> None:
     masks = random_masks(300, 23, 5)
     parts = [Tally(300), Tally(300)]
@@ -92,7 +109,7 @@ def test_two_tallies_merge_into_their_sum() -> None:
         parts[i % 2].add(pack(mask), 1 + i % 4)
     other = parts[1].counts().tolist()
     parts[0].merge(parts[1])
-    assert parts[0].counts().tolist() == sum(m * (1 + i % 4) for i, m in enumerate(masks)).tolist()  # type: ignore[attr-defined]
+    assert parts[0].counts().tolist() == np.sum([m * (1 + i % 4) for i, m in enumerate(masks)], axis=0).tolist()
     assert parts[1].counts().tolist() == other
     with pytest.raises(ValueError, match="cannot join"):
         parts[0].merge(Tally(301))
