@@ -428,7 +428,8 @@ class LiveFederation(Journalled):
                         folded = True
                     await self._uninterrupted(self._flush)
                     self.fault = None
-                    await asyncio.to_thread(self._sweep)
+                    if self.values.large:
+                        await asyncio.to_thread(self._sweep)
                 return
             except Refusal as refused:  # stopped meanwhile
                 log.info("%s: round %d is not counted: %s", self.id, decision.round, refused)

@@ -70,7 +70,8 @@ class Values:
         self._downlinks: dict[tuple[int, str], Downlink] = {}
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
-        self._large = False  # whether anything was ever too large for its row
+        self.large = False
+        """Whether anything was ever too large for its row, so that there are blobs to sweep."""
 
     # --- what there is
 
@@ -118,7 +119,7 @@ class Values:
         shelf = self._downlink_shelf(round_)
         if shared and len(data) <= IN_MEMORY:
             return Downlink(shelf, sha256_of(data), len(data), kinds, data)
-        self._large = True
+        self.large = True
         stored = self._store.blobs.put(shelf, data, durable=False)
         return Downlink(shelf, stored.sha256, stored.size, kinds, None)
 
@@ -130,7 +131,7 @@ class Values:
 
     def check(self, course: Course, arrays: Arrays, round_: int, device: str, data: bytes) -> Checked:
         """Decode an update and check it against the values it was trained from. Blocks. Raises PayloadError."""
-        self._large = self._large or len(data) > INLINE
+        self.large = self.large or len(data) > INLINE
         try:
             return aggregation.check_update(course, round_, device, arrays, self._record(device), data)
         except PayloadError as error:
@@ -239,7 +240,7 @@ class Values:
         """Make `data` ready for its row: small, it goes into it; large, it is durable in the blob store now."""
         if len(data) <= INLINE:
             return Content(sha256_of(data), data)
-        self._large = True
+        self.large = True
         return Content(self._store.blobs.put(shelf, data).sha256, None)
 
     def sweep(self, round_: int, over: bool, first: bool = False) -> None:
@@ -249,8 +250,8 @@ class Values:
         """
         blobs = self._store.blobs
         if first:
-            self._large = self._large or bool(blobs.shelves(self.id))
-        if not self._large:
+            self.large = self.large or bool(blobs.shelves(self.id))
+        if not self.large:
             return
         blobs.keep_only(self._state_shelf, {self._global.sha256})
         for device, sha256 in list(self._records.items()):

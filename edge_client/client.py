@@ -34,6 +34,7 @@ from edge_client.transport import Transport
 
 DEFAULT_BACKEND = "onnxruntime"
 HOLD = 25.0  # seconds the coordinator may hold a question for work: under the usual 30 s of proxies
+LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 SENDS = 3  # times an update is sent that arrives damaged
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
 
@@ -139,13 +140,15 @@ class _Run:
             return Result(identity.device, 0, "finished", report, self.client.personal)
         session = self._session(identity)
         done = 0
+        receipt: Receipt | None = None
         pending = self.journal.pending()
         if pending is not None:
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
-            done += self._send(session, pending)
+            done += self._send(session, pending) is not None
         hold = 0.0  # the first answer is wanted at once: it says what is waited for
         while rounds is None or done < rounds:
-            work = self._ask(session, hold)
+            work = receipt.work if receipt is not None and receipt.work is not None else self._ask(session, hold)
+            receipt = None
             if isinstance(work, Stopped):
                 self.say(Event("done", f"the operator stopped the federation: {work.reason}"))
                 return Result(identity.device, done, "stopped", reason=work.reason)
@@ -154,7 +157,9 @@ class _Run:
                 if report is not None:
                     return Result(identity.device, done, "finished", report, self.client.personal)
             elif isinstance(work, Train):
-                done += self._round(session, work)
+                goes_on = not once and (rounds is None or done + 1 < rounds)
+                receipt = self._round(session, work, min(LINGER, self.client.poll) if goes_on else None)
+                done += receipt is not None
             elif once:
                 self.say(Event("info", f"no work now: {work.reason}"))
             else:
@@ -225,11 +230,11 @@ class _Run:
             self.transport.pause(1.0)
             return None
 
-    def _round(self, session: _Session, work: Train) -> int:
-        """Train and send one round; 1 when it was acknowledged, else 0."""
+    def _round(self, session: _Session, work: Train, linger: float | None) -> Receipt | None:
+        """Train and send one round: its receipt, with the next round's work when that comes within `linger` seconds."""
         downlink = self._downlink(session, work)
         if downlink is None:
-            return 0
+            return None
         text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
         self.say(Event("training", text, work.round, work.deadline_in))
         kept = self.journal.kept(before=work.round)
@@ -242,16 +247,18 @@ class _Run:
             f"update of {len(pending.update)} bytes"
         )
         self.say(Event("trained", text, work.round))
-        return self._send(session, pending)
+        return self._send(session, pending, linger)
 
-    def _send(self, session: _Session, pending: Pending) -> int:
-        """Upload an update until the coordinator has it (1), or says that the round went on without it (0)."""
+    def _send(self, session: _Session, pending: Pending, linger: float | None = None) -> Receipt | None:
+        """Upload an update until the coordinator has it, or says that the round went on without it (None)."""
         path = f"{session.federation}/rounds/{pending.round}/updates/{session.enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
         for attempt in range(1, SENDS + 1):
             try:
                 what = f"sending the update of round {pending.round}"
-                receipt = self.transport.put(path, pending.update, headers, Receipt, what)
+                receipt = self.transport.put(
+                    path, pending.update, headers, Receipt, what, sha256_hex=pending.sha256, wait=linger
+                )
             except ServerError as error:
                 if error.status in (404, 409, 410):
                     # Another body of ours was acknowledged before: what is kept goes with that one.
@@ -261,7 +268,7 @@ class _Run:
                         self.journal.drop_pending()
                     text = f"round {pending.round} went on without this update: {error}"
                     self.say(Event("dropped", text, pending.round))
-                    return 0
+                    return None
                 if error.kind == "bad-digest" and attempt < SENDS:
                     self.say(Event("info", f"the update arrived damaged; sending it again: {error}", pending.round))
                     continue
@@ -275,7 +282,7 @@ class _Run:
                 )
             self.journal.acknowledge(pending.round)
             self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
-            return 1
+            return receipt
         raise AssertionError("the loop returns or raises")
 
     # --- the end

@@ -12,7 +12,8 @@ import json
 import random
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
@@ -46,9 +47,10 @@ class _Transient(Exception):
         self.after = after
 
 
-def content_digest(data: bytes) -> str:
-    """The `Content-Digest` header of RFC 9530."""
-    return f"sha-256=:{b64encode(sha256(data).digest()).decode()}:"
+def content_digest(data: bytes, sha256_hex: str | None = None) -> str:
+    """The `Content-Digest` header of RFC 9530; whoever knows the digest already gives it."""
+    raw = sha256(data).digest() if sha256_hex is None else bytes.fromhex(sha256_hex)
+    return f"sha-256=:{b64encode(raw).decode()}:"
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -106,13 +108,15 @@ class Transport:
         # A proxy of the environment is not asked for an address of this very machine.
         mounts = {f"all://{host}": None for host in LOOPBACK} if transport is None else None
         self._http = httpx.Client(
-            base_url=self.url,
             transport=transport,
             mounts=mounts,
             verify=parsed.scheme == "https",  # reading the certificates takes a fifth of a second
-            timeout=TIMEOUT,
-            headers={"User-Agent": f"maskfleet/{version('maskfleet')}", "Accept-Encoding": "identity"},
         )
+        self._headers = {
+            "User-Agent": f"maskfleet/{version('maskfleet')}",
+            "Accept": "*/*",
+            "Accept-Encoding": "identity",
+        }
 
     def close(self) -> None:
         """Close the connections."""
@@ -141,12 +145,25 @@ class Transport:
     def tell(self, method: str, path: str, body: BaseModel, what: str) -> None:
         """Send a JSON message whose answer has nothing to read."""
         content, headers = body.model_dump_json().encode(), {"Content-Type": "application/json"}
-        self._persist(what, lambda: self._send(method, path, content, headers, None, TIMEOUT))
+        self._persist(what, lambda: self._send(self._request(method, path, headers, content)))
 
-    def put(self, path: str, content: bytes, headers: Mapping[str, str], answer: type[T], what: str) -> T:
-        """Upload `content` with its Content-Digest. May be sent several times: the request must be idempotent."""
-        headers = {**headers, "Content-Digest": content_digest(content)}
-        return self._answer("PUT", path, TypeAdapter(answer), what, content, headers, None)
+    def put(
+        self,
+        path: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        answer: type[T],
+        what: str,
+        *,
+        sha256_hex: str | None = None,
+        wait: float | None = None,
+    ) -> T:
+        """Upload `content` with its Content-Digest. May be sent several times: the request must be idempotent.
+
+        `sha256_hex` is the content's digest when it is known already; `wait` as in `ask`.
+        """
+        headers = {**headers, "Content-Digest": content_digest(content, sha256_hex)}
+        return self._answer("PUT", path, TypeAdapter(answer), what, content, headers, wait)
 
     def fetch(self, path: str, sha256_hex: str, size: int, what: str) -> bytes:
         """Download `size` bytes with the given SHA-256; never reads more. Raises PayloadError."""
@@ -175,8 +192,20 @@ class Transport:
 
     # --- one attempt
 
-    def _headers(self, extra: Mapping[str, str]) -> dict[str, str]:
-        return {**extra, **({} if self.credential is None else {"Authorization": f"Bearer {self.credential}"})}
+    def _request(
+        self,
+        method: str,
+        path: str,
+        extra: Mapping[str, str],
+        content: bytes | None = None,
+        read: float = TIMEOUT,
+    ) -> httpx.Request:
+        """A whole request. Made here, since `httpx.Client` merges addresses and headers at more cost than it sends."""
+        headers = {**self._headers, **extra}
+        if self.credential is not None:
+            headers["Authorization"] = f"Bearer {self.credential}"
+        timeout = {"connect": TIMEOUT, "read": read, "write": TIMEOUT, "pool": TIMEOUT}
+        return httpx.Request(method, self.url + path, headers=headers, content=content, extensions={"timeout": timeout})
 
     def _answer(
         self,
@@ -188,10 +217,11 @@ class Transport:
         headers: Mapping[str, str],
         wait: float | None,
     ) -> T:
-        params = None if wait is None else {"wait": f"{wait:g}"}
+        if wait is not None:
+            path = f"{path}?wait={wait:g}"
 
         def send() -> T:
-            response = self._send(method, path, content, headers, params, TIMEOUT + (wait or 0.0))
+            response = self._send(self._request(method, path, headers, content, TIMEOUT + (wait or 0.0)))
             try:
                 return adapter.validate_json(response.content)
             except ValidationError as error:
@@ -200,34 +230,30 @@ class Transport:
 
         return self._persist(what, send)
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: Mapping[str, str],
-        params: Mapping[str, str] | None,
-        read: float,
-    ) -> httpx.Response:
-        timeout = httpx.Timeout(TIMEOUT, read=read)
-        response = self._http.request(
-            method, path, content=content, headers=self._headers(headers), params=params, timeout=timeout
-        )
+    def _send(self, request: httpx.Request) -> httpx.Response:
+        response = self._http.send(request)
         _check(response)
         return response
 
-    def _read(self, path: str, size: int) -> bytes:
-        """The body of one GET, cut off one byte after `size`: what is too long will not match its digest."""
-        received = bytearray()
-        with self._http.stream("GET", path, headers=self._headers({})) as response:
+    @contextmanager
+    def _get(self, path: str, extra: Mapping[str, str]) -> Iterator[httpx.Response]:
+        """The answer to a GET, whose body is still to be read. Raises what a final answer other than 2xx means."""
+        with closing(self._http.send(self._request("GET", path, extra), stream=True)) as response:
             if response.is_error or response.is_redirect:
                 response.read()
             _check(response)
+            yield response
+
+    def _read(self, path: str, size: int) -> bytes:
+        """The body of one GET, cut off one byte after `size`: what is too long will not match its digest."""
+        pieces, received = [], 0
+        with self._get(path, {}) as response:
             for chunk in response.iter_bytes():
-                received += chunk
-                if len(received) > size:
+                pieces.append(chunk)
+                received += len(chunk)
+                if received > size:
                     break
-        return bytes(received)
+        return b"".join(pieces)
 
     def _resume(self, path: str, size: int, partial: Path) -> bytes:
         """Append to `partial` until it holds `size` bytes, and return them."""
@@ -235,10 +261,7 @@ class Transport:
         if have >= size:
             return partial.read_bytes()
         extra = {"Range": f"bytes={have}-"} if have else {}
-        with self._http.stream("GET", path, headers=self._headers(extra)) as response:
-            if response.is_error or response.is_redirect:
-                response.read()
-            _check(response)
+        with self._get(path, extra) as response:
             # 200 instead of 206: this coordinator or a cache before it sends the whole again.
             append = response.status_code == 206
             with disk(partial), open(partial, "ab" if append else "wb") as file:

@@ -131,9 +131,15 @@ class Fleet:
         return answer.content
 
     async def upload(
-        self, device: str, round_: int, lease: str, body: Any, headers: dict[str, str] | None = None
+        self,
+        device: str,
+        round_: int,
+        lease: str,
+        body: Any,
+        headers: dict[str, str] | None = None,
+        wait: float | None = None,
     ) -> httpx.Response:
-        path = f"/v1/federations/fed/rounds/{round_}/updates/{device}"
+        path = f"/v1/federations/fed/rounds/{round_}/updates/{device}{'' if wait is None else f'?wait={wait:g}'}"
         shown = {"Maskfleet-Lease": lease, **bearer(credential(device))}
         if isinstance(body, bytes):
             shown["Content-Digest"] = content_digest(body)

@@ -135,6 +135,48 @@ def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> 
     play(tmp_path, script)
 
 
+def test_a_receipt_brings_the_next_work_when_the_upload_may_wait_for_it(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = {d: await fleet.work(d) for d in ("a", "bb")}
+        body = {d: trained(await fleet.fetch(d, w), d) for d, w in work.items()}
+
+        async def upload(device: str, wait: float | None) -> httpx.Response:
+            return await fleet.upload(device, 1, work[device]["lease"], body[device], wait=wait)
+
+        early = await upload("a", 0)
+        assert (early.status_code, "work" in early.json()) == (201, False)  # nothing to do yet: ask later
+        waiting = asyncio.create_task(upload("a", 30))
+        last = await upload("bb", 30)
+        for device, answer, status in (("a", await waiting, 200), ("bb", last, 201)):
+            assert answer.status_code == status
+            following = answer.json().pop("work")
+            assert (following["status"], following["round"]) == ("train", 2)
+            now = await fleet.work(device)
+            assert {k: v for k, v in following.items() if k != "deadline_in"} == {
+                k: v for k, v in now.items() if k != "deadline_in"
+            }
+            assert (await upload(device, None)).json() == {k: v for k, v in answer.json().items() if k != "work"}
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert [d["updates"] for d in shown] == [1, 1]
+
+    play(tmp_path, script)
+
+
+def test_a_device_that_is_removed_while_it_waits_with_its_upload_still_gets_the_receipt(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = await fleet.work("a")
+        body = trained(await fleet.fetch("a", work), "a")
+        waiting = asyncio.create_task(fleet.upload("a", 1, work["lease"], body, wait=0.5))
+        await until_round(fleet, lambda f: bool(f["updates"] == 1))
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+        answer = await waiting
+        assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
+
+    play(tmp_path, script)
+
+
 def test_a_device_with_nothing_to_do_is_told_why_and_when_to_ask_again(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")

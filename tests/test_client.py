@@ -113,6 +113,8 @@ class Coordinator:
     state: dict[str, Any] = field(default_factory=dict)
     updates: dict[int, bytes] = field(default_factory=dict)
     report: bytes | None = None
+    eager: bool = False
+    """Whether a receipt brings the next work to an upload that waits for it."""
     requests: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,11 +153,7 @@ class Coordinator:
         if path == f"/v1/bundles/{self.bundle}/parts/train.onnx":
             return httpx.Response(200, content=PART)
         if path == "/v1/federations/f1/work":
-            work = {"downlink": digest(self.downlink()), "downlink_size": len(self.downlink()), "round": self.round}
-            if self.round > self.rounds:
-                return httpx.Response(200, json={"status": "finish", **work})
-            extra = {"status": "train", "lease": f"lease{self.round}", "deadline_in": 60.0}
-            return httpx.Response(200, json={**extra, **work})
+            return httpx.Response(200, json=self.work())
         if path.startswith("/v1/federations/f1/payloads/"):
             return httpx.Response(200, content=self.downlink())
         if path.startswith("/v1/federations/f1/rounds/"):
@@ -164,6 +162,12 @@ class Coordinator:
             self.report = request.content
             return httpx.Response(204)
         return problem(404, "not-found", f"no such resource {path}")
+
+    def work(self) -> dict[str, Any]:
+        work = {"downlink": digest(self.downlink()), "downlink_size": len(self.downlink()), "round": self.round}
+        if self.round > self.rounds:
+            return {"status": "finish", **work}
+        return {"status": "train", "lease": f"lease{self.round}", "deadline_in": 60.0, **work}
 
     def take(self, round_: int, request: httpx.Request) -> httpx.Response:
         body = request.content
@@ -182,7 +186,9 @@ class Coordinator:
             self.state = self.made.finish(self.model, round_, self.state, total)
             self.round += 1
         receipt = Receipt(federation="f1", round=round_, device="dev", sha256=digest(body), size=len(body))
-        return httpx.Response(201, content=receipt.model_dump_json())
+        said = receipt.model_dump(exclude_none=True)
+        more = {"work": self.work()} if self.eager and "wait" in request.url.params else {}
+        return httpx.Response(201, json={**said, **more})
 
 
 def problem(status: int, kind: str, detail: str, headers: dict[str, str] | None = None) -> httpx.Response:
@@ -234,6 +240,25 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert len(coordinator.requests) == before
+
+
+def test_work_that_a_receipt_brings_is_not_asked_for(tmp_path: Path) -> None:
+    asking, eager = Coordinator(), Coordinator(eager=True)
+    assert device(tmp_path / "asking", asking).run().rounds == 3
+    assert device(tmp_path / "eager", eager).run().rounds == 3
+    assert eager.updates == asking.updates
+    assert eager.report == asking.report
+    work = ("GET", "/v1/federations/f1/work")
+    assert (asking.requests.count(work), eager.requests.count(work)) == (4, 1)
+    # Who leaves after a round waits for nothing with its upload, and asks when it is back.
+    leaving, waits = Coordinator(eager=True), list[bool]()
+    leaving.fault = lambda r: (
+        waits.append("wait" in r.url.params) if r.method == "PUT" and "rounds" in r.url.path else None
+    )
+    for _ in range(2):
+        assert device(tmp_path / "leaving", leaving).run(rounds=1).rounds == 1
+    assert device(tmp_path / "leaving", leaving).run(once=True).rounds == 1
+    assert (waits, leaving.requests.count(work)) == ([False] * 3, 3)
 
 
 def test_a_model_that_was_not_compacted_is_told_by_an_event_a_message_and_the_exit_code(

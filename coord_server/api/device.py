@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
@@ -11,7 +12,8 @@ from coord_server.api.access import BundleDigest, Calling, Reading, Served
 from coord_server.api.problems import documented
 from coord_server.bundles import bundle_shelf
 from coord_server.refusals import Refusal
-from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Work
+from edge_client.errors import StateError
+from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
 EXAMPLE = {"token": "3b1d0c5e" * 8, "device": "pi-07", "credential": "9f2a77c1" * 8}
@@ -161,10 +163,14 @@ async def put_update(
     device: DeviceName,
     maskfleet_lease: Annotated[str, Header(description="The lease from the work message.", max_length=64)],
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
+    wait: Annotated[
+        float | None, Query(ge=0, allow_inf_nan=False, description=f"As in `work`, at most {WAIT_MOST:g}.")
+    ] = None,
 ) -> Any:
     """Idempotent: the same body again gets the same receipt. 201 or 200 means it is safe on disk and counts once.
 
-    Round, lease, device, digest and length are checked before the body is read.
+    Round, lease, device, digest and length are checked before the body is read. With `wait` the receipt is held back
+    until there is something to do, which it then carries as `work`: a device of a fast round need not ask for it.
     """
     if device != calling.device:
         raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot upload for {device!r}")
@@ -174,7 +180,12 @@ async def put_update(
     if receipt is None:
         wire.check_length(request, await calling.live.update_limit(), "an update of this method")
         receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
-    body = receipt.model_dump_json().encode()
+    if wait is not None:
+        with suppress(Refusal, StateError):  # the update is in, whatever keeps the device from going on
+            following = await calling.live.work(device, min(wait, WAIT_MOST))
+            if not isinstance(following, Wait):
+                receipt = receipt.model_copy(update={"work": following})
+    body = receipt.model_dump_json(exclude_none=True).encode()
     calling.live.count(device, "down", "receipt", len(body))
     return Response(body, 201 if known is None else 200, media_type="application/json")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
+import sys
 from base64 import b64decode
 
 from fastapi import Request, Response
@@ -44,7 +45,7 @@ class BoundedBody:
             if whole:  # what comes now is that the caller goes away, whenever that is
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._patience)
+                message = await _within(self._patience, receive)
             except asyncio.TimeoutError:
                 said = f"nothing of the body came for {self._patience:g} s; send it again"
                 raise HTTPException(408, said, {"Connection": "close"}) from None
@@ -56,6 +57,14 @@ class BoundedBody:
             return message
 
         await self._app(scope, bounded, send)
+
+
+async def _within(seconds: float, receive: Receive) -> Message:
+    """What `receive` gives. Raises asyncio.TimeoutError when that takes longer."""
+    if sys.version_info < (3, 11):
+        return await asyncio.wait_for(receive(), seconds)
+    async with asyncio.timeout(seconds):  # wait_for makes a task of each piece of a body
+        return await receive()
 
 
 def sha256_of_header(value: str | None) -> str:

@@ -191,6 +191,21 @@ _COUNT_UPDATE = (
         }
     )
 )
+_ADD_ROUND = insert(rounds)
+_DROP_CONTENTS = (
+    update(updates)
+    .where(
+        updates.c.federation == bindparam("b_federation"),
+        updates.c.round == bindparam("b_round"),
+        updates.c.content.is_not(None),
+    )
+    .values(content=None)
+)
+_SAVE_ROUND = (
+    update(federations)
+    .where(federations.c.id == bindparam("b_id"))
+    .values(state=bindparam("b_state"), global_state=bindparam("b_global"), global_content=bindparam("b_content"))
+)
 _SAVE_STATE = update(federations).where(federations.c.id == bindparam("b_id")).values(state=bindparam("b_state"))
 
 
@@ -399,16 +414,15 @@ class Metadata:
     ) -> None:
         """Journal a round's record, the new global state, the devices' new records and the engine's state."""
         with self._write() as c:
-            c.execute(insert(rounds).values(federation=federation, round=round_, record=record))
+            c.execute(_ADD_ROUND, {"federation": federation, "round": round_, "record": record})
             for device, content in kept.items():
                 mine = (records.c.federation == federation) & (records.c.device == device)
                 new = {"sha256": content.sha256, "content": content.data}
                 if c.execute(update(records).where(mine).values(new)).rowcount == 0:
                     c.execute(insert(records).values(federation=federation, device=device, **new))
-            done = (updates.c.federation == federation) & (updates.c.round == round_) & updates.c.content.is_not(None)
-            c.execute(update(updates).where(done).values(content=None))
-            values = {"state": state, "global_state": total.sha256, "global_content": total.data}
-            c.execute(update(federations).where(federations.c.id == federation).values(values))
+            c.execute(_DROP_CONTENTS, {"b_federation": federation, "b_round": round_})
+            new_state = {"b_state": state, "b_global": total.sha256, "b_content": total.data}
+            c.execute(_SAVE_ROUND, {"b_id": federation, **new_state})
 
     def all_records(self, federation: str) -> dict[str, str]:
         """Each device's record by its digest."""

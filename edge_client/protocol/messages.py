@@ -177,6 +177,8 @@ class Receipt(Message):
     device: str
     sha256: Sha256
     size: int
+    work: Annotated[Train | Finish | Stopped, Field(discriminator="status")] | None = None
+    """What the device is to do next, when its request had a `wait` and there was something in time; None: ask."""
 
 
 class Report(Message):
