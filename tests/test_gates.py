@@ -77,10 +77,10 @@ def test_a_dead_score_stays_dead_and_pulls_nothing() -> None:
     a, b = 1 / (1 + np.e**-1), 1 / (1 + np.e**-0.5)
     assert value == pytest.approx(a + b + np.hypot(a, b))  # two rows, and the one live column
     assert alone[0] == alone[2] == 0
-    sgd = MaskedSgd(W, scores, (2, 2), 0.1, 0.9, lasso=1.0)
-    out = np.zeros(4, np.float32)
+    out = np.ones(4, np.float32)
+    sgd = MaskedSgd(W, scores, out, (2, 2), 0.1, 0.9, lasso=1.0)
     for _ in range(3):
-        sgd.step(G, out)
+        sgd.step(G)
     assert out[0] == out[2] == 0
     assert scores[0] == scores[2] == -np.inf
     assert np.isfinite(scores[[1, 3]]).all()
@@ -112,13 +112,13 @@ def _block(gate: Gate, w: np.ndarray, s: np.ndarray, g: np.ndarray, low: int) ->
     return out
 
 
-@pytest.mark.parametrize("radius", [0.1, 1.0, 1.01, 30.0])
+@pytest.mark.parametrize("radius", [0.1, 0.25, 0.26, 0.7, 0.71, 1.2, 1.21, 30.0])
 def test_sigmoid_and_slope_are_exact_to_rounding_at_every_radius(radius: float) -> None:
     scores = np.linspace(-radius, radius, 10_001).astype(np.float32)
     out = np.empty_like(scores)
     sigmoid_slope(scores, out)
     e = np.exp(-np.abs(scores.astype(float)))
-    np.testing.assert_allclose(out, e / (1 + e) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(out, e / (1 + e) ** 2, rtol=2.5e-5)
     sigmoid(scores, out)
     np.testing.assert_allclose(out, 1 / (1 + np.exp(-scores.astype(float))), rtol=2e-6)
 
@@ -173,19 +173,18 @@ def test_the_step_in_one_go_is_gate_lasso_and_sgd_one_after_another(
     scores[rng.random(n) < dead] = -np.inf
     scores[: n // 4] = np.where(np.isneginf(scores[: n // 4]), -np.inf, np.float32(-0.0))  # -0 is not below zero
     gate, apart, sgd = SigmoidThreshold(), scores.copy(), Sgd(n, 0.1, 0.9)
-    one_go = MaskedSgd(weights, scores, shape, 0.1, 0.9, lasso)
     got, due, slope = np.empty((3, n), np.float32)
-    one_go.effective(got)
+    one_go = MaskedSgd(weights, scores, got, shape, 0.1, 0.9, lasso)
     gate.effective(weights, apart, due)
     np.testing.assert_array_equal(got, due)
     for _ in range(3):
         gradient = rng.standard_normal(n).astype(np.float32)
-        one_go.step(gradient, got)
+        one_go.step(gradient)
         gate.score_gradient(weights, apart, gradient, slope)
         if lasso:
             group_lasso(apart, shape, lasso, slope)
         sgd.step(apart, slope)
-        np.testing.assert_allclose(scores, apart, rtol=1e-5, atol=1e-5)  # the slope's polynomial
+        np.testing.assert_allclose(scores, apart, rtol=1e-5, atol=5e-5)  # the slope's polynomial
         gate.effective(weights, scores, due)
         np.testing.assert_array_equal(got, due)
 
@@ -197,11 +196,11 @@ def test_a_vanishing_lasso_trains_like_none() -> None:
     ends = []
     for lasso in (0.0, 1e-30):
         scores, out = np.full(n, 0.1, np.float32), np.empty(n, np.float32)
-        step = MaskedSgd(weights, scores, (300, 40), 10.0, 0.9, lasso)
+        step = MaskedSgd(weights, scores, out, (300, 40), 10.0, 0.9, lasso)
         for _ in range(5):
-            step.step(gradient, out)
+            step.step(gradient)
         ends.append(scores)
-    np.testing.assert_array_equal(ends[0], ends[1])
+    np.testing.assert_allclose(*ends, rtol=1e-4)  # the slope's polynomial
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.01), (0.0, 0.1)])

@@ -67,9 +67,8 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
             scores = np.full(t.size, FEDMASK.radius, np.float32)
             if i >= len(layers) - 2:
                 scores[np.random.default_rng(0).random(t.size) >= keep] = -np.inf
-            layer = MaskedSgd(frozen[t.span], scores, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
-            layer.effective(effective[t.span])
-            return t.span, layer
+            own = effective[t.span]
+            return t.span, MaskedSgd(frozen[t.span], scores, own, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
 
         masked: list[tuple[slice, MaskedSgd]] = []
 
@@ -80,7 +79,7 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
             done += 1
             gradient = trainer.gradient(effective, model.buffers, x, y).parameters
             for span, layer in masked:
-                layer.step(gradient[span], effective[span])
+                layer.step(gradient[span])
 
         return step
 

@@ -353,15 +353,18 @@ class FedMask(Method):
         free = np.concatenate([layout.real, layout.local])
         free_sgd = Sgd(free.size, self.local_lr, self.momentum)
         masked = [
-            (b.span, MaskedSgd(frozen[b.span], scores[b.at], b.shape, self.lr, self.momentum, self.group_lasso))
+            (
+                b.span,
+                MaskedSgd(
+                    frozen[b.span], scores[b.at], values[b.span], b.shape, self.lr, self.momentum, self.group_lasso
+                ),
+            )
             for b in layout.blocks
         ]
-        for span, layer in masked:
-            layer.effective(values[span])
 
         def step(gradient: F32) -> None:
             for span, layer in masked:
-                layer.step(gradient[span], values[span])
+                layer.step(gradient[span])
             moved = values[free]
             free_sgd.step(moved, gradient[free])
             values[free] = moved

@@ -26,17 +26,18 @@ from edge_client.bundle import F32
 
 BLOCK = 1 << 16  # values per pass: shorter ones pay more for calls than they win from the cache
 _ONE, _HALF = np.float32(1), np.float32(0.5)
-# Psi(s) as a polynomial in s^2, lowest power first, for |s| up to a radius: relative error under 6e-6.
-_NEAR = (
-    (0.18, (0.24999864, -0.0621637)),
-    (0.55, (0.24999877, -0.06242763, 0.00977381)),
-    (1.0, (0.24999882, -0.06246198, 0.01022257, -0.00114852)),
+# Psi(s) as a polynomial in s^2 by the largest |s|: (radius, scale, h, ...). With t = s^2 + h it is scale * t, or
+# scale * (t^2 + b), or scale * (t * (t^2 + b) + d). Relative error under 2.1e-5.
+_SLOPE = (
+    (0.25, -0.061853424, -4.0417318),
+    (0.7, 0.009400753, -3.3143955, 15.607856),
+    (1.2, -0.0010306032, -3.2471546, 28.907505, -114.46635),
 )
-# Likewise (sigmoid(s) - 1/2) / s, relative error of the sigmoid under 1e-6.
-_NEAR_ODD = (
-    (0.18, (0.24999973, -0.02076603)),
-    (0.55, (0.24999983, -0.02082296, 0.00199092)),
-    (1.0, (0.249999863, -0.0208289276, 0.00206092804, -0.000173409135)),
+# Likewise (sigmoid(s) - 1/2) / s, relative error of the sigmoid under 6e-7.
+_SIGMOID = (
+    (0.25, -0.02067319, -12.092839),
+    (0.7, 0.0019164284, -5.4253115, 101.01584),
+    (1.2, -0.00015561831, -4.3473033, 77.050411, -1189.361),
 )
 
 
@@ -79,11 +80,12 @@ def _blocks(*vectors: F32) -> Iterator[slice]:
 
 
 def sigmoid(scores: F32, out: F32) -> None:
-    """``out = 1 / (1 + exp(-scores))``, float32, without overflow warnings; 0 at -inf. See `sigmoid_slope`."""
+    """``out = 1 / (1 + exp(-scores))``, float32, without overflow warnings; 0 at -inf. See `scaled_slope`."""
     for low in range(0, scores.size, BLOCK):
         s, o = scores[low : low + BLOCK], out[low : low + BLOCK]
-        if _polynomial(_NEAR_ODD, s, o):
+        if scale := _polynomial(_SIGMOID, s, o, _scratch.rows[0, : s.size]):
             o *= s
+            o *= np.float32(scale)
             o += _HALF
         else:
             with np.errstate(over="ignore"):
@@ -94,36 +96,47 @@ def sigmoid(scores: F32, out: F32) -> None:
 
 
 def sigmoid_slope(scores: F32, out: F32) -> None:
-    """Psi of FedMask eq. 8, ``out = sigmoid(s) * (1 - sigmoid(s))``, float32; 0 at +-inf.
-
-    It is e / (1 + e)^2 with e = exp(-|s|). Where a block's scores all lie in [-1, 1], as scores that start at a
-    small radius do, a polynomial of relative error under 6e-6 takes the place of the exponential, the dearest
-    operation of a mask step; the closer to zero, the shorter the polynomial.
-    """
+    """Psi of FedMask eq. 8, ``out = sigmoid(s) * (1 - sigmoid(s))``, float32; 0 at +-inf."""
     for low in range(0, scores.size, BLOCK):
         s, o = scores[low : low + BLOCK], out[low : low + BLOCK]
-        if not _polynomial(_NEAR, s, o):
-            a = np.abs(s, out=_scratch.rows[0, : s.size])
-            np.negative(a, out=a)
-            np.exp(a, out=a)
-            np.add(a, _ONE, out=o)
-            np.multiply(o, o, out=o)
-            np.divide(a, o, out=o)
+        o *= np.float32(scaled_slope(s, o, _scratch.rows[0, : s.size]))
 
 
-def _polynomial(table: tuple[tuple[float, tuple[float, ...]], ...], s: F32, out: F32) -> bool:
-    """Write the shortest polynomial in s^2 that reaches the largest `s` of a block; False when none does."""
-    square = np.multiply(s, s, out=_scratch.rows[0, : s.size])
-    reach = float(square.max()) if s.size else 0.0
-    for radius, (*rest, top) in table:
+def scaled_slope(scores: F32, out: F32, spare: F32) -> float:
+    """Write Psi(scores) over a scale into `out`, float32[n], and return the scale; `spare` float32[n] is scratch.
+
+    Psi is e / (1 + e)^2 with e = exp(-|s|). Where the scores all lie in [-1.2, 1.2], as scores that start at a small
+    radius do, a polynomial of relative error under 2.1e-5 takes the place of the exponential, the dearest operation of
+    a mask step; the closer to zero, the shorter. Whoever multiplies anyway gets its leading coefficient for nothing.
+    """
+    if scale := _polynomial(_SLOPE, scores, out, spare):
+        return scale
+    np.abs(scores, out=spare)
+    np.negative(spare, out=spare)
+    np.exp(spare, out=spare)
+    np.add(spare, _ONE, out=out)
+    np.multiply(out, out, out=out)
+    np.divide(spare, out, out=out)
+    return 1.0
+
+
+def _polynomial(table: tuple[tuple[float, ...], ...], s: F32, out: F32, spare: F32) -> float:
+    """Write the shortest polynomial that reaches the largest `s`, over its scale; return that, 0.0 if none does."""
+    np.multiply(s, s, out=out)
+    reach = float(out.max()) if s.size else 0.0
+    for radius, scale, h, *more in table:
         if reach <= radius * radius:
-            np.multiply(square, np.float32(top), out=out)
-            for c in rest[:0:-1]:
-                out += np.float32(c)
-                out *= square
-            out += np.float32(rest[0])
-            return True
-    return False
+            out += np.float32(h)
+            if len(more) == 1:
+                out *= out
+            elif more:
+                np.multiply(out, out, out=spare)
+                spare += np.float32(more[0])
+                out *= spare
+            if more:
+                out += np.float32(more[-1])
+            return scale
+    return 0.0
 
 
 @dataclass(frozen=True)
