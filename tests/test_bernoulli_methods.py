@@ -323,7 +323,7 @@ def test_fedpm_sends_the_mask_it_drew_at_its_entropy() -> None:
         assert (fleet.read[d]["mask"] == mask).all()
         p = mask.mean()
         bits = -mask.size * (p * np.log2(p) + (1 - p) * np.log2(1 - p))
-        assert 8 * fleet.local[d].update.arrays["mask"].nbytes < 1.02 * bits + 200
+        assert 8 * fleet.local[d].update.arrays["mask.entropy"].nbytes < 1.02 * bits + 200
 
 
 def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
@@ -332,7 +332,7 @@ def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
         for _ in range(4):
             fleet.play(*DEVICES)
     assert (fleets[0].state["ones"] == fleets[1].state["ones"]).all()
-    assert fleets[1].ask("a").arrays["counts"].nbytes < fleets[0].ask("a").arrays["theta"].nbytes / 12
+    assert fleets[1].ask("a").arrays["counts.counts"].nbytes < fleets[0].ask("a").arrays["theta"].nbytes / 12
 
 
 def test_before_the_first_masks_counts_cost_nothing() -> None:
@@ -380,7 +380,7 @@ def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
     fleet.play("a")
     wrong = fleet.read["a"]["mask"] != own_mask(fleet, "a")
     assert 0.4 / 256 < wrong.mean() < 2.5 / 256
-    positions = codecs.decode(codec, fleet.local["a"].update.arrays["changes"].tobytes(), 30_000)
+    positions = codecs.decode(codec, fleet.local["a"].update.arrays[f"changes.{codec}"].tobytes(), 30_000)
     u = counter.uniform(counter.key(3, "uniforms", 2), 30_000)
     reference = u < np.float64(np.float32(0.95))
     assert (np.flatnonzero(fleet.read["a"]["mask"] ^ reference) == positions).all()
@@ -392,7 +392,7 @@ def test_shared_uniforms_leave_fewer_changes_to_send() -> None:
         fleet = Fleet(DeltaMask(sampling=sampling, codec="rice"))  # type: ignore[arg-type]
         fleet.play(*DEVICES)
         fleet.play(*DEVICES)
-        sent[sampling] = fleet.local["a"].update.arrays["changes"].nbytes
+        sent[sampling] = fleet.local["a"].update.arrays["changes.rice"].nbytes
     assert sent["device"] < sent["independent"]
 
 
@@ -432,12 +432,12 @@ def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
     fleet.play("a", "b")
     assert set(fleet.ask("a").arrays) == {"head"}  # the averaged head; theta is still theta0
     fleet.play("a", "b")
-    assert set(fleet.ask("a").arrays) == {"net_short", "streams"}
-    assert set(fleet.ask("c").arrays) == {"head", "counts"}
+    assert set(fleet.ask("a").arrays) == {"net_short.coupled-net", "streams"}
+    assert set(fleet.ask("c").arrays) == {"head", "counts.counts"}
     fleet.play("a", "c")
-    assert set(fleet.ask("a").arrays) == {"net_long", "streams"}
-    assert set(fleet.ask("c").arrays) == {"net_short", "streams"}
-    assert set(fleet.ask("b").arrays) == {"counts"}  # it missed a round; the head it has
+    assert set(fleet.ask("a").arrays) == {"net_long.coupled-net", "streams"}
+    assert set(fleet.ask("c").arrays) == {"net_short.coupled-net", "streams"}
+    assert set(fleet.ask("b").arrays) == {"counts.counts"}  # it missed a round; the head it has
     for d in DEVICES:
         agrees(fleet, d)
     fleet.play(*DEVICES)
@@ -464,9 +464,9 @@ def test_a_cohort_larger_than_the_references_gets_counts_against_counts() -> Non
         fleet.play(*DEVICES)
         for d in DEVICES:
             agrees(fleet, d)
-    assert set(fleet.ask("a").arrays) == {"change"}
+    assert set(fleet.ask("a").arrays) == {"change.counts"}
     fleet.play("a", "b")
-    assert set(fleet.ask("a").arrays) == {"net_short", "streams"}
+    assert set(fleet.ask("a").arrays) == {"net_short.coupled-net", "streams"}
     agrees(fleet, "a")
 
 
@@ -478,7 +478,9 @@ def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
             fleet.play(*DEVICES)
     sizes = [sum(x.nbytes for x in f.local["a"].update.arrays.values()) for f in fleets]
     assert sizes[0] < sizes[1] / 2
-    assert fleets[0].ask("a").arrays["net_long"].nbytes < fleets[1].ask("a").arrays["counts"].nbytes / 2
+    assert (
+        fleets[0].ask("a").arrays["net_long.coupled-net"].nbytes < fleets[1].ask("a").arrays["counts.counts"].nbytes / 2
+    )
 
 
 def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() -> None:
@@ -490,7 +492,7 @@ def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() ->
     fleet.play(*DEVICES)
     assert dict(fleet.local["a"].update.arrays) == {}
     assert int(fleet.state["masks"][0]) == 2
-    assert set(fleet.ask("a").arrays) == {"head", "counts"}
+    assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
     for _ in range(2):
         for d in DEVICES:
             agrees(fleet, d)
@@ -504,7 +506,7 @@ def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundle
         fleet.play(*DEVICES)
     fleet.play("b", "c")
     fleet.kept["a"] = {}
-    assert set(fleet.ask("a").arrays) == {"counts"}
+    assert set(fleet.ask("a").arrays) == {"counts.counts"}
     fleet.play(*DEVICES)
     assert dict(fleet.local["a"].update.arrays) == {}
     agrees(fleet, "a")
@@ -520,7 +522,7 @@ def test_a_round_that_everybody_sits_out_changes_nothing() -> None:
     assert (fleet.state["ones"] == ones).all()
     for d in DEVICES:
         agrees(fleet, d)
-        assert "counts" in fleet.ask(d).arrays
+        assert "counts.counts" in fleet.ask(d).arrays
 
 
 def test_after_the_last_round_a_device_that_lost_what_it_kept_says_so() -> None:

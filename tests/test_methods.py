@@ -271,7 +271,7 @@ def test_a_bit_is_one_exactly_where_its_score_ends_at_zero_or_above() -> None:
     a = Assignment(Model(m, weights, np.zeros(0, np.float32)), seed=0, rounds=1, round=1, device="a")
     down = method.downlink(a, method.start(a.model, 0), {})
     local = method.local_round(Task(a, Fixed(m, gradient), clusters(m, 1)), {}, down)
-    assert bitset.unpack(local.update.arrays["mask"], 6).tolist() == [False, True, True, False, True, False]
+    assert bitset.unpack(local.update.arrays["mask.bits"], 6).tolist() == [False, True, True, False, True, False]
     assert local.trained.parameters.tolist() == [0, 1, 1, 0, 1, 0]
 
 
@@ -301,15 +301,15 @@ def test_a_structure_is_sent_once_and_then_only_live_bits() -> None:
     method = FedMask()
     down, local = one_round(method)
     assert down.meta["structure"] == ""
-    assert set(local.update.arrays) == {"mask", "structure"}
-    assert "structure" in method.one_time
+    assert set(local.update.arrays) == {"mask.bits", "structure.bits"}
+    assert "structure.bits" in method.one_time
     records: dict[str, Arrays] = {}
     state = server_round(method, method.start(model(M), 3), records, {"a": local.update})
     down = method.downlink(assignment(M, round_=2), state, records["a"])
-    assert down.arrays["mask"].nbytes == bitset.size(36)
+    assert down.arrays["mask.planes"].nbytes == bitset.size(36)
     again = method.local_round(task(M, round_=2), local.kept, down)
-    assert set(again.update.arrays) == {"mask"}
-    assert again.update.arrays["mask"].nbytes == bitset.size(36)
+    assert set(again.update.arrays) == {"mask.bits"}
+    assert again.update.arrays["mask.bits"].nbytes == bitset.size(36)
 
 
 def test_an_upload_that_got_lost_heals_in_the_next_round() -> None:
@@ -317,7 +317,7 @@ def test_an_upload_that_got_lost_heals_in_the_next_round() -> None:
     _, lost = one_round(method)
     down = method.downlink(assignment(M, round_=2), method.start(model(M), 3), {})
     again = method.local_round(task(M, round_=2), lost.kept, down)
-    assert np.array_equal(again.update.arrays["structure"], lost.kept["structure"])
+    assert np.array_equal(again.update.arrays["structure.bits"], lost.kept["structure"])
     server_round(method, method.start(model(M), 3), {}, {"a": again.update}, 2)
 
 
@@ -328,7 +328,7 @@ def test_a_device_that_lost_its_storage_prunes_again_and_says_so() -> None:
     state = server_round(method, method.start(model(M), 3), records, {"a": local.update})
     down = method.downlink(assignment(M, round_=4), state, records["a"])
     fresh = method.local_round(task(M, round_=4, data=clusters(M, 9)), {}, down)
-    assert "structure" in fresh.update.arrays
+    assert "structure.bits" in fresh.update.arrays
     assert not np.array_equal(fresh.kept["structure"], local.kept["structure"])
     server_round(method, state, records, {"a": fresh.update}, 4)
     assert np.array_equal(records["a"]["structure"], fresh.kept["structure"])
@@ -375,7 +375,7 @@ def test_real_gates_move_by_plain_sgd_and_are_sent_and_statistics_stay_on_the_de
     local = method.local_round(Task(a, trainer, clusters(m, 1)), {}, down)
     layout = method.layout(m)
     assert np.allclose(local.update.arrays["real"], a.model.parameters[layout.real] - 0.5)
-    assert set(local.update.arrays) == {"mask", "structure", "real"}
+    assert set(local.update.arrays) == {"mask.bits", "structure.bits", "real"}
     assert local.kept["buffers"].tolist() == [1, 1]
     assert local.trained.buffers.tolist() == [1, 1]
     again = method.local_round(Task(a, trainer, clusters(m, 1)), local.kept, down)
@@ -387,7 +387,7 @@ def test_real_gates_move_by_plain_sgd_and_are_sent_and_statistics_stay_on_the_de
 
 def update(method: FedMask, structure: list[int], mask: list[int]) -> Payload:
     packed = bitset.pack(np.array(structure))
-    arrays = {"mask": bitset.pack(np.array(mask)), "structure": packed}
+    arrays = {"mask.bits": bitset.pack(np.array(mask)), "structure.bits": packed}
     return Payload(arrays, {"structure": structure_digest(packed)})
 
 
@@ -397,7 +397,7 @@ HALF = FedMask(keep=0.5, prune_layers=1)
 
 def bits_down(method: FedMask, state: Arrays, record: Arrays, device: str, count: int) -> list[int]:
     payload = method.downlink(assignment(SIX, device, 2), state, record)
-    return bitset.unpack(payload.arrays["mask"][0], count).astype(int).tolist()
+    return bitset.unpack(payload.arrays["mask.planes"][0], count).astype(int).tolist()
 
 
 def test_only_elements_that_two_structures_hold_are_averaged() -> None:
@@ -451,8 +451,8 @@ def test_counts_travel_in_as_many_bits_as_the_cohort_needs(cohort: int, width: i
     records: dict[str, Arrays] = {}
     state = server_round(method, method.start(model(SIX), 0), records, updates, m=SIX)
     payload = method.downlink(assignment(SIX, "d0", 2), state, records["d0"])
-    assert payload.arrays["mask"].shape == (width, 1)
-    assert bitset.unpack_planes(payload.arrays["mask"], width, 3).tolist() == [1, cohort, 0]
+    assert payload.arrays["mask.planes"].shape == (width, 1)
+    assert bitset.unpack_planes(payload.arrays["mask.planes"], width, 3).tolist() == [1, cohort, 0]
 
 
 def test_a_newcomer_receives_every_element_once() -> None:
@@ -466,7 +466,11 @@ def test_real_gates_are_averaged_and_sent_down() -> None:
     empty = bitset.pack(np.zeros(0, np.bool_))
     updates = {
         d: Payload(
-            {"mask": bitset.pack(np.ones(34, np.bool_)), "structure": empty, "real": np.full(10, value, np.float32)},
+            {
+                "mask.bits": bitset.pack(np.ones(34, np.bool_)),
+                "structure.bits": empty,
+                "real": np.full(10, value, np.float32),
+            },
             {"structure": structure_digest(empty)},
         )
         for d, value in (("a", 1), ("b", 4))
@@ -479,14 +483,14 @@ def test_real_gates_are_averaged_and_sent_down() -> None:
 def _malformed() -> list[tuple[str, Payload, str]]:
     good = update(HALF, [1, 1, 1, 0, 0, 0], [1, 0, 1])
     return [
-        ("an unused bit set", _bad(good, {"mask": np.array([0b1101], np.uint8)}), "unused"),
-        ("too many bytes", _bad(good, {"mask": np.zeros(2, np.uint8)}), r"uint8\[2\]"),
-        ("another dtype", _bad(good, {"mask": np.zeros(1, np.int8)}), "int8"),
+        ("an unused bit set", _bad(good, {"mask.bits": np.array([0b1101], np.uint8)}), "unused"),
+        ("too many bytes", _bad(good, {"mask.bits": np.zeros(2, np.uint8)}), r"uint8\[2\]"),
+        ("another dtype", _bad(good, {"mask.bits": np.zeros(1, np.int8)}), "int8"),
         ("a greedy structure", update(HALF, [1, 1, 1, 1, 0, 0], [1, 0, 1]), "keep = 0.5 and rank = 'layer'"),
         ("another structure than it names", _bad(good, structure="0" * 16), "structure"),
         ("an array too many", _bad(good, {"real": np.zeros(1, np.float32)}), "real"),
-        ("no mask", Payload({"structure": good.arrays["structure"]}, good.meta), "mask"),
-        ("no structure", Payload({"mask": good.arrays["mask"]}, good.meta), "send `structure`"),
+        ("no mask", Payload({"structure.bits": good.arrays["structure.bits"]}, good.meta), "mask"),
+        ("no structure", Payload({"mask.bits": good.arrays["mask.bits"]}, good.meta), "send `structure.bits`"),
     ]
 
 
@@ -503,7 +507,9 @@ def test_an_update_for_a_forgotten_structure_is_refused_with_what_to_do() -> Non
     )
     other = update(HALF, [0, 0, 0, 1, 1, 1], [1, 0, 1])
     with pytest.raises(PayloadError, match="send the structure again"):
-        HALF.read_update(assignment(SIX), state, records["a"], Payload({"mask": other.arrays["mask"]}, other.meta))
+        HALF.read_update(
+            assignment(SIX), state, records["a"], Payload({"mask.bits": other.arrays["mask.bits"]}, other.meta)
+        )
 
 
 @pytest.mark.parametrize("broken", [{"levels": 0}, {"levels": "2"}, {"levels": 9}])
@@ -544,7 +550,7 @@ def test_two_rounds_of_any_configuration_agree_on_both_sides(
             local = method.local_round(task(M, d, round_, clusters(M, i)), kept.get(d, {}), payload)
             kept[d], updates[d] = local.kept, local.update
             assert sum(a.nbytes for a in local.update.arrays.values()) <= method.update_limit(model(M))
-            assert ("structure" in local.update.arrays) == (round_ == 1)
+            assert ("structure.bits" in local.update.arrays) == (round_ == 1)
         state = server_round(method, state, records, updates, round_)
     for d in DEVICES:
         assert np.array_equal(records[d]["structure"], kept[d]["structure"])

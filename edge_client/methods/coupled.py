@@ -43,6 +43,11 @@ from edge_client.methods import Assignment, Local, Personal, Task
 from edge_client.methods.bernoulli import BernoulliMasks, coded, count, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
+# Coded arrays are named after what they hold and their codec.
+FLIPS = "flips.coupled"
+SHORT, LONG = "net_short.coupled-net", "net_long.coupled-net"
+COUNTS, CHANGE = "counts.counts", "change.counts"
+
 
 @dataclass(frozen=True)
 class Known:
@@ -114,9 +119,9 @@ class Coupled(BernoulliMasks):
         if not state["masks"][0]:
             return Payload(arrays)
         if last == a.round - 1 and "net" in state:
-            kind = "net_long" if record["knew"][0] else "net_short"
+            kind = LONG if record["knew"][0] else SHORT
             return Payload({**arrays, kind: state[kind], "streams": state["streams"]})
-        kind = "change" if last == a.round - 1 and "change" in state else "counts"
+        kind = CHANGE if last == a.round - 1 and CHANGE in state else COUNTS
         meta = {"masks": int(state["masks"][0]), "rounds": int(state["rounds"][0])}
         return Payload({**arrays, kind: state[kind]}, meta)
 
@@ -134,7 +139,7 @@ class Coupled(BernoulliMasks):
         u = counter.uniform(self.stream(a, a.device), theta.size)
         past = self.past(a.model, state["net"]) if _knows_net(a, state, record) else None
         try:
-            flips = coupling.decode_flips(coded(update, "flips"), theta, u, past)
+            flips = coupling.decode_flips(coded(update, FLIPS), theta, u, past)
         except CodecError as error:
             raise PayloadError(f"the flips of device {a.device!r} in round {a.round}: {error}") from None
         return {"mask": (u < theta) ^ flips}
@@ -165,18 +170,18 @@ class Coupled(BernoulliMasks):
             return super().finish(model, round_, state, total)
         tally = self.tallied(round_, state, total["ones"], int(total["masks"][0]))
         top = int(tally["masks"][0])
-        after = {"head": state["head"], **tally, "counts": u8(counts.encode(tally["ones"], top))}
+        after = {"head": state["head"], **tally, COUNTS: u8(counts.encode(tally["ones"], top))}
         if len(total["streams"]) > self.references:
             if state["masks"][0]:
-                after["change"] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
+                after[CHANGE] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
             return after
         net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int32)
         theta = self.theta(model, int(total["seed"][0]), state)
         cohort = Cohort(total["reference"], total["down"], total["up"])
         after |= {"net": net, "streams": total["streams"]}
-        after["net_short"] = u8(coupling.encode_net(net, theta, cohort, None))
+        after[SHORT] = u8(coupling.encode_net(net, theta, cohort, None))
         if "net" in state:
-            after["net_long"] = u8(coupling.encode_net(net, theta, cohort, self.past(model, state["net"])))
+            after[LONG] = u8(coupling.encode_net(net, theta, cohort, self.past(model, state["net"])))
         return after
 
     # --- client half
@@ -192,9 +197,9 @@ class Coupled(BernoulliMasks):
             raise PayloadError(f"the head is {head.dtype}{list(head.shape)}, the model's is float32[{bundled.size}]")
         size = part.size
         try:
-            if "net_long" in arrays or "net_short" in arrays:
+            if LONG in arrays or SHORT in arrays:
                 return self._advance(a, kept, downlink, head)
-            if "counts" in arrays or "change" in arrays:
+            if COUNTS in arrays or CHANGE in arrays:
                 return Known(self._recount(a, kept, downlink, size), head, None)
         except CodecError as error:
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
@@ -206,10 +211,10 @@ class Coupled(BernoulliMasks):
     def _recount(self, a: Assignment, kept: Arrays, downlink: Payload, size: int) -> Arrays:
         """The counts as they are, or against the last round's."""
         top, rounds = count(downlink, "masks"), count(downlink, "rounds")
-        name, guess = "counts", None
-        if "change" in downlink.arrays:
+        name, guess = COUNTS, None
+        if CHANGE in downlink.arrays:
             self._require(a, kept, {"ones", "masks"})
-            name, guess = "change", _scaled(kept, top)
+            name, guess = CHANGE, _scaled(kept, top)
         ones = counts.decode(coded(downlink, name, others=("head",)), size, top, guess).astype(np.uint32)
         return {"ones": ones, "masks": np.array([top], np.int64), "rounds": np.array([rounds], np.int64)}
 
@@ -223,9 +228,9 @@ class Coupled(BernoulliMasks):
 
     def _advance(self, a: Assignment, kept: Arrays, downlink: Payload, head: F32) -> Known:
         """The next counts from those kept, every reference of the last round, and the net flips."""
-        long = "net_long" in downlink.arrays
+        long = LONG in downlink.arrays
         self._require(a, kept, {"ones", "masks", "rounds", *(("net",) if long else ())})
-        data = coded(downlink, "net_long" if long else "net_short", others=("head", "streams"))
+        data = coded(downlink, LONG if long else SHORT, others=("head", "streams"))
         streams = downlink.arrays["streams"]
         if streams.dtype != np.uint64 or streams.ndim != 1 or not 0 < len(streams) <= self.references:
             raise PayloadError(f"streams is {streams.dtype}{list(streams.shape)}; 1..{self.references} uint64 were due")
@@ -269,7 +274,7 @@ class Coupled(BernoulliMasks):
         keep = {**known.tally, "head": known.head, "buffers": buffers, **moments}
         if known.net is not None:
             keep["net"] = known.net
-        return Local(keep, Payload({"flips": flips}), self.masked_model(a, known.head, mask, buffers), loss)
+        return Local(keep, Payload({FLIPS: flips}), self.masked_model(a, known.head, mask, buffers), loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The global model, with the device's own batch-norm statistics; the bundle's in a round it sits out."""

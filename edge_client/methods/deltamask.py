@@ -47,6 +47,11 @@ class DeltaMask(BernoulliMasks):
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None
     """kappa goes there from `kappa` along half a cosine over the rounds; None keeps it."""
 
+    @property
+    def changes(self) -> str:
+        """The name of the array of changes: what it holds, and the codec."""
+        return f"changes.{self.codec}"
+
     def kappa_at(self, a: Assignment) -> float:
         """The share of round `a.round`."""
         if self.kappa_end is None:
@@ -88,7 +93,7 @@ class DeltaMask(BernoulliMasks):
         theta = self.global_theta(a, state).astype(np.float64)
         u = self.uniforms(a, theta.size)
         try:
-            flips = codecs.decode_mask(self.codec, coded(update, "changes"), theta.size, self.contexts(theta, u))
+            flips = codecs.decode_mask(self.codec, coded(update, self.changes), theta.size, self.contexts(theta, u))
         except CodecError as error:
             raise PayloadError(f"the changes of device {a.device!r} in round {a.round}: {error}") from None
         return {"mask": (u < theta) ^ flips}
@@ -109,9 +114,9 @@ class DeltaMask(BernoulliMasks):
         if self.sampling == "independent":
             drawn = counter.uniform(counter.key(a.seed, "uploaded mask", a.round, a.device), theta.size)
         flips = most_telling((drawn < own) ^ reference, own, theta, self.kappa_at(a))
-        changes = u8(codecs.encode(self.codec, flips, flips.size, self.contexts(theta, u)))
+        coded_flips = u8(codecs.encode(self.codec, flips, flips.size, self.contexts(theta, u)))
         trained = self.masked_model(a, head, reference ^ flips, buffers)
-        return Local({"buffers": buffers, **moments}, Payload({"changes": changes}), trained, loss)
+        return Local({"buffers": buffers, **moments}, Payload({self.changes: coded_flips}), trained, loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The global model, with the device's own batch-norm statistics."""

@@ -39,6 +39,9 @@ from edge_client.training.loop import train
 from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 
+# Coded arrays are named after what they hold and their codec.
+MASK, STRUCTURE, PLANES = "mask.bits", "structure.bits", "mask.planes"
+
 
 def structure_digest(packed: NDArray[np.uint8]) -> str:
     """A structure's 64-bit name, 16 hex digits."""
@@ -53,7 +56,7 @@ class FedMask(Method):
     """Personal binary masks on frozen weights."""
 
     name: ClassVar[str] = "fedmask"
-    one_time: ClassVar[frozenset[str]] = frozenset({"structure"})
+    one_time: ClassVar[frozenset[str]] = frozenset({STRUCTURE})
     shared_downlink: ClassVar[bool] = False
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -141,7 +144,7 @@ class FedMask(Method):
                 share = np.where(state["averaged"][live] >= record["round"], share[live], own)
         levels = int(state["levels"][0]) if self.down == "count" else 1
         steps = np.floor(share.astype(np.float64) * levels + 0.5).astype(np.uint32)
-        arrays: Arrays = {"mask": bitset.pack_planes(steps, levels.bit_length())}
+        arrays: Arrays = {PLANES: bitset.pack_planes(steps, levels.bit_length())}
         if layout.real.size:
             arrays["real"] = state["real"]
         return Payload(arrays, {"structure": named, "levels": levels})
@@ -165,15 +168,15 @@ class FedMask(Method):
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
         """`bits` packed over the live elements, `structure` packed over the prunable ones, `real` float32."""
         layout = self.layout(a.model.manifest)
-        due = {"mask", "real"} if layout.real.size else {"mask"}
-        if set(update.arrays) - {"structure"} != due:
+        due = {MASK, "real"} if layout.real.size else {MASK}
+        if set(update.arrays) - {STRUCTURE} != due:
             raise PayloadError(f"the payload holds arrays {sorted(update.arrays)}; FedMask sends {sorted(due)}")
-        structure = update.arrays.get("structure", record.get("structure"))
+        structure = update.arrays.get(STRUCTURE, record.get("structure"))
         if structure is None:
-            raise PayloadError("the server has no structure of this device yet; send `structure` with the update")
+            raise PayloadError(f"the server has no structure of this device yet; send `{STRUCTURE}` with the update")
         try:
             held = bitset.unpack(structure, layout.thinned)
-            bitset.unpack(update.arrays["mask"], layout.live)
+            bitset.unpack(update.arrays[MASK], layout.live)
         except ValueError as error:
             raise PayloadError(f"a bit array of the update is malformed: {error}") from None
         if (counts := layout.counts(held)) != layout.kept:
@@ -189,7 +192,7 @@ class FedMask(Method):
         real = update.arrays.get("real", np.zeros(0, np.float32))
         if real.dtype != np.float32 or real.shape != layout.real.shape or not np.isfinite(real).all():
             raise PayloadError(f"`real` must be {layout.real.size} finite float32 values")
-        return {"bits": update.arrays["mask"], "structure": structure, "real": real}
+        return {"bits": update.arrays[MASK], "structure": structure, "real": real}
 
     def fold(
         self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
@@ -251,12 +254,12 @@ class FedMask(Method):
         mask = scores >= 0
 
         named = structure_digest(structure)
-        arrays: Arrays = {"mask": bitset.pack(mask[live])}
+        arrays: Arrays = {MASK: bitset.pack(mask[live])}
         if downlink.meta["structure"] != named:
-            arrays["structure"] = structure
+            arrays[STRUCTURE] = structure
         if layout.real.size:
             arrays["real"] = values[layout.real]
-        keep: Arrays = {"structure": structure, "bits": arrays["mask"], "local": values[layout.local]}
+        keep: Arrays = {"structure": structure, "bits": arrays[MASK], "local": values[layout.local]}
         keep["buffers"] = buffers
         if self.restart == "latent":
             keep["scores"] = scores
@@ -291,12 +294,12 @@ class FedMask(Method):
     def _shares(self, downlink: Payload, count: int) -> F32:
         """The `count` shares that a downlink carries, float32 in 0..1. Raises PayloadError."""
         levels = downlink.meta.get("levels")
-        if not isinstance(levels, int) or not 1 <= levels < 2**20 or "mask" not in downlink.arrays:
+        if not isinstance(levels, int) or not 1 <= levels < 2**20 or PLANES not in downlink.arrays:
             raise PayloadError(
                 f"the downlink has levels {levels!r} and arrays {sorted(downlink.arrays)}; fetch it again"
             )
         try:
-            steps = bitset.unpack_planes(downlink.arrays["mask"], levels.bit_length(), count)
+            steps = bitset.unpack_planes(downlink.arrays[PLANES], levels.bit_length(), count)
         except ValueError as error:
             raise PayloadError(f"the downlink's mask is malformed: {error}; fetch it again") from None
         shares: F32 = np.minimum(steps / np.float32(levels), np.float32(1)).astype(np.float32)

@@ -26,6 +26,8 @@ from edge_client.methods import Assignment, Local, Personal, Task
 from edge_client.methods.bernoulli import F64, BernoulliMasks, coded, count, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
+MASK, COUNTS = "mask.entropy", "counts.counts"  # a coded array is named after what it holds and its codec
+
 
 class FedPM(BernoulliMasks):
     """Bernoulli masks: one sample up, probabilities down."""
@@ -48,7 +50,7 @@ class FedPM(BernoulliMasks):
         if not masks:
             return Payload(head)
         coded_ones = u8(counts.encode(state["ones"], masks))
-        return Payload({**head, "counts": coded_ones}, {"masks": masks, "rounds": rounds})
+        return Payload({**head, COUNTS: coded_ones}, {"masks": masks, "rounds": rounds})
 
     def update_limit(self, model: Model) -> int:
         """A head, or a mask at little more than a bit a parameter."""
@@ -59,7 +61,7 @@ class FedPM(BernoulliMasks):
         if a.round <= self.probing:
             return self.read_head(a, update)
         try:
-            return {"mask": codecs.decode_mask("entropy", coded(update, "mask"), self.exchanged(a.model))}
+            return {"mask": codecs.decode_mask("entropy", coded(update, MASK), self.exchanged(a.model))}
         except CodecError as error:
             raise PayloadError(f"the mask of device {a.device!r} in round {a.round}: {error}") from None
 
@@ -70,10 +72,10 @@ class FedPM(BernoulliMasks):
         head = self.sent_head(a, downlink)
         others = ("head",) if self.head == "probe" else ()
         n = self.exchanged(a.model)
-        if "counts" in downlink.arrays:
+        if COUNTS in downlink.arrays:
             masks, rounds = count(downlink, "masks"), count(downlink, "rounds")
             try:
-                ones = counts.decode(coded(downlink, "counts", others), n, masks)
+                ones = counts.decode(coded(downlink, COUNTS, others), n, masks)
             except CodecError as error:
                 raise PayloadError(f"the downlink of round {a.round}: {error}") from None
             tally = {"ones": ones, "masks": np.array([masks]), "rounds": np.array([rounds])}
@@ -92,7 +94,7 @@ class FedPM(BernoulliMasks):
         scores, loss, moments = self.train_scores(task, kept, theta, head, buffers)
         u = counter.uniform(counter.key(a.seed, "uploaded mask", a.round, a.device), theta.size)
         mask = u < logistic(scores)
-        update = Payload({"mask": u8(codecs.encode("entropy", mask, mask.size))})
+        update = Payload({MASK: u8(codecs.encode("entropy", mask, mask.size))})
         return Local({"buffers": buffers, **moments}, update, self.masked_model(a, head, mask, buffers), loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
