@@ -5,6 +5,7 @@ The tests hold the fast codecs against these, and a port to another language can
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 M64 = (1 << 64) - 1
@@ -76,26 +77,56 @@ def table(size: int, runs: int, raw: int) -> list[int]:
     for _ in range(raw):
         x = x * x >> 64
     ratio = x >> 32
-    rest, freqs = 1 << 15, []
+    rest = 1 << 15
+    freqs: list[int] = []
     while rest > 4 and len(freqs) < 127:
         freqs.append(max(1, rest * ((1 << 32) - ratio) >> 32))
         rest -= freqs[-1]
     return [*freqs, rest]
 
 
+def unzigzag(number: int) -> int:
+    return (number + 1) // 2 if number % 2 else -(number // 2)
+
+
+def expected(flips: Sequence[int], sizes: Sequence[int], offset: int) -> tuple[int, int]:
+    """Of the class after those whose flips are known: flips to expect, and the order of the code."""
+    i = len(flips)
+    guess = sizes[0] // 32
+    if i:
+        up, down = 2 * flips[i - 1] + 1, 2 * sizes[i - 1] + 2
+        if i > 1:
+            a, b = up * (2 * sizes[i - 2] + 2), down * (2 * flips[i - 2] + 1)
+            if a > 4 * b:
+                a, b = 4, 1
+            elif b > 4 * a:
+                a, b = 1, 4
+            up, down = up * a, down * b
+        guess = min(sizes[i] * up // down, sizes[i])
+    return guess, max(3 * min(guess, sizes[i] - guess).bit_length() // 4 + offset - 2, 0)
+
+
 def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[int]:
     mode = data[0]
-    labels = [0] * d if mode == 15 or contexts is None else [c >> mode for c in contexts]
-    members = [[i for i in range(d) if labels[i] == label] for label in sorted(set(labels))]
     bits = BitReader(data[1:])
-    width = len(members[0]).bit_length() // 2 if members else 0
-    widths = []
-    for _ in members:
-        zigzag = bits.unary()
-        width += (zigzag + 1) // 2 if zigzag % 2 else -(zigzag // 2)
-        widths.append(width)
-    flips = [low + (1 << w) - 1 for low, w in zip(bits.planes(widths), widths, strict=True)]
-    at = 1 + bits.align()
+    if mode == 15 or contexts is None:
+        members = [list(range(d))] if d else []
+    else:
+        merged = [c >> mode % 16 for c in contexts]
+        present = sorted(set(merged))
+        numbers = list(range(len(present)))
+        if mode & 16:
+            numbers = list(itertools.accumulate(unzigzag(bits.unary()) for _ in present))
+        class_of = dict(zip(present, numbers, strict=True))
+        members = [[] for _ in range(max(numbers, default=-1) + 1)]
+        for i, context in enumerate(merged):
+            members[class_of[context]].append(i)
+    sizes, flips = [len(mine) for mine in members], list[int]()
+    offset = bits.planes([2])[0] if sizes else 0
+    while len(flips) < len(sizes):
+        guess, order = expected(flips, sizes, offset)
+        width = order + bits.unary()
+        flips.append(guess + unzigzag(bits.planes([width])[0] + (1 << width) - (1 << order)))
 
     coded = []  # (members, inverted, runs, raw, freqs)
     weight = 0
@@ -107,8 +138,9 @@ def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[
             coded.append((mine, 2 * n > len(mine), runs, raw, table(len(mine), runs, raw)))
             weight += runs * log
     lanes = min(max((weight >> 12) + min(weight >> 13, 3), 1), 1 << 14) if coded else 0
-    states = [int.from_bytes(data[at + 4 * i : at + 4 * i + 4], "little") for i in range(lanes)]
-    at += 4 * lanes
+    lengths = [16 + more for more in bits.planes([4] * lanes)]
+    states = [(1 << length) + low for length, low in zip(lengths, bits.planes(lengths), strict=True)]
+    at = 1 + bits.align()
 
     symbols: list[int] = []
     for _, _, runs, _, freqs in coded:

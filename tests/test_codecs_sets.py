@@ -9,7 +9,7 @@ import codec_readers
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, auto, entropy, rice, values
+from edge_kernels.codecs import CodecError, auto, classes, entropy, rice, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -57,8 +57,8 @@ def test_rice_bytes_of_a_small_set_are_those_worked_out_by_hand() -> None:
 
 
 def test_an_empty_set_costs_two_bytes_in_entropy() -> None:
-    # No contexts (mode 15); the flip count 0 of 12 positions: width 0 after the guess 4 // 2, a step of -2, zigzag 4.
-    assert codecs.encode("entropy", np.zeros(12, bool), 12) == bytes([15, 0b10000])
+    # No contexts (mode 15); o = 0 in two bits; 12 // 32 = 0 flips are expected, so 0 is 0 away: a one.
+    assert codecs.encode("entropy", np.zeros(12, bool), 12) == bytes([15, 0b100])
 
 
 def test_auto_names_its_codec_in_the_first_byte() -> None:
@@ -119,7 +119,13 @@ def test_the_plain_reader_agrees_where_contexts_pay_and_many_lanes_run() -> None
     contexts = (counter.uint64(3, d) % np.uint64(4)).astype(np.uint8)
     mask = counter.uniform(4, d) < np.array([0.001, 0.05, 0.4, 0.97])[contexts]
     payload = codecs.encode("entropy", mask, d, contexts)
-    assert payload[0] == 0  # unmerged contexts
+    assert payload[0] == 0  # every context a class of its own
+    mixed = np.array([5, 0, 3, 6, 1, 7, 2, 4] * (d // 8), np.uint8)
+    mask = counter.uniform(5, d) < np.array([0.01, 0.3, 0.01, 0.3, 0.01, 0.01, 0.3, 0.3])[mixed]
+    listed = codecs.encode("entropy", mask, d, mixed)
+    assert listed[0] == 16  # two classes
+    assert codec_readers.entropy(listed, d, mixed.tolist()) == np.flatnonzero(mask).tolist()
+    mask = counter.uniform(4, d) < np.array([0.001, 0.05, 0.4, 0.97])[contexts]
     assert codec_readers.entropy(payload, d, contexts.tolist()) == np.flatnonzero(mask).tolist()
 
 
@@ -161,7 +167,7 @@ def test_coupled_samples_cost_their_conditional_entropy() -> None:
     payload = codecs.encode("entropy", mask, d, contexts)
     assert np.array_equal(codecs.decode_mask("entropy", payload, d, contexts), mask)
     bound = entropy_of(mask, contexts) / 8
-    assert bound <= len(payload) <= 1.01 * bound + 256  # a byte for each context's flip count
+    assert len(payload) <= 1.01 * bound + 64  # classes and their flip counts
     assert len(payload) < 0.75 * entropy_of(mask) / 8
 
 
@@ -171,16 +177,45 @@ def test_useless_contexts_are_merged_rather_than_paid_for() -> None:
     assert len(codecs.encode("entropy", mask, 5000, contexts)) <= len(codecs.encode("entropy", mask, 5000)) + 16
 
 
-def test_coupling_contexts_have_sixteen_bins_of_theta_and_of_the_distance() -> None:
-    theta = np.array([0.0, 0.5, 0.5, 1.0, 0.5])
-    u = np.array([0.75, 0.4375, 0.5, 0.0, 0.5 - 2**-20])
+def test_coupling_contexts_have_bins_of_the_odds_ratio_and_of_theta() -> None:
+    theta = np.array([0.5, 0.5, 0.5, 0.75, 0.25, 0.0])
+    u = np.array([0.5, 0.2, 2 / 3, 0.25, 0.75, 1.0])
+    # Odds ratios less one: 0; 4 - 1 = 3 (log2 is taken as 1.5); 2 - 1 = 1; 9 - 1 = 8 twice; about 1e18.
     assert entropy.coupling_contexts(theta, u).tolist() == [
-        0 * 16 + 0,
-        8 * 16 + 3,
-        8 * 16 + 0,
-        15 * 16 + 0,
-        8 * 16 + 15,
+        0 * 4 + 2,
+        (24 + 4) * 4 + 2,
+        (24 + 0) * 4 + 2,
+        (24 + 9) * 4 + 3,
+        (24 + 9) * 4 + 1,
+        41 * 4 + 0,
     ]
+
+
+@pytest.mark.parametrize("step", [0.1, 0.3, 1.0])
+def test_coupled_samples_of_a_million_cost_one_per_cent_more_than_if_all_were_known(step: float) -> None:
+    d = 1_000_000
+    rng = np.random.default_rng(3)
+    theta, u = np.clip(rng.beta(0.3, 0.3, d), 0.01, 0.99), counter.uniform(7, d)
+    logit = np.log(theta / (1 - theta))
+    mask = (u < theta) != (u < 1 / (1 + np.exp(-(logit + rng.normal(0, step, d)))))
+    contexts = entropy.coupling_contexts(theta, u)
+    payload = codecs.encode("entropy", mask, d, contexts)
+    assert len(payload) <= 1.01 * entropy_of(mask, contexts >> 2) / 8 + 10
+    assert np.array_equal(codecs.decode_mask("entropy", payload, d, contexts), mask)
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 1)), max_size=40), st.integers(0, 2**32))
+def test_flip_counts_come_back_from_their_distance_to_what_was_expected(
+    groups: list[tuple[int, float]], tail: int
+) -> None:
+    sizes = np.array([size for size, _ in groups], np.int64)
+    flips = np.array([int(size * rate) for size, rate in groups], np.int64)
+    header = classes.header(0, np.arange(len(groups), dtype=np.uint16), sizes, flips)
+    more = np.array([tail >> i & 1 for i in range(32)], np.bool_)
+    found, used = classes.read_counts(np.concatenate([header, more]), sizes)
+    assert found.tolist() == flips.tolist()
+    assert used == len(header)
 
 
 @QUICK

@@ -89,9 +89,10 @@ def test_a_mask_may_be_changed_after_it_was_added_and_a_view_of_bytes_is_not_cop
     masks = random_masks(6400, 40, 7)
     tally = Tally(6400)
     expected = np.sum(masks, axis=0)
-    for i, mask in enumerate(map(pack, masks)):
-        tally.add(np.frombuffer(mask.tobytes(), np.uint8) if i % 3 else mask)
-        mask[:] = 255
+    for i, mask in enumerate(masks):
+        packed = pack(mask)
+        tally.add(np.frombuffer(packed.tobytes(), np.uint8) if i % 3 else packed)
+        packed[:] = 255
     assert np.array_equal(tally.counts(), expected)
     view = np.frombuffer(bytes(12_500_000), np.uint8)
     tracemalloc.start()

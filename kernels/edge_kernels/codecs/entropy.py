@@ -1,11 +1,12 @@
 """Codec `entropy`: a set at its conditional entropy, given contexts that both sides know.
 
-Positions are grouped by context, in order within a group; in a group, flips are taken as independent with the rate
-that the header's flip count gives, so the gaps between them are geometric. A gap's high part is one rANS symbol
-(`rans`), its low bits are raw: there are as many symbols as flips, not as positions. This costs within one per cent of
-``sum_c N_c * H(n_c / N_c)`` for payloads of a kilobyte and more. Without contexts there is one group.
+Contexts are put into classes (`classes`), positions are grouped by class, in order within a group; in a group, flips
+are taken as independent with the rate that the header's flip count gives, so the gaps between them are geometric. A
+gap's high part is one rANS symbol (`rans`), its low bits are raw: there are as many symbols as flips, not as positions.
+This costs within one per cent of the conditional entropy for payloads of a kilobyte and more. Without contexts there
+is one group.
 
-Bytes: ``mode, flip counts, states, words, raw bits`` (docs/codecs.md). What is specific to a pair of
+Bytes: ``mode, classes, flip counts, states, words, raw bits`` (docs/codecs.md). What is specific to a pair of
 theta_g and shared uniforms, the choice of contexts, is :func:`coupling_contexts`.
 """
 
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels.codecs import rans
+from edge_kernels.codecs import classes, rans
+from edge_kernels.codecs.classes import MAPPED, MAX_CLASSES, SHIFTS, UNCODED
 from edge_kernels.codecs.sets import CodecError, Contexts, Positions, complement
 from edge_kernels.codecs.streams import (
     Bits,
@@ -28,22 +30,19 @@ from edge_kernels.codecs.streams import (
     planes,
     read_gamma,
     read_planes,
-    read_unary,
-    unary,
 )
 
 MAX_CONTEXTS = 4096
 _TILE = 1 << 16  # positions grouped at a time
-_NONE = 15  # `mode` of a payload without contexts; 0 .. 11 is the shift that merges neighbouring contexts
-_SHIFTS = range(12)
+_TINY = 1e-9  # distances below it are one
 
 I64 = NDArray[np.int64]
 
 
 def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> bytes:
-    """Write the set; contexts are merged by dropping low bits, or ignored, where their flip counts cost too much."""
-    mode, _ = _best_mode(positions, d, contexts)
-    groups = _Groups.of(None if mode == _NONE else contexts, d, mode)
+    """Write the set; contexts share a rate, are merged or are ignored where rates of their own cost too much."""
+    plan = _plan(positions, d, contexts)
+    groups = _Groups.of(None if plan.mode == UNCODED else contexts, d, plan.mode % MAPPED, plan.classes)
     places = groups.places(positions)  # sorted places in the grouped order
     bounds = np.searchsorted(places, groups.starts)
     flips = np.diff(bounds)
@@ -57,61 +56,78 @@ def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> by
     raw = np.concatenate([planes(gaps, model.raw[owners].astype(np.uint8)), gamma(beyond)])
     states, raw = _hide(raw, model.lanes)
     words = rans.encode(entries, model.tables, states)
-    header = bytes([mode]) + pack(_flip_bits(flips, groups.sizes))
-    return header + states.astype("<u4").tobytes() + words.astype("<u2").tobytes() + pack(raw)
+    header = np.concatenate([classes.header(plan.mode, plan.classes, groups.sizes, flips), _state_bits(states)])
+    return bytes([plan.mode]) + pack(header) + words.astype("<u2").tobytes() + pack(raw)
 
 
 def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     """The set of a payload made by :func:`encode` with the same contexts. Raises CodecError."""
     reader = Reader(data)
     mode = reader.byte()
-    if mode != _NONE and mode not in _SHIFTS:
+    if mode != UNCODED and (mode & ~MAPPED) not in SHIFTS:
         raise CodecError(f"{mode} is no first byte of an entropy payload; is this another codec's?")
-    if mode != _NONE and contexts is None:
+    if mode == UNCODED:
+        contexts = None
+    elif contexts is None:
         raise CodecError("this payload was coded with contexts; pass the same ones")
-    groups = _Groups.of(None if mode == _NONE else contexts, d, mode)
-    if len(data) > size_limit(d, len(groups.sizes)):
+    shift = mode % MAPPED
+    used = 0 if contexts is None else int(np.count_nonzero(classes.merged(_sizes(contexts), shift)))
+    if len(data) > size_limit(d, used):
         raise CodecError(f"{len(data)} bytes are more than entropy needs for any set out of {d}; is d right?")
-    flips = _read_flips(reader, groups.sizes)
+    ahead = reader.peek_bits(used * (2 * MAX_CLASSES + 70) + 100)
+    of_context, at = np.arange(used, dtype=np.uint16), 0
+    if mode & MAPPED and contexts is not None:
+        of_context, at = classes.read_classes(ahead, used)
+    groups = _Groups.of(contexts, d, shift, of_context)
+    flips, more = classes.read_counts(ahead[at:], groups.sizes)
+    at += more
     model = _Model.of(groups.sizes, flips)
     total = int(model.runs.sum())
     if total > 8 * len(data) + 64:
         raise CodecError(f"{total} flips in {len(data)} bytes are impossible; the payload is damaged")
-    gaps = _read_gaps(reader, model, total)
+    ahead = reader.peek_bits(at + (4 + 31) * model.lanes)
+    states, more = _read_states(ahead[at:], model.lanes)
+    reader.skip_bits(ahead, at + more)
+    gaps = _read_gaps(reader, model, states, total)
     places = _places_of_gaps(gaps, groups, flips, model)
     return groups.positions(places)
 
 
-def size_limit(d: int, groups: int = MAX_CONTEXTS) -> int:
-    """More bytes than any set out of `d` takes in so many groups."""
-    return d // 4 + 64 + 16 * groups
+def size_limit(d: int, contexts: int = MAX_CONTEXTS) -> int:
+    """More bytes than any set out of `d` takes with so many contexts."""
+    return d // 4 + 1024 + 16 * contexts
 
 
 def size_estimate(positions: Positions, d: int, contexts: Contexts | None = None) -> float:
     """About the bytes of :func:`encode`, from the flip counts alone."""
-    return _best_mode(positions, d, contexts)[1]
+    return _plan(positions, d, contexts).bytes
 
 
 def coupling_contexts(theta: NDArray[np.floating[Any]], uniforms: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Contexts of a flip between ``u < theta`` and ``u < theta'``: 16 bins of theta x 16 log-bins of |u - theta|.
+    """Contexts of a flip between ``u < theta`` and ``u < theta'``: 42 bins of the distance x 4 of theta.
 
     `theta` and `uniforms` are [d] and the same numbers on both sides; the bins use exact float64 operations only. The
-    distance lies in the low four bits, so that merging contexts merges distances first.
+    distance is the greater odds over the lesser, less one, in thirds of an octave from 2**-8 to 2**6; a step in the
+    score crosses it with a chance that hardly depends on theta, so theta lies in the low two bits, which merging drops
+    first.
     """
     out = np.empty(len(theta), np.uint8)
     for low in range(0, len(theta), _TILE):
-        t = theta[low : low + _TILE].astype(np.float64)
-        log = -np.frexp(np.abs(uniforms[low : low + _TILE] - t))[1]  # |u - theta| in [2**(-log-1), 2**-log)
-        out[low : low + _TILE] = np.clip(t * 16, 0, 15).astype(np.uint8) * 16 + np.clip(log, 0, 15).astype(np.uint8)
+        t, u = theta[low : low + _TILE].astype(np.float64), uniforms[low : low + _TILE]
+        less, more = np.minimum(t, u), np.maximum(t, u)
+        x = (more - less) / (np.maximum(less, _TINY) * np.maximum(1 - more, _TINY)) + _TINY
+        mantissa, exponent = np.frexp(x)
+        thirds = np.floor(3 * (exponent + (2 * mantissa - 2)))  # of log2 x, taken as linear between powers of two
+        out[low : low + _TILE] = np.clip(thirds + 24, 0, 41) * 4 + np.clip(np.floor(t * 4), 0, 3)
     return out
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """The grouped order: all positions of context 0, then 1, ...; `place` of a position is its index in it.
+    """The grouped order: all positions of class 0, then 1, ...; `place` of a position is its index in it.
 
-    `sizes` int64[G] counts the positions of every context in use, `starts` int64[G + 1] their first places;
-    `counts` int64[tiles, G] splits `sizes` by tile. `labels` are the contexts as group numbers, None for one group.
+    `sizes` int64[K] counts the positions of every class, `starts` int64[K + 1] their first places; `counts`
+    int64[tiles, K] splits `sizes` by tile. `labels` [d] are the positions' classes, None for one group.
     """
 
     d: int
@@ -121,24 +137,20 @@ class _Groups:
     labels: NDArray[np.uint8] | NDArray[np.uint16] | None
 
     @staticmethod
-    def of(contexts: Contexts | None, d: int, shift: int) -> _Groups:
-        """Group `d` positions by ``contexts >> shift``."""
+    def of(contexts: Contexts | None, d: int, shift: int, of_context: NDArray[np.uint16]) -> _Groups:
+        """Group `d` positions by the class of ``contexts >> shift``; `of_context` has those that occur."""
         if contexts is None:
             sizes = np.array([d] if d else [], np.int64)
             return _Groups(d, sizes, np.append(np.zeros(1, np.int64), sizes), sizes[None], None)
-        merged = (_top(contexts) >> shift) + 1
-        labels = np.empty(d, np.uint8 if merged <= 256 else np.uint16)
-        counts = np.zeros((max(-(-d // _TILE), 1), merged), np.int64)
+        present = classes.merged(_sizes(contexts), shift) > 0
+        count = int(of_context.max(initial=0)) + 1
+        table = np.zeros(len(present), np.uint8 if count <= 256 else np.uint16)
+        table[present] = of_context
+        labels = np.empty(d, table.dtype)
+        counts = np.zeros((max(-(-d // _TILE), 1), count), np.int64)
         for tile, low in enumerate(range(0, d, _TILE)):
-            np.right_shift(contexts[low : low + _TILE], shift, out=labels[low : low + _TILE], casting="unsafe")
-            counts[tile] = np.bincount(labels[low : low + _TILE], minlength=merged)
-        used = np.flatnonzero(counts.any(axis=0))
-        counts = counts[:, used]
-        numbers = np.zeros(merged, labels.dtype)
-        numbers[used] = np.arange(len(used))
-        if len(used) < merged:
-            for low in range(0, d, _TILE):
-                labels[low : low + _TILE] = numbers[labels[low : low + _TILE]]
+            np.take(table, contexts[low : low + _TILE] >> shift, out=labels[low : low + _TILE])
+            counts[tile] = np.bincount(labels[low : low + _TILE], minlength=count)
         sizes = counts.sum(axis=0)
         return _Groups(d, sizes, np.append(0, np.cumsum(sizes)), counts, labels)
 
@@ -218,12 +230,23 @@ class _Model:
         return _Model(coded, (flips * 2 > sizes)[coded], runs, raw, tables, lanes)
 
 
-def _top(contexts: Contexts) -> int:
-    """The greatest context. Raises CodecError where it is too great."""
+def _sizes(contexts: Contexts) -> I64:
+    """Positions of context 0, 1, ... Raises CodecError where a context is too great."""
     top = int(contexts.max(initial=0))
     if top >= MAX_CONTEXTS:
         raise CodecError(f"context {top} is not below {MAX_CONTEXTS}; quantise more coarsely")
-    return top
+    out = np.zeros(top + 1, np.int64)
+    for low in range(0, len(contexts), _TILE):  # in tiles, as numpy counts int64 copies
+        out += np.bincount(contexts[low : low + _TILE], minlength=top + 1)
+    return out
+
+
+def _plan(positions: Positions, d: int, contexts: Contexts | None) -> classes.Plan:
+    """What to do with the contexts."""
+    if contexts is None:
+        return classes.best(np.array([d]), np.array([len(positions)]))
+    sizes = _sizes(contexts)
+    return classes.best(sizes, np.bincount(contexts[positions], minlength=len(sizes)))
 
 
 def _ratio(size: int, flips: int, raw: int) -> int:
@@ -272,44 +295,23 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
     return out
 
 
-def _flip_bits(flips: I64, sizes: I64) -> Bits:
-    """The flip counts: of n + 1, the bit length less one as a step from the group before, then the bits below the top.
-
-    Steps are zigzag (0, 1, -1, 2, ... as 0, 1, 2, 3, ...) in unary; before the first group stands half the bit length
-    of its size.
-    """
-    numbers = (flips + 1).astype(np.uint32)
-    widths = bit_lengths(numbers) - np.uint8(1)
-    steps = np.diff(widths.astype(np.int64), prepend=_first_width(sizes))
-    zigzag = np.where(steps > 0, 2 * steps - 1, -2 * steps).astype(np.uint32)
-    return np.concatenate([unary(zigzag), planes(numbers, widths)])
+def _state_bits(states: NDArray[np.uint64]) -> Bits:
+    """The coders' states, 2**16 .. 2**32 - 1: bit lengths less 17, four bits each, then the bits below the top."""
+    small = states.astype(np.uint32)
+    widths = bit_lengths(small) - np.uint8(1)
+    return np.concatenate([planes(widths - np.uint8(16), np.full(len(states), 4, np.uint8)), planes(small, widths)])
 
 
-def _read_flips(reader: Reader, sizes: I64) -> I64:
-    ahead = reader.peek_bits(len(sizes) * 100 + 64)
-    zigzag, used = read_unary(ahead, len(sizes))
-    steps = np.where(zigzag % 2 == 1, (zigzag + 1) // 2, -(zigzag // 2))
-    widths = np.cumsum(steps) + _first_width(sizes)
-    if widths.min(initial=0) < 0 or widths.max(initial=0) > 31:
-        raise CodecError("a flip count does not have 0 to 31 bits; the payload is damaged")
-    small = widths.astype(np.uint8)
-    low, more = read_planes(ahead[used:], small)
-    reader.skip_bits(ahead, used + more)
-    flips = low.astype(np.int64) + (1 << widths) - 1
-    if (flips > sizes).any():
-        raise CodecError("a context has more flips than positions; the payload is damaged or d is wrong")
-    return flips
+def _read_states(bits: Bits, lanes: int) -> tuple[NDArray[np.uint64], int]:
+    """The states, uint64[lanes], and the bits they took. Raises CodecError."""
+    lengths, used = read_planes(bits, np.full(lanes, 4, np.uint8))
+    lengths += np.uint32(16)
+    low, more = read_planes(bits[used:], lengths)
+    return (low + (np.uint32(1) << lengths)).astype(np.uint64), used + more
 
 
-def _first_width(sizes: I64) -> int:
-    return int(sizes[0]).bit_length() // 2 if len(sizes) else 0
-
-
-def _read_gaps(reader: Reader, model: _Model, total: int) -> NDArray[np.uint32]:
+def _read_gaps(reader: Reader, model: _Model, states: NDArray[np.uint64], total: int) -> NDArray[np.uint32]:
     """All gaps, in the order they were coded. Raises CodecError."""
-    states = reader.bytes(4 * model.lanes).view("<u4").astype(np.uint64)
-    if (states < rans.LOW).any():
-        raise CodecError("a coder's state is below 2**16; the payload is damaged")
     rest = reader.bytes(reader.left)
     words = rest[: len(rest) // 2 * 2].view("<u2")
     symbols, used = rans.decode(model.runs, model.tables, states, words)
@@ -356,35 +358,3 @@ def _hide(raw: NDArray[np.bool_], lanes: int) -> tuple[NDArray[np.uint64], NDArr
     head[:count] = raw[:count]
     states = np.packbits(head, bitorder="little").view("<u2").astype(np.uint64) + np.uint64(rans.LOW)
     return states, raw[count:]
-
-
-def _best_mode(positions: Positions, d: int, contexts: Contexts | None) -> tuple[int, float]:
-    """The cheapest merging of contexts, and about the bytes it needs."""
-    best = (_NONE, _bytes(np.array([d]), np.array([len(positions)])))
-    if contexts is None or not d:
-        return best
-    sizes = np.zeros(_top(contexts) + 1, np.int64)
-    for low in range(0, d, _TILE):
-        part = np.bincount(contexts[low : low + _TILE])
-        sizes[: len(part)] += part
-    flips = np.bincount(contexts[positions], minlength=len(sizes))
-    for shift in _SHIFTS:
-        if shift:
-            sizes = np.append(sizes, 0)[: -(-len(sizes) // 2) * 2].reshape(-1, 2).sum(axis=1)
-            flips = np.append(flips, 0)[: -(-len(flips) // 2) * 2].reshape(-1, 2).sum(axis=1)
-        best = min(best, (shift, _bytes(sizes, flips)), key=lambda choice: choice[1])
-        if len(sizes) == 1:
-            break
-    return best
-
-
-def _bytes(sizes: I64, flips: I64) -> float:
-    """About the bytes of a payload: flip counts, lanes and the groups' entropy."""
-    used = sizes > 0
-    size, flip = sizes[used].astype(np.float64), flips[used].astype(np.float64)
-    widths = np.floor(np.log2(flip + 1))
-    header = float((2 * np.abs(np.diff(widths)) + 0.5).sum() + widths.sum())
-    rate = flip / size
-    part = np.clip(rate, 1e-300, 1 - 1e-16)
-    bits = float((-size * (rate * np.log2(part) + (1 - rate) * np.log2(1 - part))).sum())
-    return 1 + header / 8 + bits * 1.004 / 8 + 3
