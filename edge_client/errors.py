@@ -36,6 +36,10 @@ class ConfigError(MaskfleetError):
     """A configuration value is unknown or out of range."""
 
 
+class ModelError(ConfigError):
+    """An author's model cannot become a bundle: what is wrong with it, and what to change."""
+
+
 class CompactionError(MaskfleetError):
     """A compact model differs from the masked model it was cut from."""
 

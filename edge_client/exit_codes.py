@@ -41,7 +41,7 @@ class ExitCode(IntEnum):
 MEANING: dict[ExitCode, str] = {
     ExitCode.DONE: "done: the federation is finished, or the rounds asked for are",
     ExitCode.INTERNAL: "a fault of maskfleet itself; the message says how to see more",
-    ExitCode.CONFIG: "wrong usage: an option, a configuration value, a missing extra or package",
+    ExitCode.CONFIG: "wrong usage: an option or setting, a model that cannot be exported, a missing extra or package",
     ExitCode.DATA: "the data file cannot be read or does not fit the model",
     ExitCode.REFUSED: "the coordinator refused the request: bad token, unknown federation, update not valid",
     ExitCode.UNREACHABLE: "the coordinator could not be reached for longer than --patience",

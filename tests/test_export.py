@@ -11,7 +11,8 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import ConfigError, ModelError
+from edge_client.exit_codes import ExitCode, exit_code
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
@@ -137,14 +138,14 @@ def test_vgg9_has_the_size_the_paper_prints() -> None:
 def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
     tmp_path: Path, module: nn.Module, example: torch.Tensor, message: str
 ) -> None:
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(ModelError, match=message):
         export_bundle(module, example, tmp_path / "b", name="b", classes=3)
     assert not (tmp_path / "b").exists()
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
-    with pytest.raises(BundleError, match="other files"):
+    with pytest.raises(ModelError, match="other files"):
         export_bundle(models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", classes=3, torch_part=False)
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
@@ -161,6 +162,20 @@ def test_the_command_loads_a_factory_and_names_what_is_wrong(tmp_path: Path) -> 
         cli.export(f"{file}:make", "4", 3, tmp_path / "b")
     with pytest.raises(ConfigError, match="not a shape"):
         cli.export(f"{file}:make", "4,x", 3, tmp_path / "b")
+
+
+def test_the_command_names_the_weights_that_no_method_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(10, 3))\n"
+    )
+    cli.export(f"{file}:make", "5", 3, tmp_path / "b", dtype=cli.Dtype.int64, torch_part=False)
+    assert "no method masks or prunes 0.weight: only linear" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_exported_is_a_matter_of_usage() -> None:
+    assert exit_code(ModelError("set p=0")) == ExitCode.CONFIG
 
 
 CONVS = [
@@ -211,7 +226,7 @@ def test_an_adaptive_average_pool_that_divides_its_input_equals_autograd_and_ano
     x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
     g = torch.randn(2, 3, 3, 4, dtype=torch.float64)
     torch.testing.assert_close(table()[backward](g, x), backward(g, x))
-    with pytest.raises(BundleError, match="divides"):
+    with pytest.raises(ModelError, match="divides"):
         table()[backward](g, x[:, :, :7])
 
 
@@ -241,14 +256,14 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_plain_line(tmp_path: Pa
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
 
-    with pytest.raises(BundleError, match="cannot be traced") as refusal:
+    with pytest.raises(ModelError, match="cannot be traced") as refusal:
         export_bundle(Orthogonal(), torch.randn(2, 4), tmp_path / "b", name="b", classes=3, torch_part=False)
     assert str(refusal.value).isprintable()
 
 
 def test_pools_that_no_window_arithmetic_covers_are_refused() -> None:
     x = torch.zeros(1, 1, 5, 5)
-    with pytest.raises(BundleError, match="ceil_mode"):
+    with pytest.raises(ModelError, match="ceil_mode"):
         table()[aten.max_pool2d_with_indices_backward.default](x, x, [2, 2], [2, 2], [0, 0], [1, 1], True, x)
-    with pytest.raises(BundleError, match="count_include_pad"):
+    with pytest.raises(ModelError, match="count_include_pad"):
         table()[aten.avg_pool2d_backward.default](x, x, [3, 3], [1, 1], [1, 1], False, False, None)

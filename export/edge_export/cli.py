@@ -97,3 +97,8 @@ def export(
     for part, entry in m.parts.items():
         typer.echo(f"  {part:20} {entry.size:>12,} bytes")
     typer.echo(f"written to {bundle.folder}")
+    maskable = {w for layer in m.layers for w in layer.weights}
+    if whole := [t.name for t in m.parameters if len(t.shape) > 1 and t.name not in maskable]:
+        typer.echo(
+            f"no method masks or prunes {', '.join(whole)}: only linear, convolution and LSTM layers are maskable"
+        )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch.nn import functional
 
-from edge_client.errors import BundleError
+from edge_client.errors import ModelError
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def _convolution_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if transposed:
-        raise BundleError("a transposed convolution cannot be trained in ONNX; use an upsampling and a convolution")
+        raise ModelError("a transposed convolution cannot be trained in ONNX; use an upsampling and a convolution")
     dims = x.ndim - 2
     stride, padding, dilation = _pair(stride, dims), _pair(padding, dims), _pair(dilation, dims)
     kernel, size_in, size_out = weight.shape[2:], x.shape[2:], grad.shape[2:]
@@ -168,7 +168,7 @@ def _max_pool2d_backward(
     kernel, padding, dilation = _pair(kernel, 2), _pair(padding, 2), _pair(dilation, 2)
     stride = _pair(stride, 2) if len(stride) else kernel
     if ceil_mode or dilation != [1, 1]:
-        raise BundleError("a max-pool with ceil_mode or dilation cannot be trained in ONNX; pad the input instead")
+        raise ModelError("a max-pool with ceil_mode or dilation cannot be trained in ONNX; pad the input instead")
     best = aten.max_pool2d_with_indices.default(x, kernel, stride, padding)[0]
     field = _pad(x, padding, [0, 0], float("-inf"))
     free, parts = None, []
@@ -197,7 +197,7 @@ def _avg_pool2d_backward(
     kernel, padding = _pair(kernel, 2), _pair(padding, 2)
     stride = _pair(stride, 2) if len(stride) else kernel
     if ceil_mode or (any(padding) and not count_include_pad):
-        raise BundleError("an average pool with ceil_mode or count_include_pad=False cannot be trained in ONNX")
+        raise ModelError("an average pool with ceil_mode or count_include_pad=False cannot be trained in ONNX")
     share = grad / float(divisor_override or kernel[0] * kernel[1])
     (ph, pw), (h, w) = padding, x.shape[2:]
     spread = _spread([share] * (kernel[0] * kernel[1]), kernel, stride, (h + 2 * ph, w + 2 * pw))
@@ -207,7 +207,7 @@ def _avg_pool2d_backward(
 def _adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
     size, made = [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
     if any(n % k for n, k in zip(size, made, strict=True)):
-        raise BundleError(
+        raise ModelError(
             f"adaptive average pooling of {size} to {made} has windows of unequal size and cannot be trained in ONNX; "
             "choose an output size that divides the input's"
         )
@@ -235,7 +235,7 @@ def _batch_norm(
     One value per channel has no unbiased variance: the running variance then stays as it is.
     """
     if not training or running_mean is None:
-        raise BundleError("batch-norm must train with running statistics; set track_running_stats=True")
+        raise ModelError("batch-norm must train with running statistics; set track_running_stats=True")
     axes = [0, *range(2, x.ndim)]
     mean = x.mean(axes)
     centred = x - _across(mean, x)

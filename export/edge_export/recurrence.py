@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from edge_client.errors import BundleError
+from edge_client.errors import ModelError
 
 DOMAIN = "maskfleet"
 
@@ -121,7 +121,7 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
     if training and dropout > 0:
-        raise BundleError(f"an LSTM's dropout={dropout} draws its own randomness, which no seed repeats; set dropout=0")
+        raise ModelError(f"an LSTM's dropout={dropout} draws its own randomness, which no seed repeats; set dropout=0")
     x = x.transpose(0, 1) if batch_first else x
     ways, width = 2 if bidirectional else 1, 4 if biased else 2
     hidden, cells = [], []
@@ -150,7 +150,7 @@ class rewritten(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.lstm:
             if isinstance(args[2], Tensor):
-                raise BundleError("an LSTM on packed sequences cannot be exported; give it padded ones [n, t, f]")
+                raise ModelError("an LSTM on packed sequences cannot be exported; give it padded ones [n, t, f]")
             return lstm(*args, **kwargs)
         if func is functional.linear and args[0].ndim > 2:
             return linear(*args, **kwargs)

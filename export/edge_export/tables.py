@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
-from edge_client.errors import BundleError
+from edge_client.errors import ModelError
 
 InitScheme = Literal["he", "torch", "sign"]
 """How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
@@ -41,15 +41,15 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
     stats = {k: b for k, b in module.named_buffers() if not k.endswith(_COUNTER) and b.is_floating_point()}
     for name, value in (*values.items(), *stats.items()):
         if value.dtype != torch.float32 or value.numel() == 0:
-            raise BundleError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
+            raise ModelError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
     layers = _layers(module, example)
     if not layers:
-        raise BundleError("the module has no linear, convolution or LSTM layer that its forward pass runs")
+        raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
     weights = list(dict.fromkeys(name for layer in layers for name in layer.weights))
     order = [*weights, *(name for name in values if name not in weights)]
     free = {n for n, v in values.items() if v.requires_grad} if trainable is None else set(trainable)
     if free - set(values) or not free:
-        raise BundleError(f"trainable names {sorted(free - set(values))}, the module's parameters are {sorted(values)}")
+        raise ModelError(f"trainable names {sorted(free - set(values))}, the module's parameters are {sorted(values)}")
     rules = _rules(module, init)
     return Tables(
         parameters=_rows({name: values[name] for name in order}, rules, free),
@@ -91,7 +91,7 @@ def _layer(name: str, module: nn.Module) -> Layer:
     biases = tuple(prefix + n for n in own if n.startswith("bias"))
     if isinstance(module, nn.LSTM):
         if module.proj_size:
-            raise BundleError(f"LSTM {name!r} has a projection (proj_size={module.proj_size}); use a Linear after it")
+            raise ModelError(f"LSTM {name!r} has a projection (proj_size={module.proj_size}); use a Linear after it")
         return Layer(name=name or "lstm", kind="lstm", weights=weights, biases=biases, gates=("i", "f", "g", "o"))
     kind: Literal["linear", "conv"] = "linear" if isinstance(module, nn.Linear) else "conv"
     return Layer(name=name or kind, kind=kind, weights=weights, biases=biases)

@@ -18,7 +18,7 @@ from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from edge_client.errors import BundleError
+from edge_client.errors import ModelError
 from edge_export import decompositions
 from edge_export.onnx_passes import tidy
 from edge_export.onnx_translation import to_onnx
@@ -80,5 +80,5 @@ def _fake(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor) -> tuple[Any
         return made
 
     if x.shape[0] < 2:
-        raise BundleError(f"the example batch must hold at least 2 samples to trace a dynamic batch, got {x.shape[0]}")
+        raise ModelError(f"the example batch must hold at least 2 samples to trace a dynamic batch, got {x.shape[0]}")
     return [fake(p, False) for p in ps], [fake(b, False) for b in bs], fake(x, True), fake(y, True)

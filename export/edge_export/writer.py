@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
-from edge_client.errors import BundleError
+from edge_client.errors import ModelError
 from edge_export.channels import find_groups
 from edge_export.eval_graph import eval_graph
 from edge_export.tables import InitScheme, Tables, tables, unseeded
@@ -61,16 +61,16 @@ def export_bundle(
 
     Raises
     ------
-    BundleError
+    ModelError
         The module cannot be a bundle: what is wrong with it, and what to change.
     """
     folder = Path(folder)
     if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
-        raise BundleError(f"{folder} holds other files than a bundle's; choose an empty folder")
+        raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
     example = _example(module, example_batch, classes)
     found = tables(module, example, init, trainable)
     if seed is not None and (missing := unseeded(module, init, found)):
-        raise BundleError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
+        raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
     try:
@@ -82,11 +82,11 @@ def export_bundle(
         }
         if torch_part:
             parts["model.pt2"] = torch_program(module, example)
-    except BundleError:
+    except ModelError:
         raise
     except Exception as error:
         # Whatever PyTorch raises on a model it cannot trace; the cause stays attached for the author.
-        raise BundleError(f"the model cannot be traced into a graph with a dynamic batch: {_reason(error)}") from error
+        raise ModelError(f"the model cannot be traced into a graph with a dynamic batch: {_reason(error)}") from error
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     manifest = Manifest(
@@ -114,33 +114,33 @@ def _reason(error: BaseException) -> str:
 def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:
     """A batch for tracing, of a size no other axis has, after checking that the module is a classifier."""
     if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
-        raise BundleError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
+        raise ModelError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise BundleError(f"dropout p={part.p} draws its own randomness, which no seed repeats; set p=0")
+            raise ModelError(f"dropout p={part.p} draws its own randomness, which no seed repeats; set p=0")
         if isinstance(part, nn.RNNBase) and part.dropout > 0:
-            raise BundleError(f"dropout={part.dropout} of {type(part).__name__} cannot be repeated; set dropout=0")
+            raise ModelError(f"dropout={part.dropout} of {type(part).__name__} cannot be repeated; set dropout=0")
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and (
             not part.track_running_stats or part.momentum is None
         ):
-            raise BundleError("batch-norm needs track_running_stats=True and a number as momentum")
+            raise ModelError("batch-norm needs track_running_stats=True and a number as momentum")
     taken = {*batch.shape[1:], classes} | {n for p in module.parameters() for n in p.shape}
     size = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67) if n not in taken)
     example = batch.detach()[torch.arange(size) % batch.shape[0]].clone()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point() and value.dtype != torch.float32:
-            raise BundleError(f"tensor {name!r} is {value.dtype}; call module.float()")
+            raise ModelError(f"tensor {name!r} is {value.dtype}; call module.float()")
     modes = {m: m.training for m in module.modules()}
     try:
         with torch.no_grad():
             logits = module.eval()(example)
     except Exception as error:  # whatever the author's forward raises
-        raise BundleError(f"the module does not run on {example.dtype} {tuple(example.shape)}: {error}") from error
+        raise ModelError(f"the module does not run on {example.dtype} {tuple(example.shape)}: {error}") from error
     finally:
         for m, mode in modes.items():
             m.training = mode
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (size, classes):
-        raise BundleError(
+        raise ModelError(
             f"the module gives {tuple(getattr(logits, 'shape', ()))} for a batch of {size}, "
             f"logits of shape {(size, classes)} were expected; check `classes` and the last layer"
         )
