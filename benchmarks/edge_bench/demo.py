@@ -151,7 +151,7 @@ class Fleet:
         bundle: Bundle,
         devices: Mapping[str, DeviceData],
     ) -> None:
-        self._start, self.folder = start, folder
+        self._start, self.folder, self.devices = start, folder, devices
         self.files = write(devices, folder / "data")
         token = secrets.token_hex(32)
         self.coordinator = start(
@@ -182,6 +182,7 @@ class Fleet:
         cohort: int,
         seed: int,
         progress: Callable[[Federation, list[Round]], None] = lambda federation, rounds: None,
+        backend: str | None = None,
     ) -> Ended:
         """One federation, from enrolment to every device's personal model. Raises DemoError."""
         config = FederationConfig(
@@ -193,6 +194,7 @@ class Fleet:
             min_devices=len(self.files),
             seed=seed,
             deadline_seconds=600,
+            backend=backend,
         )
         id_ = self.operator.create(config).id
         token = self.operator.token(id_, TokenRequest(uses=len(self.files))).token
