@@ -129,7 +129,7 @@ def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[
         flips.append(guess + unzigzag(bits.planes([width])[0] + (1 << width) - (1 << order)))
 
     coded = []  # (members, inverted, runs, raw, freqs)
-    weight = 0
+    weight = raw_weight = 0
     for mine, n in zip(members, flips, strict=True):
         runs = min(n, len(mine) - n)
         if runs:
@@ -137,7 +137,8 @@ def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[
             raw = max(log - 4, 0)
             coded.append((mine, 2 * n > len(mine), runs, raw, table(len(mine), runs, raw)))
             weight += runs * log
-    lanes = min(max((weight >> 12) + min(weight >> 13, 3), 1), 1 << 14) if coded else 0
+            raw_weight += runs * raw
+    lanes = min(max(weight >> 12, min(weight >> 11, raw_weight >> 4), 1), 1 << 14) if coded else 0
     lengths = [16 + more for more in bits.planes([4] * lanes)]
     states = [(1 << length) + low for length, low in zip(lengths, bits.planes(lengths), strict=True)]
     at = 1 + bits.align()

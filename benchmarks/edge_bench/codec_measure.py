@@ -183,8 +183,8 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
 
     Both sides threshold the same uniforms, so flips are where they lie between theta and the moved theta. Training is a
     normal step of size `step` in the score. Bits a parameter: the flips' entropy at one rate, their conditional entropy
-    given 42 x 4 bins of (distance in odds, theta) (the bound of those contexts), given theta and u exactly (the bound of
-    any), and what `entropy` takes without and with the contexts.
+    given 42 x 4 bins of (distance in odds, theta) (the bound of those contexts), given theta, u and the step's size
+    exactly (the bound of any), and what `entropy` takes without and with the contexts.
     """
     rng = np.random.default_rng(seed)
     theta = np.clip(rng.beta(spread, spread, d), 0.01, 0.99)

@@ -226,7 +226,8 @@ class _Model:
         ratios = [_ratio(int(n), int(r), int(k)) for n, r, k in zip(size, runs, raw, strict=True)]
         tables = rans.geometric_tables(ratios)
         bits = int((runs * logs).sum())
-        lanes = min(max((bits >> 12) + min(bits >> 13, 3), 1), 1 << 14) if len(coded) else 0
+        hidden = int((runs * raw).sum()) >> 4  # lanes that raw bits fill; others cost two bytes more
+        lanes = min(max(bits >> 12, min(bits >> 11, hidden), 1), 1 << 14) if len(coded) else 0
         return _Model(coded, (flips * 2 > sizes)[coded], runs, raw, tables, lanes)
 
 

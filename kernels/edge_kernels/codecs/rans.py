@@ -75,17 +75,25 @@ def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
     starts = (tables.edges & np.uint32((1 << SCALE) - 1)).astype(np.uint64)
     freqs = tables.freqs.astype(np.uint64)
     out: list[NDArray[np.uint16]] = []
+    begin = len(entries)
     for low in range((len(entries) - 1) // lanes * lanes, -1, -lanes):
-        step = entries[low : low + lanes]
-        x = states[: len(step)]
-        freq = freqs[step]
-        over = x >= freq << np.uint64(32 - SCALE)
-        if over.any():
-            out.append(x[over].astype(np.uint16))
-            x[over] >>= np.uint64(16)
-        quotient = x // freq
-        x += quotient * (np.uint64(1 << SCALE) - freq)  # = (quotient << 15) + (x % freq)
-        x += starts[step]
+        if low < begin:  # what depends on the symbols alone, for many steps together
+            begin = max(low - (_STEPS - 1) * lanes, 0)
+            chunk = entries[begin : low + lanes]
+            freq_of, start_of = freqs[chunk], starts[chunk]
+            bound_of, rest_of = freq_of << np.uint64(32 - SCALE), np.uint64(1 << SCALE) - freq_of
+        step = slice(low - begin, low - begin + lanes)
+        bound = bound_of[step]
+        x = states[: len(bound)]
+        over = (x >= bound).nonzero()[0]
+        if len(over):
+            full = x[over]
+            out.append(full.astype(np.uint16))
+            x[over] = full >> np.uint64(16)
+        quotient = x // freq_of[step]
+        quotient *= rest_of[step]  # (quotient << 15) + (x % freq) = x + quotient * (2**15 - freq)
+        x += quotient
+        x += start_of[step]
     out.reverse()
     return np.concatenate(out) if out else np.zeros(0, np.uint16)
 
@@ -96,8 +104,8 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
     Changes `states`; also returns the number of words read. Raises CodecError when the words run out.
     """
     lanes = max(len(states), 1)
-    mask, shift = np.uint64((1 << SCALE) - 1), np.uint64(SCALE)
-    edges, freqs = tables.edges, tables.freqs.astype(np.uint64)
+    mask, shift, sixteen, low_state = np.uint64((1 << SCALE) - 1), np.uint64(SCALE), np.uint64(16), np.uint64(LOW)
+    edges, freqs = tables.edges.astype(np.uint64), tables.freqs.astype(np.uint64)
     numbers = (
         np.arange(len(edges)) - np.repeat(tables.first[:-1], (tables.first[1:] - tables.first[:-1]).astype(np.int64))
     ).astype(np.uint8)
@@ -106,24 +114,24 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
     used = 0
     for low in range(0, len(symbols), lanes):
         if low % (lanes * _STEPS) == 0:
-            bases = owners(ends, low, min(low + lanes * _STEPS, len(symbols))).astype(np.uint32) << np.uint32(SCALE)
+            bases = owners(ends, low, min(low + lanes * _STEPS, len(symbols))).astype(np.uint64) << shift
             begin = low
         slots = bases[low - begin : low - begin + lanes]
         x = states[: len(slots)]
-        slots |= (x & mask).astype(np.uint32)
-        found = edges.searchsorted(slots, side="right")
+        slots |= x & mask
+        found = edges.searchsorted(slots, "right")
         found -= 1
-        symbols[low : low + lanes] = numbers[found]
-        slots -= edges[found]
+        symbols[low : low + lanes] = numbers.take(found)
+        slots -= edges.take(found)
         x >>= shift
-        x *= freqs[found]
+        x *= freqs.take(found)
         x += slots
-        under = x < LOW
-        more = int(np.count_nonzero(under))
+        under = (x < low_state).nonzero()[0]
+        more = len(under)
         if more:
             if used + more > len(words):
                 raise CodecError("the payload ends within its coded symbols; it is truncated or d is wrong")
-            x[under] = (x[under] << np.uint64(16)) | words[used : used + more]
+            x[under] = (x[under] << sixteen) | words[used : used + more]
             used += more
     return symbols, used
 
