@@ -2,7 +2,8 @@
 
 A reader in any language opens it. All metadata sits under one key, which names the format, as canonical JSON, because
 safetensors does not order its metadata and the same payload must be the same bytes. What the arrays mean is the
-method's business; this module only guarantees that bytes from the network become arrays or a PayloadError.
+method's business; this module only guarantees that bytes from the network become arrays or a PayloadError, and that
+they become arrays only if a writer that keeps the rules of docs/protocol.md could have written them.
 
 What crosses the wire has a header of at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files of
 one's own (a state with one array for each device) have the same form and may have up to `FILE_HEADER_BYTES`.
@@ -11,12 +12,13 @@ one's own (a state with one array for each device) have the same form and may ha
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from edge_client.errors import PayloadError
@@ -25,13 +27,21 @@ FORMAT = "maskfleet/1"
 MEDIA_TYPE = "application/x-safetensors"
 HEADER_BYTES = 4096  # room the header of what crosses the wire may take beside its arrays
 FILE_HEADER_BYTES = 100_000_000  # that of a file of one's own: what the safetensors format itself allows
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48  # what the dimensions that are not 0 may come to, so that no reader's product overflows
+MAX_INTEGER = 2**53 - 1  # either way: what every JSON reader holds exactly
 _LENGTH = 8  # bytes that hold the header's length
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Meta = str | int | float | list[int]
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "U8": np.uint8, "I8": np.int8, "U16": np.uint16,
-           "U32": np.uint32, "U64": np.uint64, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_}  # fmt: skip
+_DTYPES: dict[object, np.dtype[Any]] = {
+    name: np.dtype(f"<{code}")
+    for name, code in {"F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "U32": "u4",
+                       "I32": "i4", "U64": "u8", "I64": "i8", "BOOL": "?"}.items()
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,9 +53,17 @@ class Payload:
 
 
 def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
-    """The payload's bytes; equal payloads give equal bytes. Raises PayloadError when the header is over its limit."""
-    meta = json.dumps(dict(payload.meta), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    arrays = {name: np.ascontiguousarray(a) for name, a in payload.arrays.items()}
+    """The payload's bytes; equal payloads give equal bytes. Raises PayloadError for what no payload may hold."""
+    arrays = {name: np.asarray(a, order="C") for name, a in payload.arrays.items()}
+    try:
+        meta = _canonical(dict(payload.meta))
+        for name, a in arrays.items():
+            _text(name)
+            _shape(list(a.shape))
+            if name == _METADATA or a.dtype not in _DTYPES.values():
+                raise ValueError(f"array {name!r} of {a.dtype} is none that a payload can hold")
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"this payload cannot be written: {error}") from None
     data = save(arrays, {FORMAT: meta})
     size = _header_size(data)
     if size > header_limit:
@@ -56,13 +74,11 @@ def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
     return data
 
 
-def _header_size(data: bytes) -> int:
-    """Bytes before the arrays, as the data's first eight claim."""
-    return _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-
-
 def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
-    """Read a payload. Raises PayloadError for anything that `encode` could not have written."""
+    """Read a payload. Raises PayloadError for anything that `encode` or another conforming writer cannot write.
+
+    The arrays are read-only views of `data`.
+    """
     end = _header_size(data)
     if end > header_limit:
         raise PayloadError(
@@ -70,27 +86,130 @@ def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
             f"at most {header_limit} are allowed"
         )
     try:
-        header = json.loads(data[_LENGTH:end])
-        said = header["__metadata__"]
-        meta = json.loads(said[FORMAT]) if set(said) == {FORMAT} else None
-        entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        if not _LENGTH < end <= len(data) or data[_LENGTH] != ord("{"):
+            raise ValueError("they do not begin with a header's length and a JSON object")
+        header = _json(data[_LENGTH:end].decode())
+        meta = _metadata(header.pop(_METADATA, None))
+        spans = [_span(name, entry) for name, entry in header.items()]
+        return Payload(_arrays(data, end, spans), meta)
+    except (ValueError, RecursionError) as error:
         raise PayloadError(f"these {len(data)} bytes are not a maskfleet payload: {error}") from None
+
+
+def _header_size(data: bytes) -> int:
+    """Bytes before the arrays, as the data's first eight claim."""
+    return _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+
+
+# --- metadata
+
+
+def _metadata(said: object) -> dict[str, Meta]:
+    """The metadata from the header's own. Raises ValueError unless it is what a writer may write."""
+    if not isinstance(said, dict) or said.keys() != {FORMAT} or not isinstance(said[FORMAT], str):
+        raise ValueError(f"the metadata is not of format {FORMAT}; use a matching maskfleet version")
+    text: str = said[FORMAT]
+    meta = _json(text)
+    if _canonical(meta) != text:
+        raise ValueError(f"the metadata {text!s:.60} is not written canonically")
+    return meta
+
+
+def _canonical(meta: object) -> str:
+    """The one text of this metadata. Raises ValueError for what metadata may not hold."""
     if not isinstance(meta, dict):
-        raise PayloadError(f"the payload's metadata is not of format {FORMAT}; use a matching maskfleet version")
-    if not all(isinstance(v, (str, int, float)) or _integers(v) for v in meta.values()):
-        raise PayloadError("the payload's metadata holds something that is not a text, a number or a list of integers")
-    arrays: Arrays = {}
-    for name, entry in entries:
-        if entry["dtype"] not in _DTYPES:
-            raise PayloadError(f"array {name!r} has dtype {entry['dtype']}, which payloads do not use")
-        flat: np.ndarray[Any, Any] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
-        try:
-            arrays[name] = flat.reshape(entry["shape"])
-        except (ValueError, OverflowError) as error:  # more dimensions, or larger ones, than an array can have
-            raise PayloadError(f"array {name!r} has shape {entry['shape']!s:.60}: {error}") from None
-    return Payload(arrays, meta)
+        raise ValueError("the metadata is no object")
+    for key, value in meta.items():
+        _text(key)
+        if isinstance(value, str):
+            _text(value)
+        elif not (_integer(value) or _finite(value) or (isinstance(value, list) and all(map(_integer, value)))):
+            raise ValueError(
+                f"metadata {key:.60} = {value!s:.60} is no text, no finite number within 2**53 and no list of integers"
+            )
+    return json.dumps(meta, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _integers(value: object) -> bool:
-    return isinstance(value, list) and all(type(v) is int for v in value)
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _text(value: object) -> None:
+    """Raise ValueError for what is not Unicode text: half a surrogate pair is not."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!s:.60} is no text")
+    if not value.isascii():
+        value.encode()
+
+
+def _json(text: str) -> dict[str, Any]:
+    """A JSON object as it is written: every key once, no NaN and no infinity."""
+    read = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    if not isinstance(read, dict):
+        raise ValueError("the metadata is no object")
+    return read
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {name!r:.60} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+# --- arrays
+
+_Span = tuple[int, int, str, np.dtype[Any], list[int]]  # begin, end, name, dtype, shape
+
+
+def _span(name: str, entry: object) -> _Span:
+    """An array's place, as the header has it. Raises ValueError."""
+    _text(name)
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise ValueError(f"array {name!r:.60} does not have dtype, shape and data_offsets alone")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+        raise ValueError(f"array {name!r:.60} has dtype {entry['dtype']!s:.60}, which payloads do not use")
+    dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    size = _shape(shape) * dtype.itemsize
+    if not _counts(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise ValueError(f"array {name!r:.60} takes {size} bytes, its data_offsets are {offsets!s:.60}")
+    return offsets[0], offsets[1], name, dtype, shape
+
+
+def _shape(shape: object) -> int:
+    """The elements of an array of this shape. Raises ValueError."""
+    if not _counts(shape) or len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
+        raise ValueError(f"{shape!s:.60} is no shape of at most {MAX_DIMENSIONS} dimensions and 2**48 elements")
+    return math.prod(shape)
+
+
+def _counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _arrays(data: bytes, start: int, spans: list[_Span]) -> Arrays:
+    """Views of the arrays, by name; they tile `data` from `start` on. Raises ValueError."""
+    at, out = 0, {}
+    for begin, end, name, dtype, shape in sorted(spans, key=lambda s: s[:2]):
+        if begin != at:
+            raise ValueError(f"array {name!r:.60} begins at byte {begin!s:.60}, the one before it ends at {at}")
+        if end > len(data) - start:
+            raise ValueError(f"array {name!r:.60} ends at byte {end!s:.60} of {len(data) - start}")
+        flat: np.ndarray[Any, Any] = np.frombuffer(data, np.uint8, end - begin, start + begin)
+        if dtype == np.bool_ and flat.max(initial=0) > 1:
+            raise ValueError(f"array {name!r:.60} is BOOL and holds a byte that is neither 0 nor 1")
+        typed = flat.view(dtype)  # not aligned where a foreign writer did not pad its header: then numpy needs a copy
+        out[name] = (typed if typed.flags.aligned else flat.copy().view(dtype)).reshape(shape)
+        at = end
+    if at != len(data) - start:
+        raise ValueError(f"the arrays end at byte {at} of {len(data) - start}")
+    return out
