@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -19,6 +21,7 @@ from coord_server.store import open_store
 from edge_client.errors import ConfigError
 
 KEEP_ALIVE = 75.0  # seconds an idle connection is kept: longer than a device sleeps between polls
+SWITCH = 0.0005  # seconds a worker thread may keep the event loop waiting; Python's own 0.005 is a whole request
 GRACE = 10  # seconds that requests under way are given at shutdown
 
 
@@ -96,6 +99,8 @@ async def _run(
     coordinator: Coordinator, listening: socket.socket, where: Path | None, certificate: Path | None, key: Path | None
 ) -> None:
     await coordinator.start()
+    gc.freeze()  # what is loaded now stays: no need to look for garbage in it again and again
+    sys.setswitchinterval(SWITCH)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"{'http' if certificate is None else 'https'}://{shown}:{port}"

@@ -14,7 +14,7 @@ from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store import Store
-from coord_server.store.metadata import INLINE, FederationRow
+from coord_server.store.tables import INLINE, FederationRow
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
 from edge_client.errors import BundleError, ConfigError

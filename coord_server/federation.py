@@ -23,7 +23,7 @@ from coord_server.refusals import Refusal
 from coord_server.roster import Roster
 from coord_server.store import Store
 from coord_server.store.blobs import Blobs
-from coord_server.store.metadata import DeviceRow, FederationRow
+from coord_server.store.tables import DeviceRow, FederationRow
 from coord_server.uploads import Batch, Turns, Upload, Valid, receive, validate, weigh
 from coord_server.values import Downlink, NothingUsable, Values
 from edge_client.errors import MaskfleetError, StateError

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from coord_server import auth
 from coord_server.refusals import Refusal
-from coord_server.store.metadata import DeviceRow, Seen
+from coord_server.store.tables import DeviceRow, Seen
 from edge_client.protocol.messages import Device, Report
 
 Messages = dict[str, dict[str, int]]  # bytes of what is no payload: "up" and "down", each by kind

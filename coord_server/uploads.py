@@ -16,7 +16,7 @@ from coord_server.engine import State, apply
 from coord_server.events import Acknowledge, Decision, Refuse, Updated
 from coord_server.refusals import Refusal
 from coord_server.store.blobs import Blobs, Incoming
-from coord_server.store.metadata import INLINE, Acknowledged, Content, Seen
+from coord_server.store.tables import INLINE, Acknowledged, Content, Seen
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import PayloadError
 from edge_client.protocol.messages import FederationConfig
@@ -156,7 +156,7 @@ def validate(body: Body, sha256: str, check: Callable[[bytes], Checked | None]) 
         raise Refusal("bad-payload", str(error)) from None
     if body.incoming is None:
         return Valid(Content(sha256, data), size, checked)
-    body.incoming.commit()
+    body.incoming.commit(indexed=True)
     return Valid(Content(sha256, None), size, checked)
 
 

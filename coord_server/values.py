@@ -15,7 +15,7 @@ from coord_server import aggregation, events
 from coord_server.aggregation import Checked, Closed, Contribution, Course, UnusableUpdate
 from coord_server.bundles import load_model
 from coord_server.store import Store
-from coord_server.store.metadata import INLINE, Content, FederationRow
+from coord_server.store.tables import INLINE, Content, FederationRow
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import MaskfleetError, PayloadError, StateError
 from edge_client.methods import make_method
@@ -241,7 +241,7 @@ class Values:
         if len(data) <= INLINE:
             return Content(sha256_of(data), data)
         self.large = True
-        return Content(self._store.blobs.put(shelf, data).sha256, None)
+        return Content(self._store.blobs.put(shelf, data, indexed=True).sha256, None)
 
     def sweep(self, round_: int, over: bool, first: bool = False) -> None:
         """Drop the blobs that nothing can ask for in `round_`, or any more when it is `over`. Blocks.

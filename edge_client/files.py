@@ -30,10 +30,11 @@ def disk(path: Path, elsewhere: str = "choose another folder with --state") -> I
         raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
 
 
-def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int) -> None:
-    with open(path, "wb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
+def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int, over: bool = False) -> None:
+    with open(path, "r+b" if over else "wb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
         for chunk in chunks:
             file.write(chunk)
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
 
@@ -74,15 +75,20 @@ def write_whole(
         _settle_names(path.parent)
 
 
-def write_new(path: Path, *chunks: bytes | memoryview) -> None:
+def write_new(path: Path, *chunks: bytes | memoryview, spare: Path | None = None) -> None:
     """Write `chunks` under their final name at once, for a file that tells by itself whether it is whole.
 
-    Once this returns the file and its name are safe; until then a power cut may leave a torn one. Raises StateError
-    (disk full, not writable); then there is no file.
+    Once this returns the file and its name are safe; until then a power cut may leave a torn one, or one with the
+    content of `spare`: a file nobody needs any more, which is written over when it is there, because a disk takes in
+    bytes where some were before in a fraction of the time. Raises StateError (disk full, not writable); then there is
+    no file.
     """
     with disk(path):
         try:
-            _write(path, chunks, 0o600)
+            over = spare is not None and spare.is_file()
+            if spare is not None and over:
+                os.replace(spare, path)
+            _write(path, chunks, 0o600, over)
             _settle_names(path.parent)
         except OSError:
             with contextlib.suppress(OSError):

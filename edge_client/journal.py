@@ -6,15 +6,17 @@ A state folder serves one enrolment and one process at a time:
     device.json      name, credential, token digest, what the coordinator answered to the enrolment
     pending-0000013  round 13 as it was trained: one line of JSON, what the method keeps, the update's bytes
     kept-0000012     the same of round 12, whose update the coordinator has acknowledged
+    spare            the file of an older round, to be written over by the next one
     bundles/         the models, see `edge_client.remote_bundle`
     personal.onnx, done.json: the end
 
 The order of a round is `pending-r`, PUT, then renaming it to `kept-r`: what a method keeps counts only together with
 an update that counts. `pending-r` and its name are synced before the PUT, because a coordinator that has the update
-never asks for that round again. A power cut before that leaves no file or a torn one, which its digests tell: the
-round is trained again from the same values to the same bytes. The renaming is not synced: when a power cut or a kill
-takes it back, the same bytes are sent again and the coordinator, in whatever round it is by then, answers with the
-same receipt. So a round waits for its file and its folder to be synced, and for nothing after the receipt.
+never asks for that round again. A power cut before that leaves no file, a torn one, which its digests tell, or an
+older round's, which its header tells: the round is trained again from the same values to the same bytes. The renaming
+is not synced: when a power cut or a kill takes it back, the same bytes are sent again and the coordinator, in whatever
+round it is by then, answers with the same receipt. So a round waits for its file and its folder to be synced, and for
+nothing after the receipt.
 The other files are written whole: temporary file, sync, rename, sync.
 No network and no clock here.
 """
@@ -183,14 +185,14 @@ class Journal:
             update_sha256=pending.sha256,
         )
         first = header.model_dump_json().encode() + b"\n"
-        write_new(self._path("pending", pending.round), first, body, pending.update)
+        write_new(self._path("pending", pending.round), first, body, pending.update, spare=self._spare)
         self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:
         """The update not yet acknowledged. One whose bytes have decayed is None: its round is trained again."""
         rounds = self._rounds("pending")
         found = self._read_round(self._path("pending", max(rounds))) if rounds else None
-        if found is None:
+        if found is None or found[0].round != max(rounds):
             return None
         header, update = found
         return Pending(header.round, header.lease, header.downlink, update)
@@ -199,11 +201,16 @@ class Journal:
         """The coordinator has the update of `round_`: what the method kept in it now counts."""
         with disk(self.folder):
             os.replace(self._path("pending", round_), self._path("kept", round_))
-        self._drop(sorted(self._rounds("kept"))[:-KEPT_ROUNDS], "kept")
+            for r in sorted(self._rounds("kept"))[:-KEPT_ROUNDS]:
+                os.replace(self._path("kept", r), self._spare)
 
     def drop_pending(self) -> None:
         """Forget the update that waits: its round went on without this device."""
         self._drop(self._rounds("pending"), "pending")
+
+    @property
+    def _spare(self) -> Path:
+        return self.folder / "spare"
 
     def _path(self, kind: str, round_: int) -> Path:
         return self.folder / f"{kind}-{round_:07d}"

@@ -35,7 +35,8 @@ from coord_server.api.wire import JSON_LIMIT
 from coord_server.coordinator import Coordinator
 from coord_server.refusals import STATUS
 from coord_server.store import open_store
-from coord_server.store.metadata import INLINE, Metadata
+from coord_server.store.metadata import Metadata
+from coord_server.store.tables import INLINE
 from edge_client.bundle import Model, digest, generate
 from edge_client.errors import StateError
 from edge_client.methods import make_method

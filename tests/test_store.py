@@ -11,7 +11,8 @@ import pytest
 from coord_server import auth
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, FolderIncoming
-from coord_server.store.metadata import Acknowledged, Content, FederationRow, Metadata, Seen
+from coord_server.store.metadata import Metadata
+from coord_server.store.tables import Acknowledged, Content, FederationRow, Seen
 from edge_client.bundle import digest
 from edge_client.errors import StateError
 
@@ -70,6 +71,33 @@ def test_equal_bytes_on_two_shelves_live_and_die_apart(tmp_path: Path) -> None:
     assert blobs.size("fed/updates/1", digest(b"same")) is None
     with pytest.raises(StateError, match="cannot be read"):
         blobs.read("fed/updates/1", digest(b"same"))
+
+
+def test_a_blob_has_its_name_before_the_sync_only_where_a_row_vouches_for_it_and_none_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs, done = FolderBlobs(tmp_path), list[str]()
+    blobs.put("s", b"the shelf is there")
+    replace, fsync = os.replace, os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append("sync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "sync file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("name"), replace(a, b))[1])
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    careful, quick = ["sync file", "name", "sync folder"], ["name", "sync file", "sync folder"]
+    for data, indexed, order in ((b"part", False, careful), (b"update", True, quick), (b"update", True, careful)):
+        done.clear()
+        stored = blobs.put("s", data, indexed=indexed)
+        assert (done, blobs.read("s", stored.sha256)) == (order, data)
+    for indexed, order in ((True, quick), (False, careful)):
+        incoming = blobs.receive("s")
+        incoming.write(os.urandom(2 * CHUNK))
+        done.clear()
+        stored = incoming.commit(indexed)
+        incoming.discard()
+        assert (done, blobs.size("s", stored.sha256)) == (order, 2 * CHUNK)
 
 
 def test_keep_only_drops_the_rest_of_a_shelf(tmp_path: Path) -> None:

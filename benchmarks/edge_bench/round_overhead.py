@@ -3,14 +3,19 @@
     python -m edge_bench.round_overhead --json benchmarks/results/round_overhead.json
 
 d = 1e6 parameters, 2 devices over loopback, float32 (4 MB each way) and 1-bit masks (125 kB). Server and devices are
-processes of their own in both cases. maskfleet runs its real coordinator and client, journals and aggregation
-included, with a method that sends back what it gets (`idle_plugin`). The yardstick is as bare as it can be: a device
-GETs the payload and PUTs it back, the server keeps the last body in memory; a round is over when both devices have PUT.
-No device waits for the other there, nothing is asked, checked, folded or kept: it is a loop without rounds. A second
-yardstick, "durable", has the two things that no federation can do without: device and server write each update to a
-file and fsync it, and the next payload is answered when both updates are in. A third, "plain", is the bare loop as it
-is written first: `httpx.get` and `httpx.put`, a connection for each call. All take turns, so that a busy machine
-meets all. Bytes are counted at the sockets by a TCP relay in a run of their own.
+processes of their own everywhere. maskfleet runs its real coordinator and client with a method that sends back what it
+gets (`idle_plugin`): credentials, leases, digests, checks, journals on both sides, aggregation, a round that opens when
+the one before it is folded. Beside it, three loops of FastAPI and httpx that move the same bytes, a GET and a PUT for
+each device and round:
+
+plain    the bare loop as it is written first: `httpx.get` and `httpx.put`, which open a connection for each call. The
+         server keeps the last body in memory; nobody waits for anybody, nothing is asked, checked, folded or kept.
+bare     the same with one kept connection a device: the least that FastAPI and httpx can do. A loop without rounds.
+durable  bare with the two things that no federation can do without: each side writes an update to a file and syncs
+         it (one sync; not the file's name), and the next payload is answered when both updates are in.
+
+All take turns, so that a busy machine meets all. A round lasts from the later of the two devices' receipts to the later
+of their next ones. Bytes are counted at the sockets by a TCP relay in a run of their own.
 """
 
 from __future__ import annotations

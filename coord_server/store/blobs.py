@@ -2,7 +2,9 @@
 
 A blob lies in a *shelf* (a relative folder such as ``har/updates/3``), so that what belongs together goes together:
 a shelf is dropped whole once its round is over, and equal bytes in two shelves never share a file. A durable write
-is: temporary file, fsync, rename, fsync of the folder. Another backend implements `Blobs` and nothing else.
+is: temporary file, fsync, rename, fsync of the folder. Where a row of the database will say that a blob is there
+(`indexed`), nobody believes its name alone, so it is renamed before both syncs: that is one wait for the disk and
+not two. Another backend implements `Blobs` and nothing else.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Incoming(Protocol):
         """Everything written so far."""
         ...
 
-    def commit(self) -> Stored:
-        """Make it durable under its digest. Raises StateError."""
+    def commit(self, indexed: bool = False) -> Stored:
+        """Make it durable under its digest; `indexed` when a row will say that it is there. Raises StateError."""
         ...
 
     def discard(self) -> None:
@@ -61,8 +63,11 @@ class Blobs(Protocol):
         """Begin to receive a blob into `shelf`."""
         ...
 
-    def put(self, shelf: str, data: bytes, durable: bool = True) -> Stored:
-        """Store `data`; with `durable` it survives a power cut once this returns. Raises StateError."""
+    def put(self, shelf: str, data: bytes, durable: bool = True, indexed: bool = False) -> Stored:
+        """Store `data`; with `durable` it survives a power cut once this returns. Raises StateError.
+
+        `indexed` when a row will say that it is there.
+        """
         ...
 
     def read(self, shelf: str, sha256: str) -> bytes:
@@ -147,7 +152,7 @@ class FolderIncoming:
             return b"".join(self._memory)
         return self._path.read_bytes()
 
-    def commit(self) -> Stored:
+    def commit(self, indexed: bool = False) -> Stored:
         with self._lock:
             if self._over:
                 raise StateError("the upload was given up before it was stored; send it again")
@@ -155,8 +160,7 @@ class FolderIncoming:
             done = self.stored()
             try:
                 if self._file is not None:
-                    os.fsync(self._file)
-                self._store.settle(self._path, self._shelf, done.sha256)
+                    self._store.settle(self._file, self._path, self._shelf, done.sha256, indexed)
             except OSError as error:
                 raise _full("the upload was not stored", error) from None
             finally:
@@ -181,7 +185,7 @@ class FolderBlobs:
 
     def __init__(self, root: Path) -> None:
         """Open, or create, the store in `root`; what a crash left half-written is removed. Raises StateError."""
-        self._root, self._temporary = root, root / "incoming"
+        self._root, self._temporary, self._naming = root, root / "incoming", Lock()
         try:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
@@ -192,11 +196,18 @@ class FolderBlobs:
         """A fresh name on the same file system."""
         return self._temporary / uuid4().hex
 
-    def settle(self, path: Path, shelf: str, sha256: str) -> None:
-        """Move a synced file to its address and make the move durable. Raises OSError."""
+    def settle(self, file: int, path: Path, shelf: str, sha256: str, indexed: bool) -> None:
+        """Move the open file at `path` to its address and make it durable there. Raises OSError."""
         folder = self._root / shelf
         self._ensure(folder)
-        os.replace(path, folder / sha256)
+        target = folder / sha256
+        with self._naming:
+            early = indexed and not target.exists()  # one that is there may be relied upon already: never tear it
+            if early:
+                os.replace(path, target)
+        os.fsync(file)
+        if not early:
+            os.replace(path, target)
         _sync_folder(folder)
 
     def _ensure(self, folder: Path) -> None:
@@ -208,7 +219,7 @@ class FolderBlobs:
     def receive(self, shelf: str) -> FolderIncoming:
         return FolderIncoming(self, shelf)
 
-    def put(self, shelf: str, data: bytes, durable: bool = True) -> Stored:
+    def put(self, shelf: str, data: bytes, durable: bool = True, indexed: bool = False) -> Stored:
         done = Stored(hashlib.sha256(data).hexdigest(), len(data))
         path = self.temporary()
         try:
@@ -216,10 +227,8 @@ class FolderBlobs:
                 file.write(data)
                 if durable:
                     file.flush()
-                    os.fsync(file.fileno())
-            if durable:
-                self.settle(path, shelf, done.sha256)
-            else:
+                    self.settle(file.fileno(), path, shelf, done.sha256, indexed)
+            if not durable:
                 (self._root / shelf).mkdir(parents=True, exist_ok=True)
                 os.replace(path, self._root / shelf / done.sha256)
         except OSError as error:
