@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from edge_kernels.codecs import CodecError, describe
+from edge_kernels.codecs.sets import popcount
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest
 from edge_client.errors import PayloadError
-from edge_client.protocol.payload import FILE_HEADER_BYTES, decode
+from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, decode
 
 HEAD = 8  # values of an array that are shown
+
+AnyArray = np.ndarray[Any, Any]
 
 
 def bundle(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
@@ -29,10 +35,11 @@ def bundle(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -
 def payload(
     file: Annotated[Path, typer.Argument(help="A payload: an update, a downlink, a state.")],
     parameters: Annotated[
-        int | None, typer.Option(min=1, help="Parameters the method exchanges, to show bits per parameter.")
+        int | None,
+        typer.Option(min=1, help="Parameters the method exchanges, to show bits per parameter and sets' entropy."),
     ] = None,
 ) -> None:
-    """Explain a payload: its size, its metadata, each array with its bytes and what they look like."""
+    """Explain a payload: its size, its metadata in words, each array with its bytes and what its codec says."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -40,33 +47,103 @@ def payload(
     content = decode(data, FILE_HEADER_BYTES)
     console = Console(highlight=False)
     arrays = sum(a.nbytes for a in content.arrays.values())
-    console.print(f"[bold]{file.name}[/]  SHA-256 {digest(data)}")
+    console.print(f"[bold]{escape(file.name)}[/]  SHA-256 {digest(data)}", soft_wrap=True)
     console.print(f"{len(data)} bytes: {arrays} in {len(content.arrays)} arrays, {len(data) - arrays} of header")
     if parameters is not None:
         console.print(f"{8 * len(data) / parameters:.4f} bits for each of {parameters} parameters")
-    table = Table("array", "dtype", "shape", "bytes", "what it looks like", title="arrays", title_justify="left")
+    for line in _words(dict(content.meta)):
+        console.print(line, markup=False, soft_wrap=True)
+    table = Table("array", "dtype", "shape", "bytes", "share", title="arrays", title_justify="left")
+    if parameters is not None:
+        table.add_column("bits per parameter")
     for name, array in sorted(content.arrays.items()):
         shape = "x".join(map(str, array.shape)) or "scalar"
-        table.add_row(name, str(array.dtype), shape, str(array.nbytes), _look(array))
-    console.print(table)
-    meta = Table("key", "value", title="metadata", title_justify="left")
-    for key, value in sorted(content.meta.items()):
-        meta.add_row(key, str(value))
-    console.print(meta)
+        cells = [escape(name), str(array.dtype), shape, str(array.nbytes), f"{array.nbytes / len(data):.1%}"]
+        if parameters is not None:
+            cells.append(f"{8 * array.nbytes / parameters:.4f}")
+        table.add_row(*cells)
+    if content.arrays:
+        console.print(table)
+    for name, array in sorted(content.arrays.items()):
+        console.print(f"{name}: {_explained(name, array, parameters)}", markup=False, soft_wrap=True)
 
 
-def _look(array: np.ndarray[Any, Any]) -> str:
+def _words(meta: dict[str, Meta]) -> list[str]:
+    """The metadata, in sentences where it has a meaning of its own, else as it is."""
+    lines = []
+    if "method" in meta or "round" in meta:
+        whose = f", device {meta.pop('device')}" if "device" in meta else ", the same for every device"
+        lines.append(f"method {meta.pop('method', 'unsaid')}, round {meta.pop('round', 'unsaid')}{whose}")
+    if meta.get("samples") == 0:
+        lines.append("the device sat the round out")
+        meta = {key: value for key, value in meta.items() if key not in ("samples", "loss", "correct")}
+    elif "samples" in meta:
+        trained = f"trained on {meta.pop('samples')} samples"
+        lines.append(f"{trained}, mean loss {meta.pop('loss')}" if "loss" in meta else trained)
+    correct = meta.get("correct")
+    if isinstance(correct, list) and len(correct) == 3:
+        before, after, of = correct
+        share = f" ({before / of:.1%} and {after / of:.1%})" if of else ""
+        lines.append(f"of {of} test samples {before} right before training, {after} after{share}")
+        del meta["correct"]
+    return [*lines, *(f"{key} = {value}" for key, value in sorted(meta.items()))]
+
+
+def _explained(name: str, array: AnyArray, parameters: int | None) -> str:
+    """One line: what the codec in an array's name says of its bytes, or what the values look like."""
+    codec = name.rpartition(".")[2]
+    if "." not in name or codec not in describe.names() or array.dtype != np.uint8:
+        return _look(array)
+    data = array.tobytes()
+    d = 8 * array.shape[-1] if codec == "planes" and array.ndim == 2 else parameters
+    misfit = ""
+    try:
+        try:
+            found = describe.describe(codec, data, d)
+        except CodecError as error:
+            if d is None:
+                raise
+            found = describe.describe(codec, data)
+            misfit = f"; not of {d} parameters: {error}"
+    except CodecError as error:
+        return f"codec {codec}, but {error}"
+    parts = [f"codec {codec}", *(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in found.items())]
+    members, positions = found.get("members"), found.get("positions", parameters)
+    if parameters is not None and isinstance(members, int) and isinstance(positions, int):
+        parts.append(_against_entropy(members, positions, len(data)))
+    return "; ".join(parts) + misfit
+
+
+def _figure(value: str | float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _against_entropy(members: int, positions: int, size: int) -> str:
+    """How the bytes of a set stand to what so many members cost if they lay anywhere."""
+    rate = members / positions
+    least = positions * -sum(p * math.log2(p) for p in (rate, 1 - rate) if p > 0) / 8
+    said = f"entropy at rate {rate:.4g} is {least:.1f} bytes"
+    if not least:
+        return said
+    return f"{said}, these are {abs(size / least - 1):.1%} {'above' if size >= least else 'below'}"
+
+
+def _look(array: AnyArray) -> str:
     """One line about an array's values."""
     if not array.size:
         return "empty"
     if array.dtype == np.uint8:
-        ones = int(np.unpackbits(array).sum())
+        ones = popcount(array.reshape(-1))
         head = array.reshape(-1)[:HEAD].tobytes().hex(" ")
         return f"{head}{' ...' if array.size > HEAD else ''}; {ones / (8 * array.size):.1%} of the bits are ones"
     if array.dtype == np.bool_:
         return f"{array.mean():.1%} true"
-    values = array.astype(np.float64)
-    return f"{values.min():.6g} .. {values.max():.6g}, mean {values.mean():.6g}"
+    finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+    others = f"; {array.size - finite.size} of {array.size} are not finite" if finite.size < array.size else ""
+    if not finite.size:
+        return others.removeprefix("; ")
+    least, most, mean = float(finite.min()), float(finite.max()), float(finite.mean(dtype=np.float64))
+    return f"least {least:.6g}, mean {mean:.6g}, greatest {most:.6g}{others}"
 
 
 def _print_manifest(m: Manifest, address: str) -> None:

@@ -2,27 +2,94 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from edge_kernels import bits as bitset
+from edge_kernels import codecs, coupling
+from edge_kernels.codecs import counts
+from numpy_mlp import assignment, clusters, mlp, model, task
 
+from edge_client.bundle import Manifest
 from edge_client.errors import PayloadError
 from edge_client.inspection import payload
-from edge_client.protocol.payload import Payload, encode
+from edge_client.local import run_round
+from edge_client.methods import Method, make_method, origin
+from edge_client.protocol.payload import Arrays, Payload, decode, encode
+
+SMALL, LARGE = mlp(20, 16, 12, 3), mlp(30, 60, 40, 3)
 
 
-def test_a_payload_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = Payload({"mask": np.full(4, 0x0F, np.uint8), "head": np.array([1.0, 3.0], np.float32)}, {"round": 7})
+@pytest.fixture
+def explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `payload inspect` prints of a payload, in a terminal wide enough for any table."""
+
+    def said(content: Payload, parameters: int | None = None) -> str:
+        (tmp_path / "update").write_bytes(encode(content))
+        payload(tmp_path / "update", parameters)
+        return capsys.readouterr().out
+
+    return said
+
+
+def line_of(said: str, name: str) -> str:
+    """The line that explains one array."""
+    (line,) = (line for line in said.splitlines() if line.startswith(f"{name}: "))
+    return line
+
+
+def test_a_payload_is_explained(explained: Callable[..., str]) -> None:
+    content = Payload(
+        {
+            "mask": np.full(4, 0x0F, np.uint8),
+            "head": np.array([1.0, 3.0, np.nan], np.float32),
+            "none": np.zeros((0, 2)),
+        },
+        {
+            "round": 7,
+            "method": "fedavg",
+            "device": "a[b]",
+            "samples": 40,
+            "loss": 0.5,
+            "correct": [3, 9, 10],
+            "more": 1,
+        },
+    )
     data = encode(content)
-    (tmp_path / "update").write_bytes(data)
-    payload(tmp_path / "update", 100)
-    said = capsys.readouterr().out
-    assert f"{len(data)} bytes: 12 in 2 arrays, {len(data) - 12} of header" in said
+    said = explained(content, 100)
+    assert f"{len(data)} bytes: 16 in 3 arrays, {len(data) - 16} of header" in said
     assert f"{8 * len(data) / 100:.4f} bits for each of 100 parameters" in said
-    assert "50.0% of the bits" in said
-    assert "mean 2" in said
-    assert "round" in said
+    assert "method fedavg, round 7, device a[b]" in said
+    assert "trained on 40 samples, mean loss 0.5" in said
+    assert "of 10 test samples 3 right before training, 9 after (30.0% and 90.0%)" in said
+    assert "more = 1" in said
+    assert re.search(rf"mask +│ uint8 +│ 4 +│ 4 +│ {4 / len(data):.1%} +│ 0.3200", said)
+    assert re.search(rf"head +│ float32 +│ 3 +│ 12 +│ {12 / len(data):.1%} +│ 0.9600", said)
+    assert line_of(said, "mask") == "mask: 0f 0f 0f 0f; 50.0% of the bits are ones"
+    assert line_of(said, "head") == "head: least 1, mean 2, greatest 3; 1 of 3 are not finite"
+    assert line_of(said, "none") == "none: empty"
+
+
+def test_words_that_are_missing_or_of_another_kind_are_shown_as_they_are(explained: Callable[..., str]) -> None:
+    assert explained(Payload({}, {"correct": [1], "loss": 2.5})).splitlines()[2:] == ["correct = [1]", "loss = 2.5"]
+    assert "round 3, the same for every device" in explained(Payload({}, {"method": "coupled", "round": 3}))
+    assert "sat the round out" in explained(Payload({}, {"samples": 0, "loss": 0.0, "correct": [0, 0, 0]}))
+    assert "of 0 test samples 0 right before training, 0 after" in explained(
+        Payload({}, {"samples": 1, "correct": [0, 0, 0]})
+    )
+
+
+def test_bytes_that_are_not_of_the_codec_they_are_named_after_are_told(explained: Callable[..., str]) -> None:
+    content = Payload({"mask.rice": np.zeros(3, np.uint8), "kept.device-1": np.zeros(3, np.uint8)})
+    said = explained(content, 100)
+    assert line_of(said, "mask.rice").startswith("mask.rice: codec rice, but ")
+    assert line_of(said, "kept.device-1").startswith("kept.device-1: 00 00 00;")
 
 
 def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
@@ -31,3 +98,186 @@ def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         payload(tmp_path / "other")
     with pytest.raises(PayloadError, match="cannot read"):
         payload(tmp_path / "none")
+
+
+# --- what methods really send
+
+
+@dataclass
+class Run:
+    """Rounds of two devices by hand, and everything the set codecs were asked to write."""
+
+    method: Method
+    m: Manifest
+    state: Arrays = field(default_factory=dict)
+    records: dict[str, Arrays] = field(default_factory=dict)
+    kept: dict[str, Arrays] = field(default_factory=dict)
+    round: int = 0
+    down: Payload = field(default_factory=Payload)
+    up: Payload = field(default_factory=Payload)
+
+    def play(self, rounds: int) -> Run:
+        """So many rounds; the last downlink and update of device "a" stay."""
+        self.state = self.state or self.method.start(model(self.m), 3)
+        for _ in range(rounds):
+            self.round += 1
+            total: Arrays = {}
+            for index, device in enumerate(("b", "a")):
+                a = assignment(self.m, device, self.round)
+                content = self.method.downlink(a, self.state, self.records.get(device, {}))
+                self.down = decode(encode(Payload(content.arrays, {**content.meta, **origin(self.method, a)})))
+                t = task(self.m, device, self.round, clusters(self.m, index))
+                outcome = run_round(self.method, t, self.kept.get(device, {}), self.down)
+                self.kept[device], self.up = outcome.kept, decode(encode(outcome.update))
+                record = self.records.get(device, {})
+                read = self.method.read_update(a, self.state, record, self.up)
+                total, self.records[device] = self.method.fold(a, self.state, total, read, record)
+            self.state = self.method.finish(model(self.m), self.round, self.state, total)
+        return self
+
+    @property
+    def d(self) -> int:
+        return self.method.exchanged(model(self.m))
+
+
+def play(config: dict[str, Any], rounds: int = 3, m: Manifest = SMALL) -> Run:
+    return Run(make_method(config), m).play(rounds)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """(codec, members, d) of every set that a method has written, the last one last."""
+    seen: list[tuple[str, int, int]] = []
+    real, real_flips = codecs.encode, coupling.encode_flips
+
+    def spy(name: str, what: np.ndarray, d: int, contexts: Any = None) -> bytes:
+        seen.append((name, int(np.count_nonzero(what)) if what.dtype == np.bool_ else len(what), d))
+        return real(name, what, d, contexts)
+
+    def spy_flips(flips: np.ndarray, *args: Any) -> bytes:
+        data = real_flips(flips, *args)
+        seen.append(("coupled", int(np.count_nonzero(flips)), len(flips)))
+        return data
+
+    monkeypatch.setattr(codecs, "encode", spy)
+    monkeypatch.setattr(coupling, "encode_flips", spy_flips)
+    return seen
+
+
+def entropy_bytes(n: int, d: int) -> float:
+    return -sum(k * math.log2(k / d) for k in (n, d - n) if k) / 8
+
+
+def check_set(said: str, name: str, codec: str, n: int, d: int, size: int) -> None:
+    """The line names codec and members, and compares the bytes with the entropy."""
+    line = line_of(said, name)
+    assert f": codec {codec}; " in line
+    assert f"members {n};" in line
+    least = entropy_bytes(n, d)
+    above = f", these are {abs(size / least - 1):.1%} {'above' if size >= least else 'below'}" if least else ""
+    assert f"entropy at rate {n / d:.4g} is {least:.1f} bytes{above}" in line
+
+
+def test_a_mask_of_fedpm(explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
+    run = play({"name": "fedpm", "down": "counts"})
+    said = explained(run.up, run.d)
+    codec, n, d = written[-1]
+    assert (codec, d) == ("entropy", run.d)
+    check_set(said, "mask.entropy", "entropy", n, d, run.up.arrays["mask.entropy"].nbytes)
+    assert "contexts none" in line_of(said, "mask.entropy")
+    assert "method fedpm, round 3, device a" in said
+    assert "trained on 40 samples" in said
+    right = run.up.meta["correct"]
+    assert isinstance(right, list)
+    assert f"of 40 test samples {right[0]} right before training, {right[1]} after" in said
+
+
+def test_counts_of_fedpm_and_of_coupled(explained: Callable[..., str]) -> None:
+    for name in ("fedpm", "coupled"):
+        run = play({"name": name, **({"down": "counts"} if name == "fedpm" else {"references": 0})}, 4)
+        coded = {"fedpm": "counts.counts", "coupled": "change.counts"}[name]
+        line = line_of(explained(run.down, run.d), coded)
+        assert f": codec counts; values {run.d}; segments 1;" in line
+        if name == "fedpm":
+            ones = counts.decode(run.down.arrays[coded].tobytes(), run.d, int(str(run.down.meta["masks"])))
+            assert f"as predicted {np.count_nonzero(ones == 0)};" in line
+
+
+@pytest.mark.parametrize("codec", codecs.names())
+def test_changes_of_deltamask(codec: str, explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
+    run = play({"name": "deltamask", "codec": codec, "kappa": 1.0, "epochs": 3})
+    name = f"changes.{codec}"
+    data = run.up.arrays[name].tobytes()
+    said = explained(run.up, run.d)
+    line, (asked, n, d) = line_of(said, name), written[-1]
+    assert (asked, d) == (codec, run.d)
+    assert n > 0
+    if "contexts" in line and "contexts none" not in line:
+        assert codec in ("entropy", "auto")
+        assert f": codec {codec}; " in line
+    else:
+        check_set(said, name, codec, n, d, len(data))
+    if codec.startswith("fuse"):
+        bits = 8 if codec == "fuse8-png" else int(codec[4:])
+        assert f"fingerprint bits {bits}; false positive rate {2.0**-bits:.6g};" in line
+    if codec == "fuse8-png":
+        width, height = (int.from_bytes(data[low : low + 4], "big") for low in (16, 20))
+        assert f"width {width}; height {height}" in line
+
+
+def test_flips_and_net_flips_of_coupled(explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
+    run = play({"name": "coupled", "epochs": 1}, 4)
+    data = run.up.arrays["flips.coupled"].tobytes()
+    said = explained(run.up, run.d)
+    _, n, d = [found for found in written if found[0] == "coupled"][-1]
+    assert d == run.d
+    assert 0 < n < 64  # so that they are coded without a model
+    check_set(said, "flips.coupled", "coupled", n, d, len(data))
+    assert f"checksum {int.from_bytes(data[:4], 'little'):08x}" in line_of(said, "flips.coupled")
+    said = explained(run.down, run.d)
+    net = run.down.arrays["net_long.coupled-net"]
+    line = line_of(said, "net_long.coupled-net")
+    assert ": codec coupled-net; " in line
+    assert f"parts {net[4]}; bytes of parts {int.from_bytes(net[5:9].tobytes(), 'little')}, " in line
+    assert "streams: least" in said
+
+
+def test_many_flips_of_coupled_are_under_a_model(
+    explained: Callable[..., str], written: list[tuple[str, int, int]]
+) -> None:
+    run = play({"name": "coupled", "epochs": 10}, 3, LARGE)
+    assert [n for codec, n, _ in written if codec == "coupled"][-1] >= 64
+    line = line_of(explained(run.up, run.d), "flips.coupled")
+    assert line.startswith("flips.coupled: codec coupled; model fitted; checksum ")
+
+
+@pytest.mark.parametrize("down", ["bit", "count"])
+def test_bits_and_planes_of_fedmask(down: str, explained: Callable[..., str]) -> None:
+    run = play({"name": "fedmask", "down": down, "keep": 0.5}, 1)
+    said = explained(run.up, run.d)
+    for name in ("mask.bits", "structure.bits"):
+        packed = run.up.arrays[name]
+        ones = int(np.unpackbits(packed).sum())
+        check_set(said, name, "bits", ones, 8 * packed.size, packed.size)
+    run.play(1)
+    planes = run.down.arrays["mask.planes"]
+    levels = int(str(run.down.meta["levels"]))
+    values = bitset.unpack_planes(planes, levels.bit_length(), 8 * planes.shape[1])
+    line = line_of(explained(run.down, run.d), "mask.planes")
+    assert f": codec planes; values {values.size}; planes {levels.bit_length()}; " in line
+    assert f"mean {values.mean():.6g}" in line
+
+
+def test_parameters_of_fedavg_and_nothing_of_standalone(explained: Callable[..., str]) -> None:
+    run = play({"name": "fedavg"}, 1)
+    values = run.up.arrays["parameters"]
+    said = explained(run.up, run.d)
+    assert (
+        line_of(said, "parameters")
+        == f"parameters: least {values.min():.6g}, mean {values.mean(dtype=float):.6g}, greatest {values.max():.6g}"
+    )
+    assert f"│ {values.size} " in said
+    assert "32.0000" in said
+    said = explained(play({"name": "standalone"}, 1).up)
+    assert "0 in 0 arrays" in said
+    assert "method standalone, round 1, device a" in said
