@@ -242,10 +242,10 @@ class _Run:
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
-        text = (
-            f"round {work.round}: loss {m.loss:.4f}, accuracy {m.accuracy_before:.1%} -> {m.accuracy_after:.1%}, "
-            f"update of {len(pending.update)} bytes"
-        )
+        figures = f"loss {m.loss:.4f}, accuracy {m.accuracy_before:.1%} -> {m.accuracy_after:.1%}"
+        if not m.samples:
+            figures = "sat out, what this device kept was lost or is out of date; the next round brings all of it"
+        text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes"
         self.say(Event("trained", text, work.round))
         return self._send(session, pending, linger)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from edge_client.errors import ConfigError
-from edge_client.methods import Method, Personal, Task, origin
+from edge_client.methods import Local, Method, Personal, Task, origin
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training import Trainer
@@ -47,18 +47,12 @@ def accuracy(trainer: Trainer, personal: Personal, x: NDArray[Any], y: NDArray[n
 def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Outcome:
     """Train one round and evaluate the model before and after it on the device's own test samples.
 
-    Raises ConfigError when training has diverged: its loss is no figure that a coordinator takes.
+    A device that sat the round out reports no samples of either kind. Raises ConfigError when training has diverged:
+    its loss is no figure that a coordinator takes.
     """
-    data = task.data
-    before = correct(task.trainer, method.personal(task, kept, downlink), data.x_test, data.y_test)
     local = method.local_round(task, kept, downlink)
-    after = correct(task.trainer, local.trained, data.x_test, data.y_test)
     try:
-        metrics = DeviceMetrics(
-            samples=len(data.y),
-            loss=float(f"{local.loss:.4g}"),  # it travels as text
-            correct=[before, after, len(data.y_test)],
-        )
+        metrics = _figures(method, task, kept, downlink, local)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(
@@ -67,3 +61,13 @@ def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Ou
         ) from None
     meta = {**local.update.meta, **origin(method, task.assignment), **metrics.model_dump()}
     return Outcome(local.kept, replace(local.update, meta=meta), metrics)
+
+
+def _figures(method: Method, task: Task, kept: Arrays, downlink: Payload, local: Local) -> DeviceMetrics:
+    if not local.took_part:
+        return DeviceMetrics(samples=0, loss=0.0, correct=[0, 0, 0])
+    data = task.data
+    models = method.personal(task, kept, downlink), local.trained
+    right = [correct(task.trainer, m, data.x_test, data.y_test) for m in models]
+    loss = float(f"{local.loss:.4g}")  # it travels as text
+    return DeviceMetrics(samples=len(data.y), loss=loss, correct=[*right, len(data.y_test)])

@@ -1,91 +1,25 @@
-"""FedPM, DeltaMask and Coupled: both halves against each other, without engine, network or disk."""
+"""What FedPM, DeltaMask and Coupled have in common: who is masked, probing, training, aggregation, evaluation."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import codecs, counter
-from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, task
+from edge_kernels import counter
+from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task, stored
+from numpy_mlp import NumpyMlp, assignment, mlp, model, task
 
-from edge_client.bundle import Manifest
+from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.local import accuracy
-from edge_client.methods import Local, Task, make_method
-from edge_client.methods.bernoulli import BernoulliMasks, draw, posterior_theta
+from edge_client.methods import make_method
+from edge_client.methods.bernoulli import BernoulliMasks, draw, logistic, posterior_theta
 from edge_client.methods.coupled import Coupled
-from edge_client.methods.deltamask import DeltaMask, most_telling
+from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
-
-M = mlp(20, 16, 12, 3)
-MASKED = 20 * 16 + 16 * 12
-DEVICES = ("a", "b", "c")
-
-
-def stored(arrays: Arrays) -> Arrays:
-    """What a device or the server has kept, after a restart."""
-    return dict(decode(encode(Payload(arrays))).arrays)
-
-
-class Fleet:
-    """A federation by hand: the server's state and records, what each device kept."""
-
-    def __init__(self, method: BernoulliMasks, m: Manifest = M) -> None:
-        self.method, self.m, self.round = method, m, 0
-        self.state = method.start(model(m), 3)
-        self.records: dict[str, Arrays] = {}
-        self.kept: dict[str, Arrays] = {}
-        self.down: dict[str, Payload] = {}
-        self.local: dict[str, Local] = {}
-        self.read: dict[str, Arrays] = {}
-
-    def task(self, device: str, round_: int) -> Task:
-        t = task(self.m, device, round_, clusters(self.m, DEVICES.index(device)))
-        return replace(t, assignment=replace(t.assignment, rounds=8))
-
-    def ask(self, device: str) -> Payload:
-        a = self.task(device, self.round + 1).assignment
-        return decode(encode(self.method.downlink(a, self.state, self.records.get(device, {}))))
-
-    def play(self, *devices: str) -> None:
-        """One round of these devices."""
-        for d in devices:
-            self.down[d] = self.ask(d)
-        self.round += 1
-        total: Arrays = {}
-        for d in sorted(devices):
-            t = self.task(d, self.round)
-            local = self.method.local_round(t, self.kept.get(d, {}), self.down[d])
-            self.local[d], self.kept[d] = local, stored(local.kept)
-            record = self.records.get(d, {})
-            update = decode(encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y)})))
-            limit = self.method.update_limit(t.assignment.model)
-            assert sum(x.nbytes for x in update.arrays.values()) <= limit
-            self.read[d] = self.method.read_update(t.assignment, self.state, record, update)
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, self.read[d], record)
-            self.records[d] = stored(self.records[d])
-        self.state = stored(self.method.finish(model(self.m), self.round, self.state, total))
-
-    def theta(self) -> np.ndarray:
-        return self.method.theta(model(self.m), 3, self.state)
-
-    def personal_accuracy(self, device: str) -> float:
-        t = self.task(device, self.round + 1)
-        personal = self.method.personal(t, self.kept.get(device, {}), self.ask(device))
-        return accuracy(t.trainer, personal, t.data.x, t.data.y)
-
-
-def own_mask(fleet: Fleet, device: str) -> np.ndarray:
-    """The mask of the model a device trained, over the masked parameters."""
-    mask = fleet.local[device].trained.mask
-    assert mask is not None
-    return fleet.method.masked(fleet.m).gather(mask)
-
-
-# --- what they share
+from edge_client.protocol.payload import Arrays, Payload, encode
 
 
 def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:
@@ -104,11 +38,51 @@ def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -
 
 def test_the_posterior_by_hand() -> None:
     ones = np.array([0, 3, 4], np.uint32)
-    clip = 0.01
-    assert posterior_theta(ones, 4, 1, 1.0, "mode", "sum", clip).tolist() == [0.01, 0.75, 0.99]
-    assert posterior_theta(ones, 4, 1, 1.0, "mean", "sum", clip).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
-    # Algorithm 2 to the letter adds the share of ones, 3/4, so theta cannot pass 2 / (K + 2).
-    assert posterior_theta(ones, 4, 1, 1.0, "mean", "mean", clip).tolist() == pytest.approx([1 / 6, 1.75 / 6, 2 / 6])
+    assert posterior_theta(ones, 4, 1.0, "mode", 0.01).tolist() == [0.01, 0.75, 0.99]
+    assert posterior_theta(ones, 4, 1.0, "mean", 0.01).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
+    # A prior of Beta(3, 3) is two ones and two zeros more under the mode, three of each under the mean.
+    assert posterior_theta(ones, 4, 3.0, "mode", 0.01).tolist() == [2 / 8, 5 / 8, 6 / 8]
+    assert posterior_theta(ones, 4, 3.0, "mean", 0.01).tolist() == [3 / 10, 6 / 10, 7 / 10]
+
+
+def test_theta_is_made_with_the_methods_own_prior_and_clip() -> None:
+    tally = {"ones": np.array([0, 3, 4], np.uint32), "masks": np.array([4])}
+    assert FedPM(clip=0.2).theta(model(M), 3, tally).tolist() == [0.2, 0.75, 0.8]
+    assert FedPM(prior=3.0).theta(model(M), 3, tally).tolist() == [2 / 8, 5 / 8, 6 / 8]
+    assert FedPM(posterior="mean").theta(model(M), 3, tally).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
+
+
+def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
+    # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
+    method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
+    state = method.start(model(M), 3)
+    ones = np.full(MASKED, 3, np.uint32)
+    state = stored(method.finish(model(M), 2, state, {"ones": ones, "masks": np.array([3])}))
+    assert set(method.theta(model(M), 3, state)) == {2 / 5}
+    state = stored(method.finish(model(M), 3, state, {"ones": 0 * ones, "masks": np.array([1])}))
+    assert set(method.theta(model(M), 3, state)) == {2 / 6}
+    # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
+    state = method.finish(model(M), 4, state, {"ones": ones // 3, "masks": np.array([3])})
+    state = method.finish(model(M), 5, state, {"ones": ones // 3, "masks": np.array([2])})
+    assert method.theta(model(M), 3, state)[0] == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
+
+
+@pytest.mark.parametrize("table", [{"name": "coupled"}, {"name": "fedpm", "down": "counts"}])
+def test_counts_cannot_carry_rounds_of_unequal_weight(table: dict[str, Any]) -> None:
+    literal = {**table, "tally": "mean", "posterior": "mean"}
+    make_method(literal)
+    with pytest.raises(ConfigError, match="reset_every=1"):
+        make_method({**literal, "reset_every": 2})
+    make_method({**literal, "reset_every": 2, "tally": "sum"})
+
+
+@pytest.mark.parametrize("down", ["float32", "counts"])
+def test_the_literal_tally_is_the_same_on_both_sides(down: Any) -> None:
+    fleet = Fleet(FedPM(tally="mean", posterior="mean", down=down))
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    theta, _ = fleet.method.understand(fleet.task("a", 4).assignment, fleet.ask("a"))  # type: ignore[attr-defined]
+    assert (theta.astype(np.float32) == fleet.theta().astype(np.float32)).all()
 
 
 def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
@@ -160,6 +134,39 @@ def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
     assert (part.gather(trained.parameters) == frozen * own_mask(fleet, "a")).all()
 
 
+def test_a_head_counts_by_its_samples() -> None:
+    method, total, n = FedPM(), dict[str, Any](), 39
+    state = method.start(model(M), 3)
+    for device, value, samples in (("a", 1.0, 1), ("b", 5.0, 3)):
+        update = Payload({"head": np.full(n, value, np.float32)}, {"samples": samples})
+        read = method.read_update(assignment(M, device), state, {}, update)
+        total, _ = method.fold(assignment(M, device), state, total, read, {})
+    assert set(method.finish(model(M), 1, state, total)["head"].tolist()) == {4.0}
+
+
+def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
+    # Four steps (two epochs of 40 samples in batches of 20) along a gradient of 1: v = 1, 1.5, 1.75, 1.875.
+    method = FedPM(probe_epochs=2, batch=20, probe_lr=0.1, probe_momentum=0.5, epochs=7)
+    trainer = steady(value=1.0)
+    head = np.zeros(39, np.float32)
+    local = method.local_round(steady_task(trainer, round_=1), {}, Payload({"head": head}))
+    assert len(trainer.asked) == 4
+    assert local.update.arrays["head"].tolist() == pytest.approx([-0.6125] * 39, rel=1e-5)
+
+
+def test_every_batch_draws_a_mask_of_its_own_device_round_and_turn() -> None:
+    method, theta = FedPM(batch=20, epochs=2), np.full(MASKED, 0.7)
+    trainer = steady()  # no gradient: the scores stay
+    method.train_scores(steady_task(trainer, "b", 5), {}, theta, np.zeros(39, np.float32), np.zeros(0, np.float32))
+    part = method.masked(M)
+    weights = part.gather(model(M).parameters)
+    p = logistic(np.log(theta / (1 - theta)).astype(np.float32))
+    for turn, parameters in enumerate(trainer.asked):
+        mask = draw(counter.key(3, "training masks", "b", 5, turn), p)
+        assert (part.gather(parameters) == weights * mask).all()
+    assert len(trainer.asked) == 4
+
+
 def test_adams_moments_are_kept_only_when_asked() -> None:
     for persistent in (False, True):
         fleet = Fleet(FedPM(persistent=persistent, head="mask"))
@@ -171,10 +178,39 @@ def test_adams_moments_are_kept_only_when_asked() -> None:
             assert fleet.kept["a"]["adam_steps"].tolist() == [2 * steps]
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_adam_goes_on_where_it_stopped_when_it_is_persistent(persistent: bool) -> None:
+    # theta = 1/2 gives every score the gradient g W / 4, so only its sign and the ratio of the two rounds' g count.
+    method, theta = FedPM(persistent=persistent, lr=0.1), np.full(MASKED, 0.5)
+    head, none = np.zeros(39, np.float32), np.zeros(0, np.float32)
+    way = np.sign(method.masked(M).gather(model(M).parameters))
+    first, _, kept = method.train_scores(steady_task(steady(value=1.0)), {}, theta, head, none)
+    assert np.allclose(first, -0.1 * way, rtol=1e-4)
+    second, _, kept = method.train_scores(steady_task(steady(value=3.0)), stored(kept), theta, head, none)
+    # m = (.9 * .1 + .1 * 3) g, v = (.999 * .001 + .001 * 9) g^2, each over one less the decay to the second power.
+    step = 0.39 / (1 - 0.9**2) / ((0.000999 + 0.009) / (1 - 0.999**2)) ** 0.5 if persistent else 1.0
+    assert np.allclose(second, -0.1 * step * way, rtol=1e-4)
+    assert bool(kept) == persistent
+
+
+@pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
+def test_batch_norm_statistics_go_on_on_the_device(method: BernoulliMasks) -> None:
+    table = Tensor(name="bn", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0))
+    m = M.model_copy(update={"buffers": (table,)})
+    trainer, state, kept = steady(m), method.start(model(m), 3), dict[str, Any]()
+    for round_ in (1, 2, 3):
+        down = method.downlink(assignment(m, round_=round_), state, {})
+        t = steady_task(trainer, round_=round_)
+        assert method.personal(t, kept, down).buffers.tolist() == [round_ - 1] * 2
+        local = method.local_round(t, kept, down)
+        kept = stored(local.kept)
+        assert local.trained.buffers.tolist() == kept["buffers"].tolist() == [round_] * 2
+
+
 def test_the_published_straight_through_rule_is_another_one() -> None:
     masks = []
     for ste in ("identity", "ref"):
-        fleet = Fleet(FedPM(ste=ste, head="mask", epochs=20, theta0=0.4, spread=2.0))  # type: ignore[arg-type]
+        fleet = Fleet(FedPM(ste=ste, head="mask", epochs=20, theta0=0.4, spread=2.0))
         fleet.play("a")
         masks.append(own_mask(fleet, "a"))
     assert (masks[0] != masks[1]).any()
@@ -192,6 +228,28 @@ def test_the_global_model_may_be_a_draw_a_threshold_or_an_expectation(evaluate: 
         assert share.tolist() == pytest.approx([0.7] * share.size, rel=1e-5)
     else:
         assert share.mean() == (1.0 if evaluate == "threshold" else pytest.approx(0.7, abs=0.08))
+
+
+def test_the_evaluated_mask_is_another_one_in_every_round() -> None:
+    method, theta, head = FedPM(), np.full(MASKED, 0.7), np.zeros(39, np.float32)
+    masks = []
+    for round_ in (3, 4):
+        mask = method.global_model(steady_task(steady(), round_=round_), {}, theta, head).mask
+        assert mask is not None
+        masks.append(method.masked(M).gather(mask))
+        assert (masks[-1] == (counter.uniform(counter.key(3, "evaluated mask", round_), MASKED) < 0.7)).all()
+    assert (masks[0] != masks[1]).any()
+
+
+def test_first_scores_are_spread_as_set_around_the_first_theta() -> None:
+    m = mlp(300, 100, 3)
+    for spread, theta0 in ((0.25, 0.5), (1.0, 0.5), (0.5, 0.8)):
+        theta = FedPM(theta0=theta0, spread=spread, clip=1e-3).first_theta(model(m), 7)
+        logits = np.log(theta / (1 - theta))
+        assert (logits.mean(), logits.std()) == pytest.approx((np.log(theta0 / (1 - theta0)), spread), abs=0.02)
+        assert (theta * 4096 == np.round(theta * 4096)).all()
+    z = sum(float(counter.uniform(counter.key(7, "first scores", i), 6)[5]) for i in range(12)) - 6
+    assert theta[5] == round(4096 / (1 + math.exp(-0.5 * z) * 0.25)) / 4096
 
 
 def test_literal_algorithm_2_needs_its_own_mean() -> None:
@@ -305,242 +363,9 @@ def test_an_impossible_downlink_is_refused_by_the_device() -> None:
             method.local_round(task(M, round_=2), {}, nothing)
     with pytest.raises(PayloadError, match="head"):
         FedPM().local_round(task(M, round_=1), {}, Payload({"head": np.zeros(3, np.float32)}))
-    junk = {"junk": np.zeros(3, np.uint8), "head": np.zeros(39, np.float32)}
+    junk: Arrays = {"junk": np.zeros(3, np.uint8), "head": np.zeros(39, np.float32)}
     with pytest.raises(PayloadError, match="arrays"):
         Coupled().local_round(task(M, round_=2), {}, Payload(junk))
-
-
-# --- FedPM
-
-
-def test_fedpm_sends_the_mask_it_drew_at_its_entropy() -> None:
-    big = mlp(300, 100, 3)
-    fleet = Fleet(FedPM(theta0=0.9), big)
-    fleet.play(*DEVICES)
-    fleet.play(*DEVICES)
-    for d in DEVICES:
-        mask = own_mask(fleet, d)
-        assert (fleet.read[d]["mask"] == mask).all()
-        p = mask.mean()
-        bits = -mask.size * (p * np.log2(p) + (1 - p) * np.log2(1 - p))
-        assert 8 * fleet.local[d].update.arrays["mask.entropy"].nbytes < 1.02 * bits + 200
-
-
-def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
-    fleets = Fleet(FedPM()), Fleet(FedPM(down="counts"))
-    for fleet in fleets:
-        for _ in range(4):
-            fleet.play(*DEVICES)
-    assert (fleets[0].state["ones"] == fleets[1].state["ones"]).all()
-    assert fleets[1].ask("a").arrays["counts.counts"].nbytes < fleets[0].ask("a").arrays["theta"].nbytes / 12
-
-
-def test_before_the_first_masks_counts_cost_nothing() -> None:
-    assert dict(Fleet(FedPM(down="counts", head="mask", theta0=0.5, spread=1.0)).ask("a").arrays) == {}
-
-
-def test_first_probabilities_spread_like_the_sigmoid_of_a_normal() -> None:
-    theta = FedPM(theta0=0.5, spread=1.0).first_theta(model(mlp(300, 100, 3)), 7)
-    logits = np.log(theta / (1 - theta))
-    assert (logits.mean(), logits.std()) == pytest.approx((0, 1), abs=0.02)
-
-
-# --- DeltaMask
-
-
-def test_the_changes_kept_are_those_with_the_largest_divergence() -> None:
-    flips = np.array([True, True, False, True, True])
-    own, theta = np.array([0.9, 0.5, 0.9, 0.6, 0.1]), np.array([0.1, 0.5, 0.1, 0.5, 0.5])
-    assert most_telling(flips, own, theta, 0.5).tolist() == [True, False, False, False, True]
-    assert most_telling(flips, own, theta, 1.0).tolist() == flips.tolist()
-
-
-def test_kappa_goes_along_half_a_cosine() -> None:
-    method = DeltaMask(kappa=0.8, kappa_end=1.0)
-    shares = [method.kappa_at(assignment(M, round_=r, rounds=6)) for r in (2, 4, 6)]
-    assert shares == pytest.approx([0.8, 0.9, 1.0])
-    assert DeltaMask().kappa_at(assignment(M, round_=5)) == 0.8
-
-
-@pytest.mark.parametrize("sampling", ["independent", "common", "device"])
-@pytest.mark.parametrize("codec", ["bits", "rice", "entropy", "auto"])
-def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any) -> None:
-    fleet = Fleet(DeltaMask(sampling=sampling, codec=codec, kappa=1.0))
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    for d in DEVICES:
-        assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
-
-
-@pytest.mark.parametrize("codec", ["fuse8", "fuse8-png"])
-def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
-    big = mlp(300, 100, 3)
-    fleet = Fleet(DeltaMask(codec=codec), big)
-    fleet.play("a")
-    fleet.play("a")
-    wrong = fleet.read["a"]["mask"] != own_mask(fleet, "a")
-    assert 0.4 / 256 < wrong.mean() < 2.5 / 256
-    positions = codecs.decode(codec, fleet.local["a"].update.arrays[f"changes.{codec}"].tobytes(), 30_000)
-    u = counter.uniform(counter.key(3, "uniforms", 2), 30_000)
-    reference = u < np.float64(np.float32(0.95))
-    assert (np.flatnonzero(fleet.read["a"]["mask"] ^ reference) == positions).all()
-
-
-def test_shared_uniforms_leave_fewer_changes_to_send() -> None:
-    sent = {}
-    for sampling in ("independent", "device"):
-        fleet = Fleet(DeltaMask(sampling=sampling, codec="rice"))  # type: ignore[arg-type]
-        fleet.play(*DEVICES)
-        fleet.play(*DEVICES)
-        sent[sampling] = fleet.local["a"].update.arrays["changes.rice"].nbytes
-    assert sent["device"] < sent["independent"]
-
-
-def test_common_uniforms_are_the_same_for_all_and_others_are_not() -> None:
-    for sampling, same in (("common", True), ("device", False)):
-        method = DeltaMask(sampling=sampling)  # type: ignore[arg-type]
-        u = [method.uniforms(assignment(M, d), 50) for d in "ab"]
-        assert (u[0] == u[1]).all() == same
-
-
-# --- Coupled
-
-
-def agrees(fleet: Fleet, device: str) -> None:
-    """What the device makes of its next downlink is what the server has."""
-    assert isinstance(fleet.method, Coupled)
-    a = fleet.task(device, fleet.round + 1).assignment
-    known = fleet.method.understand(a, fleet.kept.get(device, {}), fleet.ask(device))
-    for name in ("ones", "masks", "rounds"):
-        assert (known.tally[name] == fleet.state[name]).all(), name
-    assert (known.head == fleet.state["head"]).all()
-
-
-def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
-    fleet = Fleet(Coupled(lr=0.3))
-    for _ in range(6):
-        fleet.play(*DEVICES)
-        for d in DEVICES:
-            agrees(fleet, d)
-            if fleet.round > 1:
-                assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
-
-
-def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
-    fleet = Fleet(Coupled())
-    assert set(fleet.ask("a").arrays) == set()  # it has the bundle's head
-    fleet.play("a", "b")
-    assert set(fleet.ask("a").arrays) == {"head"}  # the averaged head; theta is still theta0
-    fleet.play("a", "b")
-    assert set(fleet.ask("a").arrays) == {"net_short.coupled-net", "streams"}
-    assert set(fleet.ask("c").arrays) == {"head", "counts.counts"}
-    fleet.play("a", "c")
-    assert set(fleet.ask("a").arrays) == {"net_long.coupled-net", "streams"}
-    assert set(fleet.ask("c").arrays) == {"net_short.coupled-net", "streams"}
-    assert set(fleet.ask("b").arrays) == {"counts.counts"}  # it missed a round; the head it has
-    for d in DEVICES:
-        agrees(fleet, d)
-    fleet.play(*DEVICES)
-    for d in DEVICES:
-        agrees(fleet, d)
-        assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"reset_every": 3}, {"head": "mask", "theta0": 0.5, "spread": 1.0}, {"posterior": "mean"}, {"biases": True}],
-)
-def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
-    fleet = Fleet(Coupled(**settings))
-    for r in range(6):
-        fleet.play(*(DEVICES if r % 3 else DEVICES[:2]))
-        for d in DEVICES:
-            agrees(fleet, d)
-
-
-def test_a_cohort_larger_than_the_references_gets_counts_against_counts() -> None:
-    fleet = Fleet(Coupled(references=2))
-    for _ in range(4):
-        fleet.play(*DEVICES)
-        for d in DEVICES:
-            agrees(fleet, d)
-    assert set(fleet.ask("a").arrays) == {"change.counts"}
-    fleet.play("a", "b")
-    assert set(fleet.ask("a").arrays) == {"net_short.coupled-net", "streams"}
-    agrees(fleet, "a")
-
-
-def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
-    big = mlp(300, 100, 3)
-    fleets = Fleet(Coupled(), big), Fleet(FedPM(down="counts"), big)
-    for fleet in fleets:
-        for _ in range(4):
-            fleet.play(*DEVICES)
-    sizes = [sum(x.nbytes for x in f.local["a"].update.arrays.values()) for f in fleets]
-    assert sizes[0] < sizes[1] / 2
-    assert (
-        fleets[0].ask("a").arrays["net_long.coupled-net"].nbytes < fleets[1].ask("a").arrays["counts.counts"].nbytes / 2
-    )
-
-
-def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    fleet.kept["a"] = {}
-    assert fleet.personal_accuracy("a") >= 0
-    fleet.play(*DEVICES)
-    assert dict(fleet.local["a"].update.arrays) == {}
-    assert int(fleet.state["masks"][0]) == 2
-    assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
-    for _ in range(2):
-        for d in DEVICES:
-            agrees(fleet, d)
-        fleet.play(*DEVICES)
-    assert int(fleet.state["masks"][0]) == 3
-
-
-def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundles() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    fleet.play("b", "c")
-    fleet.kept["a"] = {}
-    assert set(fleet.ask("a").arrays) == {"counts.counts"}
-    fleet.play(*DEVICES)
-    assert dict(fleet.local["a"].update.arrays) == {}
-    agrees(fleet, "a")
-
-
-def test_a_round_that_everybody_sits_out_changes_nothing() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play("a", "b")
-    ones = fleet.state["ones"].copy()
-    fleet.kept = {}
-    fleet.play("a", "b")
-    assert (fleet.state["ones"] == ones).all()
-    for d in DEVICES:
-        agrees(fleet, d)
-        assert "counts.counts" in fleet.ask(d).arrays
-
-
-def test_after_the_last_round_a_device_that_lost_what_it_kept_says_so() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(8):
-        fleet.play(*DEVICES)
-    fleet.kept["a"] = {}
-    with pytest.raises(PayloadError, match="lost"):
-        fleet.personal_accuracy("a")
-
-
-def test_a_device_whose_counts_differ_notices() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    fleet.kept["a"] = {**fleet.kept["a"], "ones": 3 - fleet.kept["a"]["ones"]}
-    with pytest.raises(PayloadError):
-        fleet.personal_accuracy("a")
 
 
 def test_the_trainer_is_asked_once_a_batch() -> None:

@@ -70,12 +70,17 @@ class Personal:
 
 @dataclass(frozen=True)
 class Local:
-    """What one local round leaves: `kept` on the device, `update` for the server, the trained model, its mean loss."""
+    """What one local round leaves: `kept` on the device, `update` for the server, the trained model, its mean loss.
+
+    With `took_part` False the device could not train and its update only says why: it reports no samples, so that
+    nothing of it counts in the round's means.
+    """
 
     kept: Arrays
     update: Payload
     trained: Personal
     loss: float
+    took_part: bool = True
 
 
 class Method(BaseModel):

@@ -13,7 +13,8 @@ local round ends. Here are the parts that are the same.
   scores s = logit(theta), a fresh draw m ~ Bern(sigmoid(s)) for each batch, straight-through gradient, Adam on s.
 - **Aggregation** is Bayesian: Beta(prior, prior) gets the ones and zeros of the round's masks, and is reset every
   `reset_every` rounds (1/rho). theta is its mode (with prior 1: the share of ones) or its mean, clipped to
-  [clip, 1 - clip]. The server therefore keeps integers: `ones` uint32[masked], and `masks`, `rounds` since the reset.
+  [clip, 1 - clip]. The server therefore keeps integers: `ones` uint32[masked] of `masks` masks since the reset; with
+  ``tally="mean"`` also `shares` float64[masked], the sum of every round's share of ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from edge_client.training.sgd import Adam, Sgd
 
 Bits = NDArray[np.bool_]
 F64 = NDArray[np.float64]
+MOMENTS = ("adam_mean", "adam_square", "adam_steps")  # what a device keeps of Adam when it is persistent
 _Value = TypeVar("_Value", bound=np.generic)
 
 
@@ -74,16 +76,9 @@ def draw(stream: int, probability: F32) -> Bits:
     return bits
 
 
-def posterior_theta(
-    ones: NDArray[np.integer], masks: int, rounds: int, prior: float, posterior: str, tally: str, clip: float
-) -> F64:
-    """theta float64[masked] from the integers of `rounds` rounds; exact IEEE arithmetic, the same on every machine.
-
-    With `tally="mean"` a round counts as one success of weight (ones / masks) and masks - ones / masks failures, which
-    is DeltaMask's Algorithm 2 to the letter.
-    """
-    each = masks / rounds
-    alpha = prior + (ones / each if tally == "mean" else ones.astype(np.float64))
+def posterior_theta(successes: NDArray[np.number], masks: int, prior: float, posterior: str, clip: float) -> F64:
+    """theta float64[masked] after `successes` of `masks` masks; exact IEEE arithmetic, the same on every machine."""
+    alpha = prior + successes.astype(np.float64)
     total = 2 * prior + masks
     theta = alpha / total if posterior == "mean" else (alpha - 1) / (total - 2)
     clipped: F64 = np.clip(theta, clip, 1 - clip)
@@ -116,7 +111,7 @@ class BernoulliMasks(Method):
     prior: Annotated[float, Field(ge=1, le=1000)] = 1.0
     posterior: Literal["mode", "mean"] = "mode"
     tally: Literal["sum", "mean"] = "sum"
-    """`mean` adds a round's share of ones instead of their number: DeltaMask's Algorithm 2 as printed."""
+    """`mean` adds a round's share of ones (to the zeros: the rest of its masks): DeltaMask's Algorithm 2 as printed."""
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
@@ -128,6 +123,14 @@ class BernoulliMasks(Method):
         if self.tally == "mean" and self.posterior == "mode" and self.prior == 1:
             raise ValueError('tally="mean" needs posterior="mean": its mode is 0 almost everywhere')
         return self
+
+    def require_counts_to_say_all(self) -> None:
+        """Raise ValueError when theta is more than a function of the counts of ones, so they cannot be sent for it."""
+        if self.tally == "mean" and self.reset_every > 1:
+            raise ValueError(
+                f'tally="mean" weighs each round by its own cohort, which counts over {self.reset_every} rounds do not '
+                'tell apart; use reset_every=1, or method "fedpm" or "deltamask" with theta down as float32'
+            )
 
     # --- who is what
 
@@ -158,12 +161,8 @@ class BernoulliMasks(Method):
 
     def start(self, model: Model, seed: int) -> Arrays:
         """No masks yet, and the bundle's head."""
-        return {
-            "ones": np.zeros(self.exchanged(model), np.uint32),
-            "masks": np.zeros(1, np.int64),
-            "rounds": np.zeros(1, np.int64),
-            "head": self.probed(model.manifest).gather(model.parameters),
-        }
+        none = self.tally_of(np.zeros(self.exchanged(model), np.uint32), 0)
+        return {**none, "head": self.probed(model.manifest).gather(model.parameters)}
 
     def first_theta(self, model: Model, seed: int) -> F64:
         """theta before any mask is in, float64[masked]."""
@@ -180,11 +179,12 @@ class BernoulliMasks(Method):
         return on_grid
 
     def theta(self, model: Model, seed: int, state: Arrays) -> F64:
-        """The global probabilities, float64[masked], from `ones`, `masks` and `rounds`."""
-        masks, rounds = int(state["masks"][0]), int(state["rounds"][0])
+        """The global probabilities, float64[masked], from a tally."""
+        masks = int(state["masks"][0])
         if not masks:
             return self.first_theta(model, seed)
-        return posterior_theta(state["ones"], masks, rounds, self.prior, self.posterior, self.tally, self.clip)
+        successes = state["shares" if self.tally == "mean" else "ones"]
+        return posterior_theta(successes, masks, self.prior, self.posterior, self.clip)
 
     def read_head(self, a: Assignment, payload: Payload) -> Arrays:
         """A probing round's update: `head` float32 and the samples behind it. Raises PayloadError."""
@@ -222,14 +222,16 @@ class BernoulliMasks(Method):
         return {**state, **self.tallied(round_, state, total["ones"], int(total["masks"][0]))}
 
     def tallied(self, round_: int, state: Arrays, ones: NDArray[np.integer], masks: int) -> Arrays:
-        """`ones`, `masks` and `rounds` after the `masks` masks of a round, which have `ones` uint32[masked] ones."""
-        fresh = (round_ - self.probing - 1) % self.reset_every == 0
-        before = 0 if fresh else 1
-        return {
-            "ones": (ones + before * state["ones"]).astype(np.uint32),
-            "masks": np.array([masks + before * int(state["masks"][0])], np.int64),
-            "rounds": np.array([1 + before * int(state["rounds"][0])], np.int64),
-        }
+        """The tally in `state` and the `masks` masks of a round, which have `ones` ones; those alone after a reset."""
+        new = self.tally_of(ones, masks)
+        if (round_ - self.probing - 1) % self.reset_every == 0:
+            return new
+        return {name: new[name] + state[name] for name in new}
+
+    def tally_of(self, ones: NDArray[np.integer], masks: int) -> Arrays:
+        """The tally of one round: `ones` uint32[masked], `masks` int64[1], and `shares` where theta is made of them."""
+        shares: Arrays = {"shares": ones / max(masks, 1)} if self.tally == "mean" else {}
+        return {"ones": ones.astype(np.uint32), "masks": np.array([masks], np.int64), **shares}
 
     # --- client half
 
@@ -307,7 +309,7 @@ class BernoulliMasks(Method):
         loss = train(task, buffers, sampled, step, self.epochs, self.batch)
         moments: Arrays = {}
         if self.persistent:
-            moments = {"adam_mean": adam.mean, "adam_square": adam.square, "adam_steps": np.array([adam.steps])}
+            moments = dict(zip(MOMENTS, (adam.mean, adam.square, np.array([adam.steps])), strict=True))
         return scores, loss, moments
 
     def masked_model(self, a: Assignment, head: F32, mask: Bits, buffers: F32) -> Personal:

@@ -16,8 +16,9 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
 Whether a device holds the last counts, its record says: the round of its last acknowledged update. Checksums of the
 flips and counts travel along, so two sides that differ find out instead of averaging noise.
 
-A device that lost what it kept cannot read net flips. It sits that round out: its update is empty but for `resync`, the
-server forgets its record, and the next downlink is whole again.
+A device whose state is lost, or an old one, cannot read what builds on the last counts. It sits that round out: its
+update is empty but for `resync`, the server forgets its record, and the next downlink is whole again. After the last
+round there is no next one, so the last downlink is whole for every device.
 
 With more than `references` devices in a round, drawing all their uniforms would cost a device more than the bytes are
 worth; then the counts are coded against those of the round before alone.
@@ -26,6 +27,7 @@ worth; then the counts are coded against those of the round before alone.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -35,12 +37,12 @@ from edge_kernels import counter, coupling
 from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task
-from edge_client.methods.bernoulli import BernoulliMasks, coded, count, logistic, u8
+from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, coded, count, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
 # Coded arrays are named after what they hold and their codec.
@@ -51,7 +53,7 @@ COUNTS, CHANGE = "counts.counts", "change.counts"
 
 @dataclass(frozen=True)
 class Known:
-    """A downlink as the device understands it: `tally` (ones, masks, rounds), the head, the last round's net flips."""
+    """A downlink as the device understands it: the tally, the head, the last round's net flips."""
 
     tally: Arrays
     head: F32
@@ -84,7 +86,7 @@ _LAST = _Last()
 
 
 class Lost(PayloadError):
-    """The downlink builds on what the device kept from the round before, and it has kept less."""
+    """The downlink builds on what the device kept from the round before, and it has kept less, or something else."""
 
 
 class Coupled(BernoulliMasks):
@@ -96,6 +98,11 @@ class Coupled(BernoulliMasks):
 
     references: Annotated[int, Field(ge=0, le=250)] = 64
     """The largest cohort whose reference masks a device draws to understand a downlink."""
+
+    @model_validator(mode="after")
+    def _counts_say_all(self) -> Coupled:
+        self.require_counts_to_say_all()
+        return self
 
     # --- what both sides know
 
@@ -111,9 +118,12 @@ class Coupled(BernoulliMasks):
     # --- server half
 
     def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
-        """The net flips for who took part in the last round, the counts for others; each was coded in `finish`."""
+        """The net flips for who took part in the last round, the counts for others; each was coded in `finish`.
+
+        The downlink after the last round is for whoever asks, as if the server knew no device.
+        """
         arrays: Arrays = {}
-        last = _last_round(record)
+        last = 0 if a.round > a.rounds else _last_round(record)
         if self.head == "probe" and a.round > 1 and last <= self.probing:
             arrays["head"] = state["head"]
         if not state["masks"][0]:
@@ -121,9 +131,10 @@ class Coupled(BernoulliMasks):
         if last == a.round - 1 and "net" in state:
             kind = LONG if record["knew"][0] else SHORT
             return Payload({**arrays, kind: state[kind], "streams": state["streams"]})
-        kind = CHANGE if last == a.round - 1 and CHANGE in state else COUNTS
-        meta = {"masks": int(state["masks"][0]), "rounds": int(state["rounds"][0])}
-        return Payload({**arrays, kind: state[kind]}, meta)
+        meta = {"masks": int(state["masks"][0])}
+        if last == a.round - 1 and CHANGE in state:
+            return Payload({**arrays, CHANGE: state[CHANGE]}, {**meta, "crc": _crc(state["ones"])})
+        return Payload({**arrays, COUNTS: state[COUNTS]}, meta)
 
     def update_limit(self, model: Model) -> int:
         """A head, or flips at a little over one bit a parameter, which a hopeless model can come to."""
@@ -173,7 +184,7 @@ class Coupled(BernoulliMasks):
         after = {"head": state["head"], **tally, COUNTS: u8(counts.encode(tally["ones"], top))}
         if len(total["streams"]) > self.references:
             if state["masks"][0]:
-                after[CHANGE] = u8(counts.encode(tally["ones"], top, _scaled(state, top)))
+                after[CHANGE] = u8(counts.encode(tally["ones"], top, scaled(state, top)))
             return after
         net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int32)
         theta = self.theta(model, int(total["seed"][0]), state)
@@ -193,8 +204,8 @@ class Coupled(BernoulliMasks):
         if self.head == "probe" and a.round > 1 and "head" not in arrays:
             self._require(a, kept, {"head"})
         head = arrays.get("head", kept.get("head", bundled))
-        if head.dtype != np.float32 or head.shape != bundled.shape:
-            raise PayloadError(f"the head is {head.dtype}{list(head.shape)}, the model's is float32[{bundled.size}]")
+        if head.dtype != np.float32 or head.shape != bundled.shape or not np.isfinite(head).all():
+            raise PayloadError(f"the head is {head.dtype}{list(head.shape)}; finite float32[{bundled.size}] was due")
         size = part.size
         try:
             if LONG in arrays or SHORT in arrays:
@@ -205,38 +216,43 @@ class Coupled(BernoulliMasks):
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
         if set(arrays) - {"head"}:
             raise PayloadError(f"the payload holds arrays {sorted(arrays)}, none of which this method sends")
-        zero = np.zeros(1, np.int64)
-        return Known({"ones": np.zeros(size, np.uint32), "masks": zero, "rounds": zero}, head, None)
+        return Known(self.tally_of(np.zeros(size, np.uint32), 0), head, None)
 
     def _recount(self, a: Assignment, kept: Arrays, downlink: Payload, size: int) -> Arrays:
         """The counts as they are, or against the last round's."""
-        top, rounds = count(downlink, "masks"), count(downlink, "rounds")
-        name, guess = COUNTS, None
-        if CHANGE in downlink.arrays:
-            self._require(a, kept, {"ones", "masks"})
-            name, guess = CHANGE, _scaled(kept, top)
-        ones = counts.decode(coded(downlink, name, others=("head",)), size, top, guess).astype(np.uint32)
-        return {"ones": ones, "masks": np.array([top], np.int64), "rounds": np.array([rounds], np.int64)}
+        top = count(downlink, "masks")
+        if CHANGE not in downlink.arrays:
+            return self.tally_of(counts.decode(coded(downlink, COUNTS, others=("head",)), size, top), top)
+        self._require(a, kept, {"ones", "masks"})
+        data = coded(downlink, CHANGE, others=("head",))
+        try:
+            ones = counts.decode(data, size, top, scaled(kept, top))
+        except CodecError as error:
+            raise _stale(a, str(error)) from None
+        if _crc(ones) != downlink.meta.get("crc"):
+            raise _stale(a, "the counts do not match their checksum")
+        return self.tally_of(ones, top)
 
     def _require(self, a: Assignment, kept: Arrays, names: set[str]) -> None:
         missing = sorted(names - kept.keys())
         if missing:
-            raise Lost(
-                f"the downlink of round {a.round} builds on the round before, of which this device lost {missing}; "
-                "after the last round only joining a federation anew helps"
-            )
+            raise _stale(a, f"it lacks {missing}")
 
     def _advance(self, a: Assignment, kept: Arrays, downlink: Payload, head: F32) -> Known:
         """The next counts from those kept, every reference of the last round, and the net flips."""
         long = LONG in downlink.arrays
-        self._require(a, kept, {"ones", "masks", "rounds", *(("net",) if long else ())})
+        names = ("ones", "masks", "net") if long else ("ones", "masks")
+        self._require(a, kept, set(names))
         data = coded(downlink, LONG if long else SHORT, others=("head", "streams"))
-        streams = downlink.arrays["streams"]
+        streams = downlink.arrays.get("streams", np.zeros(0))
         if streams.dtype != np.uint64 or streams.ndim != 1 or not 0 < len(streams) <= self.references:
             raise PayloadError(f"streams is {streams.dtype}{list(streams.shape)}; 1..{self.references} uint64 were due")
-        before = [kept[name].tobytes() for name in ("ones", "masks", "rounds", *(("net",) if long else ()))]
+        before = [kept[name].tobytes() for name in names]
         made_from = [str(a.seed).encode(), self.model_dump_json().encode(), data, streams.tobytes(), *before]
-        ones, net = _LAST.get(made_from, lambda: self._counted(a, kept, data, streams, long))
+        try:
+            ones, net = _LAST.get(made_from, lambda: self._counted(a, kept, data, streams, long))
+        except CodecError as error:
+            raise _stale(a, str(error)) from None
         return Known(self.tallied(a.round - 1, kept, ones, len(streams)), head, net)
 
     def _counted(
@@ -260,9 +276,9 @@ class Coupled(BernoulliMasks):
         try:
             known = self.understand(a, kept, downlink)
         except Lost:
-            # The loss of a blind guess: nothing was trained.
-            guess = float(np.log(a.model.manifest.classes))
-            return Local({}, Payload({}, {"resync": 1}), self._bundled(a, kept), guess)
+            own = {name: kept[name] for name in ("buffers", *MOMENTS) if name in kept}
+            untrained = Personal(a.model.parameters, self.statistics(a, kept))
+            return Local(own, Payload({}, {"resync": 1}), untrained, 0.0, took_part=False)
         if a.round <= self.probing:
             return self.probe(task, kept, known.head)
         theta, buffers = self.theta(a.model, a.seed, known.tally), self.statistics(a, kept)
@@ -277,18 +293,22 @@ class Coupled(BernoulliMasks):
         return Local(keep, Payload({FLIPS: flips}), self.masked_model(a, known.head, mask, buffers), loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
-        """The global model, with the device's own batch-norm statistics; the bundle's in a round it sits out."""
+        """The global model, with the device's own batch-norm statistics. Raises Lost in a round it must sit out."""
         a = task.assignment
-        try:
-            known = self.understand(a, kept, downlink)
-        except Lost:
-            if a.round > a.rounds:
-                raise
-            return self._bundled(a, kept)
+        known = self.understand(a, kept, downlink)
         return self.global_model(task, kept, self.theta(a.model, a.seed, known.tally), known.head)
 
-    def _bundled(self, a: Assignment, kept: Arrays) -> Personal:
-        return Personal(a.model.parameters, self.statistics(a, kept))
+
+def _stale(a: Assignment, why: str) -> Lost:
+    return Lost(
+        f"the downlink of round {a.round} builds on the round before, and what this device kept is not of it: {why}; "
+        "it sits the round out and receives everything with the next one"
+    )
+
+
+def _crc(ones: NDArray[np.integer]) -> int:
+    """The checksum of counts that travel as a change: CRC-32 of them as 32-bit integers, little endian."""
+    return zlib.crc32(ones.astype("<i4").tobytes())
 
 
 def _last_round(record: Arrays) -> int:
@@ -296,9 +316,9 @@ def _last_round(record: Arrays) -> int:
     return int(record["round"][0]) if record else 0
 
 
-def _scaled(tally: Arrays, top: int) -> NDArray[np.uint32]:
+def scaled(tally: Arrays, top: int) -> NDArray[np.uint32]:
     """The counts that `top` masks would have at the rates of `tally`."""
-    masks = int(tally["masks"][0])
+    masks = max(int(tally["masks"][0]), 1)
     return ((tally["ones"].astype(np.uint64) * top + masks // 2) // masks).astype(np.uint32)
 
 

@@ -12,6 +12,7 @@ Algorithm 2 to the letter is ``tally="mean", posterior="mean"``.
 - `sampling`: ``independent`` draws m_k with the device's own randomness (Algorithm 1 as written), ``common`` with the
   very uniforms of m_g, the same for every device (which correlates all devices' masks), ``device`` gives each device
   and round uniforms of its own for both masks.
+- The update names m_g by a hash (`reference`), so that two sides whose m_g differ find out.
 - Down go theta and the head as float32, every round. The paper does not count them; the record of a round does.
 """
 
@@ -21,13 +22,13 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from edge_kernels import codecs, counter
+from edge_kernels import bits, codecs, counter
 from edge_kernels.codecs import CodecError
 from edge_kernels.codecs.entropy import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Model, digest
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task
 from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, coded, logistic, u8
@@ -92,11 +93,18 @@ class DeltaMask(BernoulliMasks):
             return self.read_head(a, update)
         theta = self.global_theta(a, state).astype(np.float64)
         u = self.uniforms(a, theta.size)
+        reference = u < theta
+        if update.meta.get("reference") != mask_digest(reference):
+            raise PayloadError(
+                f"the changes of device {a.device!r} in round {a.round} are to reference mask "
+                f"{update.meta.get('reference')!r}, the server's is {mask_digest(reference)!r}: start the client again "
+                "to fetch theta and train the round anew; if that does not help, update maskfleet on the device"
+            )
         try:
             flips = codecs.decode_mask(self.codec, coded(update, self.changes), theta.size, self.contexts(theta, u))
         except CodecError as error:
             raise PayloadError(f"the changes of device {a.device!r} in round {a.round}: {error}") from None
-        return {"mask": (u < theta) ^ flips}
+        return {"mask": reference ^ flips}
 
     # --- client half
 
@@ -116,7 +124,8 @@ class DeltaMask(BernoulliMasks):
         flips = most_telling((drawn < own) ^ reference, own, theta, self.kappa_at(a))
         coded_flips = u8(codecs.encode(self.codec, flips, flips.size, self.contexts(theta, u)))
         trained = self.masked_model(a, head, reference ^ flips, buffers)
-        return Local({"buffers": buffers, **moments}, Payload({self.changes: coded_flips}), trained, loss)
+        update = Payload({self.changes: coded_flips}, {"reference": mask_digest(reference)})
+        return Local({"buffers": buffers, **moments}, update, trained, loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The global model, with the device's own batch-norm statistics."""
@@ -124,6 +133,11 @@ class DeltaMask(BernoulliMasks):
         head = self.sent_head(a, downlink)
         theta = self.sent_theta(a, downlink) if a.round > self.probing else self.first_theta(a.model, a.seed)
         return self.global_model(task, kept, theta, head)
+
+
+def mask_digest(mask: Bits) -> str:
+    """A mask's 64-bit name: the first 16 hex digits of the SHA-256 of its packed bits."""
+    return digest(bits.pack(mask).tobytes())[:16]
 
 
 def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:

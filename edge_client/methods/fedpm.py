@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, counts
+from pydantic import model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
@@ -37,6 +38,12 @@ class FedPM(BernoulliMasks):
 
     down: Literal["float32", "counts"] = "float32"
 
+    @model_validator(mode="after")
+    def _counts_say_all(self) -> FedPM:
+        if self.down == "counts":
+            self.require_counts_to_say_all()
+        return self
+
     # --- server half
 
     def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
@@ -46,11 +53,11 @@ class FedPM(BernoulliMasks):
             return Payload(head)
         if self.down == "float32":
             return Payload({**head, "theta": self.theta(a.model, a.seed, state).astype(np.float32)})
-        masks, rounds = int(state["masks"][0]), int(state["rounds"][0])
+        masks = int(state["masks"][0])
         if not masks:
             return Payload(head)
         coded_ones = u8(counts.encode(state["ones"], masks))
-        return Payload({**head, COUNTS: coded_ones}, {"masks": masks, "rounds": rounds})
+        return Payload({**head, COUNTS: coded_ones}, {"masks": masks})
 
     def update_limit(self, model: Model) -> int:
         """A head, or a mask at little more than a bit a parameter."""
@@ -73,13 +80,12 @@ class FedPM(BernoulliMasks):
         others = ("head",) if self.head == "probe" else ()
         n = self.exchanged(a.model)
         if COUNTS in downlink.arrays:
-            masks, rounds = count(downlink, "masks"), count(downlink, "rounds")
+            masks = count(downlink, "masks")
             try:
                 ones = counts.decode(coded(downlink, COUNTS, others), n, masks)
             except CodecError as error:
                 raise PayloadError(f"the downlink of round {a.round}: {error}") from None
-            tally = {"ones": ones, "masks": np.array([masks]), "rounds": np.array([rounds])}
-            return self.theta(a.model, a.seed, tally), head
+            return self.theta(a.model, a.seed, self.tally_of(ones, masks)), head
         if "theta" in downlink.arrays:
             return self.sent_theta(a, downlink), head
         return self.first_theta(a.model, a.seed), head

@@ -1,0 +1,145 @@
+"""DeltaMask: which changes travel, against which reference mask, and what the server makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import codecs, counter
+from edge_kernels.codecs.entropy import coupling_contexts
+from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task
+from numpy_mlp import assignment, mlp, model
+
+from edge_client.errors import PayloadError
+from edge_client.methods.bernoulli import logistic
+from edge_client.methods.deltamask import DeltaMask, most_telling
+from edge_client.protocol.payload import Payload
+
+
+def test_the_changes_kept_are_those_with_the_largest_divergence() -> None:
+    flips = np.array([True, True, False, True, True])
+    own, theta = np.array([0.9, 0.5, 0.9, 0.6, 0.1]), np.array([0.1, 0.5, 0.1, 0.5, 0.5])
+    assert most_telling(flips, own, theta, 0.5).tolist() == [True, False, False, False, True]
+    assert most_telling(flips, own, theta, 1.0).tolist() == flips.tolist()
+
+
+def test_divergence_is_of_the_device_from_the_server_and_not_back() -> None:
+    # KL(.5 || .01) = 1.61 and KL(.9 || .4) = .55; the other way round they are .64 and .75.
+    own, theta = np.array([0.5, 0.9]), np.array([0.01, 0.4])
+    assert most_telling(np.ones(2, np.bool_), own, theta, 0.5).tolist() == [True, False]
+
+
+def test_kappa_goes_along_half_a_cosine() -> None:
+    method = DeltaMask(kappa=0.8, kappa_end=1.0)
+    shares = [method.kappa_at(assignment(M, round_=r, rounds=6)) for r in (2, 4, 6)]
+    assert shares == pytest.approx([0.8, 0.9, 1.0])
+    # A quarter of the way the cosine is at 1 - .2 (1 + cos 45 degrees) / 2.
+    assert method.kappa_at(assignment(M, round_=3, rounds=6)) == pytest.approx(1 - 0.2 * (1 + 0.5**0.5) / 2)
+    assert DeltaMask().kappa_at(assignment(M, round_=5)) == 0.8
+
+
+@pytest.mark.parametrize("sampling", ["independent", "common", "device"])
+@pytest.mark.parametrize("codec", ["bits", "rice", "entropy", "auto"])
+def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any) -> None:
+    fleet = Fleet(DeltaMask(sampling=sampling, codec=codec, kappa=1.0))
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    for d in DEVICES:
+        assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
+
+
+@pytest.mark.parametrize("codec", ["fuse8", "fuse8-png"])
+def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
+    big = mlp(300, 100, 3)
+    fleet = Fleet(DeltaMask(codec=codec), big)
+    fleet.play("a")
+    fleet.play("a")
+    wrong = fleet.read["a"]["mask"] != own_mask(fleet, "a")
+    assert 0.4 / 256 < wrong.mean() < 2.5 / 256
+    positions = codecs.decode(codec, fleet.local["a"].update.arrays[f"changes.{codec}"].tobytes(), 30_000)
+    u = counter.uniform(counter.key(3, "uniforms", 2), 30_000)
+    reference = u < np.float64(np.float32(0.95))
+    assert (np.flatnonzero(fleet.read["a"]["mask"] ^ reference) == positions).all()
+
+
+def test_shared_uniforms_leave_fewer_changes_to_send() -> None:
+    sent = {}
+    for sampling in ("independent", "device"):
+        fleet = Fleet(DeltaMask(sampling=sampling, codec="rice"))
+        fleet.play(*DEVICES)
+        fleet.play(*DEVICES)
+        sent[sampling] = fleet.local["a"].update.arrays["changes.rice"].nbytes
+    assert sent["device"] < sent["independent"]
+
+
+def test_common_uniforms_are_the_same_for_all_and_others_are_not() -> None:
+    for sampling, same in (("common", True), ("device", False)):
+        method = DeltaMask(sampling=sampling)  # type: ignore[arg-type]
+        u = [method.uniforms(assignment(M, d), 50) for d in "ab"]
+        assert (u[0] == u[1]).all() == same
+
+
+def one_update(method: DeltaMask, device: str, round_: int = 2) -> Payload:
+    """The update of a device whose training changes nothing: theta is .7 everywhere."""
+    down = Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
+    return method.local_round(steady_task(steady(), device, round_), {}, down).update
+
+
+def test_independent_devices_draw_with_their_own_randomness() -> None:
+    method = DeltaMask(codec="bits", kappa=1.0)
+    theta = np.full(MASKED, np.float32(0.7), np.float64)
+    reference = counter.uniform(counter.key(3, "uniforms", 2), MASKED) < theta
+    own = logistic(np.log(theta / (1 - theta)).astype(np.float32))
+    sent = []
+    for device in "ab":
+        data = one_update(method, device).arrays["changes.bits"].tobytes()
+        flips = codecs.decode_mask("bits", data, MASKED)
+        drawn = counter.uniform(counter.key(3, "uploaded mask", 2, device), MASKED) < own
+        assert (flips == (drawn ^ reference)).all()
+        sent.append(data)
+    assert sent[0] != sent[1]
+
+
+def test_contexts_are_what_both_sides_know_of_a_change() -> None:
+    theta, u = np.array([0.5, 0.5, 0.99, 0.03]), np.array([0.2, 0.9, 0.2, 0.5])
+    # The sixteenth of theta twice, and one more where the reference bit is one: which way the change would go.
+    assert DeltaMask().contexts(theta, u).tolist() == [17, 16, 31, 0]
+    for sampling in ("common", "device"):
+        method = DeltaMask(sampling=sampling)
+        assert (method.contexts(theta, u) == coupling_contexts(theta, u)).all()
+
+
+@pytest.mark.parametrize("sampling", ["independent", "common", "device"])
+def test_an_update_names_the_reference_mask_it_changes(sampling: Any) -> None:
+    method = DeltaMask(sampling=sampling, theta0=0.7)
+    state, a = method.start(model(M), 3), assignment(M, "a", 2)
+    update = one_update(method, "a")
+    packed = np.packbits(method.uniforms(a, MASKED) < np.float32(0.7), bitorder="little").tobytes()
+    assert update.meta["reference"] == hashlib.sha256(packed).hexdigest()[:16]
+    method.read_update(a, state, {}, update)
+    for other in ("0" * 16, None):
+        meta = {"reference": other} if other else {}
+        with pytest.raises(PayloadError, match="start the client again"):
+            method.read_update(a, state, {}, Payload(update.arrays, meta))
+
+
+def test_a_device_with_another_theta_is_found_out_and_is_well_again_with_a_fresh_downlink() -> None:
+    fleet = Fleet(DeltaMask())
+    for _ in range(2):
+        fleet.play(*DEVICES)
+    t, down = fleet.task("a", 3), fleet.ask("a")
+    stale = Payload({**down.arrays, "theta": np.full(MASKED, 0.5, np.float32)}, down.meta)
+    wrong = fleet.method.local_round(t, fleet.kept["a"], stale).update
+    with pytest.raises(PayloadError, match="reference mask"):
+        fleet.method.read_update(t.assignment, fleet.state, {}, wrong)
+    fleet.play(*DEVICES)
+    assert int(fleet.state["masks"][0]) == 3
+
+
+def test_changes_in_another_codec_than_the_settings_name_are_refused() -> None:
+    update = one_update(DeltaMask(codec="rice"), "a")
+    method = DeltaMask(theta0=0.7)
+    with pytest.raises(PayloadError, match=r"'changes.fuse8-png' was due"):
+        method.read_update(assignment(M, "a", 2), method.start(model(M), 3), {}, update)
