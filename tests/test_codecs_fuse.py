@@ -134,6 +134,8 @@ def test_a_png_of_other_making_is_refused_with_a_reason() -> None:
     assert png.filter_bytes(image(side, height, good), 300) == body
     filtered = pixels[:height].copy()
     filtered[:, 0] = 1
+    stained = pixels[:height].copy()
+    stained[-1, -1] = 1
     for bad, reason in (
         (b"", "not a PNG"),
         (image(side, height, good, (16, 0, 0, 0, 0)), "8-bit gray"),
@@ -142,13 +144,23 @@ def test_a_png_of_other_making_is_refused_with_a_reason() -> None:
         (image(side, height, good[:-3]), "does not inflate"),
         (image(side, height, b"nonsense"), "does not inflate"),
         (image(side, height, good + b"x"), "does not inflate"),
-        (image(side, height + 1, good), "does not inflate"),
+        (image(side, height, zlib.compress(pixels[:height].tobytes() + bytes(side + 1))), "does not inflate"),
+        (image(side, height, zlib.compress(pixels[: height - 1].tobytes())), "does not inflate"),
+        (image(side, height, zlib.compress(b"")), "does not inflate"),
+        (image(side, height - 1, good) if height == side else image(side, side, good), "do not fill"),
+        (image(side + 1, height + 1, good), "do not fill|header|geometry"),
+        (image(side + 2, height, good), "pixels is not one"),
         (image(30000, 30000, good), "pixels is not one"),
         (image(0, 0, good), "pixels is not one"),
         (image(side, height, good)[:-12], "from IHDR to IEND"),
+        (image(side, height, good) + chunk(b"IDAT", b""), "from IHDR to IEND"),
+        (image(side, height, good)[:8] + image(side, height, good)[33:], "from IHDR to IEND"),
+        (image(side, height, good)[:33] + chunk(b"tEXt", b"") + image(side, height, good)[33:], "besides IHDR"),
         (image(side, height, good).replace(b"IDAT", b"tEXt"), "checksum"),
         (image(side, height, good)[:-4] + b"abcd", "checksum"),
         (image(side, height, good)[:40], "truncated"),
+        (image(side, height, good) + bytes(5000), "more than a PNG image"),
+        (image(side, height, zlib.compress(stained.tobytes())), "last row"),
     ):
         with pytest.raises(CodecError, match=reason):
             png.decode(bad, 300)

@@ -54,6 +54,19 @@ def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
     return out
 
 
+def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The numbers of the stream at indices that need not follow each other, uint64[len(where)]."""
+    z: NDArray[np.uint64] = where + np.uint64(1)
+    z *= np.uint64(_GAMMA)
+    z += np.uint64(stream & _MASK)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(_A)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_B)
+    z ^= z >> np.uint64(31)
+    return z
+
+
 def uniform(stream: int, count: int, start: int = 0) -> NDArray[np.float64]:
     """Numbers of the stream as float64[count] in [0, 1), exact multiples of 2**-53."""
     numbers: NDArray[np.float64] = (uint64(stream, count, start) >> np.uint64(11)) * 2.0**-53

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_kernels import bits
 from edge_kernels.codecs.sets import CodecError, Positions, check_size, mask_of, popcount
 
-_CHUNK = 1 << 16  # bytes unpacked at a time
+_CHUNK = 1 << 13  # bytes unpacked at a time
 
 
 def size(d: int) -> int:

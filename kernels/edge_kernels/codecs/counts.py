@@ -13,19 +13,22 @@ of all ranks of 16 and more, as bit planes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs import entropy
-from edge_kernels.codecs.sets import CodecError, Contexts, check_size, complement, positions_of
-from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, read_planes, varint
+from edge_kernels.codecs.sets import CodecError, Contexts, check_size, mask_of, positions_of
+from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, varint
 
 MAX_TOP = 2**31 - 2
 _SEGMENT = 1 << 20  # values coded together: memory beside the result is bounded by it
 _DIRECT = 16  # ranks with a class of their own
+_WIDTH = 12  # a class of 16 and more less this is the number of its low bits
 _LEVELS = 64  # most contexts made of predictions
+_TILE = 1 << 16  # values put together at a time
 
 Counts = NDArray[np.unsignedinteger[Any]]
 
@@ -74,41 +77,69 @@ def decode(data: bytes, d: int, top: int, prediction: Counts | None = None, cont
     reader = Reader(data)
     out: Counts = np.empty(d, dtype_for(top))
     for part in _segments(d):
-        out[part] = _decode_segment(
-            reader, part.stop - part.start, top, guess[part] if len(guess) > 1 else guess,
-            None if given is None else given[part],
-        )  # fmt: skip
+        _decode_segment(
+            reader, out[part], top, guess[part] if len(guess) > 1 else guess, None if given is None else given[part]
+        )
     reader.end()
     return out
 
 
-def _decode_segment(reader: Reader, d: int, top: int, guess: Counts, undecided: Contexts | None) -> Counts:
-    ranks = np.zeros(d, np.uint32)
-    where: NDArray[np.uint32] | None = None  # of the values still undecided; None for all
+def _decode_segment(reader: Reader, out: Counts, top: int, guess: Counts, contexts: Contexts | None) -> None:
+    """Fill the segment `out`."""
+    classes = _read_classes(reader, len(out), _class_count(top) - 1, contexts)
+    planes_at, low_bits = _read_low_bits(reader, classes)
+    for low in range(0, len(out), _TILE):
+        ranks = classes[low : low + _TILE].astype(np.uint32)
+        big = np.flatnonzero(ranks >= _DIRECT)
+        widths = ranks[big] - np.uint32(_WIDTH)
+        numbers = np.uint32(1) << widths
+        for j in range(len(planes_at)):
+            kept = np.flatnonzero(widths > j)
+            numbers[kept] |= low_bits(planes_at[j], len(kept)).astype(np.uint32) << np.uint32(j)
+            planes_at[j] += len(kept)
+        ranks[big] = numbers
+        if int(ranks.max()) > top:
+            raise CodecError(f"a rank of {int(ranks.max())} is beyond {top}; the payload is damaged or top is wrong")
+        out[low : low + _TILE] = _values(ranks, guess[low : low + _TILE] if len(guess) > 1 else guess, top)
+
+
+def _read_classes(reader: Reader, d: int, last: int, contexts: Contexts | None) -> NDArray[np.uint8]:
+    """The class of every value, at most `last`, from a set for each class below that. Masks only, to save memory."""
+    classes = np.full(d, last, np.uint8)
+    undecided = np.ones(d, np.bool_)
     left = d
-    last = _class_count(top) - 1
     for rank in range(last):
         if not left:
             break
-        hits = entropy.decode(reader.bytes(reader.varint()).tobytes(), left, undecided)
-        kept = complement(hits, left)
-        if rank:
-            ranks[hits if where is None else where[hits]] = rank
-        where = kept if where is None else where[kept]
-        undecided = None if undecided is None else undecided[kept]
-        left = len(where)
-    if left:
-        ranks[slice(None) if where is None else where] = last
-    del where
-    big = positions_of(ranks >= _DIRECT)
-    widths = (ranks[big] - np.uint32(_DIRECT - 4)).astype(np.uint8)
-    ahead = reader.peek_bits(int(widths.sum(dtype=np.int64)))
-    low, used = read_planes(ahead, widths)
-    reader.skip_bits(ahead, used)
-    ranks[big] = low + (np.uint32(1) << widths.astype(np.uint32))
-    if int(ranks.max(initial=0)) > top:
-        raise CodecError(f"a rank of {int(ranks.max())} is beyond {top}; the payload is damaged or top is wrong")
-    return _values(ranks, guess, top)
+        body = reader.bytes(reader.varint()).tobytes()
+        decided = mask_of(entropy.decode(body, left, contexts), left)
+        classes[undecided] = np.where(decided, np.uint8(rank), np.uint8(last))
+        np.logical_not(decided, out=decided)
+        undecided[undecided] = decided
+        contexts = None if contexts is None else contexts[decided]
+        left = int(np.count_nonzero(decided))
+    return classes
+
+
+def _read_low_bits(
+    reader: Reader, classes: NDArray[np.uint8]
+) -> tuple[list[int], Callable[[int, int], NDArray[np.bool_]]]:
+    """Where each plane of the low bits of ranks of 16 and more begins, and what reads so many bits from there."""
+    of_class = np.zeros(256, np.int64)
+    for low in range(0, len(classes), _TILE):  # numpy counts int64 copies
+        of_class += np.bincount(classes[low : low + _TILE], minlength=256)
+    widest = max(int(np.flatnonzero(of_class).max(initial=0)) - _WIDTH, 0)
+    counts = [int(of_class[max(_WIDTH + j + 1, _DIRECT) :].sum()) for j in range(widest)]
+    total = sum(counts)
+    raw = reader.bytes((total + 7) // 8)
+    if total % 8 and raw[-1] >> (total % 8):
+        raise CodecError("padding bits are set; the payload is damaged")
+
+    def bits(start: int, count: int) -> NDArray[np.bool_]:
+        some = np.unpackbits(raw[start // 8 : (start + count + 7) // 8], bitorder="little")
+        return some[start % 8 : start % 8 + count].view(np.bool_)
+
+    return [sum(counts[:j]) for j in range(widest)], bits
 
 
 def dtype_for(top: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -127,8 +158,10 @@ def _given(prediction: Counts | None, contexts: Contexts | None, d: int, top: in
     if prediction is None:
         return np.zeros(1, dtype_for(top)), contexts
     if contexts is None:
-        coarse = prediction.astype(np.uint64) * _LEVELS // (top + 1) if top >= _LEVELS else prediction
-        contexts = coarse.astype(np.uint8)
+        contexts = np.empty(d, np.uint8)
+        for low in range(0, d, _TILE):
+            part = prediction[low : low + _TILE]
+            contexts[low : low + _TILE] = part.astype(np.uint64) * _LEVELS // (top + 1) if top >= _LEVELS else part
     return prediction, contexts
 
 

@@ -181,10 +181,10 @@ class _Groups:
         out = np.empty(len(places), np.uint32)
         begin = self.starts[:-1].copy()
         end = 0
-        cut = np.searchsorted(places, begin)
+        cut = np.searchsorted(places, begin.astype(np.uint32))  # int64 would have the places copied as int64
         for tile, low in enumerate(range(0, self.d, _TILE)):
             begin += self.counts[tile]
-            until = np.searchsorted(places, begin)
+            until = np.searchsorted(places, begin.astype(np.uint32))
             runs = until - cut
             if runs.any():
                 # This tile's flips by group: places cut[g] .. until[g] - 1, made ranks in the tile's grouped order.
@@ -280,7 +280,10 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
     out = np.empty(int(flips.sum()), np.uint32)
     ends = np.cumsum(flips)
     for group in np.flatnonzero(flips == groups.sizes):  # nothing but flips: nothing was coded
-        out[ends[group] - flips[group] : ends[group]] = np.arange(groups.starts[group], groups.starts[group + 1])
+        whole = out[ends[group] - flips[group] : ends[group]]
+        whole[:] = 1
+        whole[:1] = groups.starts[group]
+        np.cumsum(whole, out=whole)
     at = 0
     for group, inverted, run in zip(model.coded, model.inverted, model.runs, strict=True):
         mine, size = gaps[at : at + run], int(groups.sizes[group])
@@ -290,7 +293,10 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
         np.cumsum(mine, out=mine)
         mine -= np.uint32(1)
         target = out[ends[group] - flips[group] : ends[group]]
-        target[:] = complement(mine, size) if inverted else mine
+        if inverted:
+            complement(mine, size, target)
+        else:
+            target[:] = mine
         target += np.uint32(groups.starts[group])
         at += int(run)
     return out

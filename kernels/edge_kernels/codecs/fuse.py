@@ -3,7 +3,7 @@
 The bytes are those of FastFilter's xor_singleheader with a `Size` field (pyfusefilter 1.3): little-endian
 ``uint64 Seed, uint32 Size, SegmentLength, SegmentCount, SegmentCountLength, ArrayLength``, then ArrayLength
 fingerprints of 1 or 2 bytes; `fuse32` is the same with 4. (The C library counts 4 bytes too many when asked for the
-length of a 16-bit filter and never writes them: we leave them out and read past them.) A key is a position as uint64.
+length of a 16-bit filter and never writes them: we leave them out and read past zeros.) A key is a position as uint64.
 Decoding asks all d positions, so the set comes back with about ``(d - n) / 2**width`` false positives: these codecs
 are not exact.
 
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels import counter
-from edge_kernels.codecs.sets import CodecError, Positions, check_size
+from edge_kernels.codecs.sets import CodecError, Positions, check_size, positions_of
 
 HEADER = struct.Struct("<Q5I")
 _SEEDS = 0x726B2B9D438B9D4D  # stream of the seeds that the C library tries, in order
@@ -66,19 +66,18 @@ def encode(positions: Positions, d: int, width: int) -> bytes:
     return compiled if compiled is not None else build(positions, width).to_bytes()
 
 
-def decode(data: bytes, d: int, width: int) -> Positions:
+def decode(data: bytes | memoryview, d: int, width: int) -> Positions:
     """All positions below `d` that the filter holds: the set and its false positives. Raises CodecError."""
     check_size(d)
     filter_ = parse(data, d, width)
-    out = []
+    held = np.empty(d, np.bool_)
     for low in range(0, d, _CHUNK):
-        found = np.flatnonzero(members(filter_, low, min(_CHUNK, d - low)))
-        out.append((found + low).astype(np.uint32))
-    positions = np.concatenate(out) if out else np.zeros(0, np.uint32)
-    if len(positions) < filter_.size:
-        raise CodecError(f"the filter was built of {filter_.size} keys and {len(positions)} of {d} positions match; "
+        held[low : low + _CHUNK] = members(filter_, low, min(_CHUNK, d - low))
+    count = int(np.count_nonzero(held))
+    if count < filter_.size:
+        raise CodecError(f"the filter was built of {filter_.size} keys and {count} of {d} positions match; "
                          "it is damaged or d is wrong")  # fmt: skip
-    return positions
+    return positions_of(held)
 
 
 def false_positives(data: bytes, d: int, width: int, positions: Positions) -> Positions:
@@ -86,8 +85,20 @@ def false_positives(data: bytes, d: int, width: int, positions: Positions) -> Po
     return np.setdiff1d(decode(data, d, width), positions, assume_unique=True).astype(np.uint32)
 
 
-def parse(data: bytes, d: int, width: int) -> Filter:
+def parse(data: bytes | memoryview, d: int, width: int) -> Filter:
     """The fields of a serialised filter of positions below `d`, checked. Raises CodecError."""
+    seed, size, length, segments, cells = fields(data, d)
+    end = HEADER.size + cells * width // 8
+    if len(data) != end and (width != 16 or len(data) != end + 4 or any(data[end:])):
+        raise CodecError(f"a fuse{width} filter of {cells} cells takes {end} bytes, not {len(data)}")
+    return Filter(seed, size, length, segments, np.frombuffer(data, f"<u{width // 8}", cells, HEADER.size))
+
+
+def fields(data: bytes | memoryview, d: int) -> tuple[int, int, int, int, int]:
+    """Seed, size, segment length, segments and cells of a filter's header, which is all that is read.
+
+    Raises CodecError for a geometry that no builder chooses for so many keys, before anything is allocated for it.
+    """
     if len(data) < HEADER.size:
         raise CodecError(f"a fuse filter has a header of {HEADER.size} bytes, the payload only {len(data)}")
     seed, size, length, segments, span, cells = HEADER.unpack_from(data)
@@ -95,12 +106,9 @@ def parse(data: bytes, d: int, width: int) -> Filter:
         raise CodecError(f"the filter claims {size} keys out of {d}; it is damaged or d is wrong")
     if length & (length - 1) or not 4 <= length <= 1 << 18 or not segments or span != segments * length:
         raise CodecError(f"{segments} segments of {length} cells are no geometry of a fuse filter")
-    if cells != span + 2 * length or cells > 64 + 8 * size:
+    if cells != span + 2 * length or cells > most_cells(size):
         raise CodecError(f"{cells} cells do not fit {segments} segments of {length} and {size} keys")
-    end = HEADER.size + cells * width // 8
-    if len(data) != end and (width != 16 or len(data) != end + 4):
-        raise CodecError(f"a fuse{width} filter of {cells} cells takes {end} bytes, not {len(data)}")
-    return Filter(seed, size, length, segments, np.frombuffer(data, f"<u{width // 8}", cells, HEADER.size))
+    return seed, size, length, segments, cells
 
 
 def members(filter_: Filter, low: int, count: int) -> NDArray[np.bool_]:
@@ -119,11 +127,26 @@ def members(filter_: Filter, low: int, count: int) -> NDArray[np.bool_]:
 
 def geometry(size: int) -> tuple[int, int]:
     """Segment length and number of segments for `size` keys, as Graf and Lemire choose them."""
-    length = 4 if not size else min(1 << math.floor(math.log(size) / math.log(3.33) + 2.25), 1 << 18)
+    length, capacity = _length_and_capacity(size)
+    return length, max(-(-capacity // length) - 2, 1)
+
+
+def most_cells(size: int) -> int:
+    """Cells of the largest filter of `size` keys that is read.
+
+    The geometry above makes at most capacity + 3 * length; twice that length is left to logarithms that round up.
+    """
+    length, capacity = _length_and_capacity(size)
+    return capacity + 6 * length
+
+
+def _length_and_capacity(size: int) -> tuple[int, int]:
+    """Segment length and the least number of cells for `size` keys; of one key or none, a single segment's suffice."""
     if size <= 1:
-        return length, 1
+        return 4, 0
+    length = min(1 << math.floor(math.log(size) / math.log(3.33) + 2.25), 1 << 18)
     factor = max(1.125, 0.875 + 0.25 * math.log(1e6) / math.log(size))
-    return length, max(-(-math.floor(size * factor + 0.5) // length) - 2, 1)
+    return length, math.floor(size * factor + 0.5)
 
 
 def build(positions: Positions, width: int) -> Filter:

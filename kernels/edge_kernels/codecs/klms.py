@@ -29,6 +29,7 @@ MIN_UNIT, MAX_UNIT = 4, 16  # log2 of the positions in a unit, the grain of bloc
 MIN_BITS = 4
 _UNITS_A_BLOCK = 12  # blocks are about this many units long
 _ROWS = 1 << 22  # candidate bits drawn at a time
+_TILE = 1 << 14  # positions decoded at a time; a multiple of the unit's least
 
 Probabilities = NDArray[np.floating[Any]]
 F64 = NDArray[np.float64]
@@ -54,7 +55,8 @@ def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int
     """
     if not MIN_BITS <= bits <= MAX_BITS or not 0 <= margin < bits:
         raise CodecError(f"an index has {MIN_BITS} to {MAX_BITS} bits and less margin, not {bits} and {margin}")
-    thresholds, p = _prior(prior)
+    thresholds = _thresholds(_probabilities(prior, "the prior"))
+    p = thresholds / 65536
     q = _probabilities(target, "the target").astype(np.float64)
     if len(q) != len(p):
         raise CodecError(f"the target has {len(q)} entries and the prior {len(p)}; they must be equal")
@@ -69,25 +71,32 @@ def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int
 
 def decode(data: bytes, prior: Probabilities, stream: int) -> NDArray[np.bool_]:
     """The mask bool[d] that :func:`encode` drew, from the same prior[d] and stream. Raises CodecError."""
-    thresholds, p = _prior(prior)
-    blocks, indices = _read(data, len(p))
-    mask = np.zeros(len(p), np.bool_)
-    for block, index in zip(blocks, indices, strict=True):
-        part = slice(block.start, block.start + block.size)
-        mask[part] = _candidates(block, thresholds[part], stream, int(index), 1)[0]
+    d = len(_probabilities(prior, "the prior"))
+    starts, indices = _read(data, d)
+    mask = np.empty(d, np.bool_)
+    for low in range(0, d, _TILE):
+        # A number of the stream serves four positions, and no two blocks share one, as units are multiples of four.
+        fours = np.arange(low // 4, -(-min(low + _TILE, d) // 4), dtype=np.uint32)
+        block = np.searchsorted(starts[:-1], fours * np.uint32(4), side="right") - 1
+        start, first = starts[block], fours - starts[block] // np.uint32(4)
+        widths = (starts[block + 1] - start - np.uint32(1)) // np.uint32(4) + np.uint32(1)
+        where = (start // np.uint32(4)).astype(np.uint64) << np.uint64(16)
+        where += indices[block].astype(np.uint64) * widths
+        where += first
+        uniforms = counter.uint64_at(stream, where).astype("<u8", copy=False).view("<u2")
+        part = _thresholds(prior[low : low + _TILE])
+        np.less(uniforms[: len(part)], part, out=mask[low : low + _TILE])
     return mask
 
 
-def _prior(prior: Probabilities) -> tuple[U16, F64]:
-    """The prior in 65536ths as both sides use it, and as probabilities. Exact in float64."""
-    scaled = np.floor(_probabilities(prior, "the prior").astype(np.float64) * 65536 + 0.5)
-    thresholds = np.clip(scaled, 1, 65535).astype(np.uint16)
-    return thresholds, thresholds / 65536
+def _thresholds(prior: Probabilities) -> U16:
+    """The prior in 65536ths as both sides use it. Exact in float64."""
+    return np.clip(np.floor(prior.astype(np.float64) * 65536 + 0.5), 1, 65535).astype(np.uint16)
 
 
 def _probabilities(values: Probabilities, what: str) -> Probabilities:
     check_size(len(values))
-    if values.ndim != 1 or values.dtype.kind != "f" or not bool(((values >= 0) & (values <= 1)).all()):
+    if values.ndim != 1 or values.dtype.kind != "f" or not 0 <= values.min(initial=0) <= values.max(initial=0) <= 1:
         raise CodecError(f"{what} must be a flat array of probabilities")
     return values
 
@@ -136,38 +145,53 @@ def _candidates(block: Block, thresholds: U16, stream: int, first: int, count: i
 def _write(log: int, bits: int, blocks: list[Block], indices: NDArray[np.uint32]) -> bytes:
     units = np.array([-(-b.size >> log) - 1 for b in blocks], np.uint32)
     widths = np.array([b.bits for b in blocks], np.uint8)
-    k = max(int(units.mean()).bit_length() - 1, 0) if len(units) else 0
+    k = _quotient_shift(int(units.sum(dtype=np.int64)) + len(units), len(units))
     parts = [unary(units >> np.uint32(k)), planes(units, np.full(len(units), k, np.uint8)),
              unary(widths - np.uint8(bits)), planes(indices, widths)]  # fmt: skip
     return bytes([log, bits, k]) + varint(len(blocks)) + pack(np.concatenate(parts))
 
 
-def _read(data: bytes, d: int) -> tuple[list[Block], NDArray[np.uint32]]:
+def _read(data: bytes, d: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Where the blocks start, uint32[blocks + 1] with `d` at the end, and their indices, uint32[blocks]."""
     reader = Reader(data)
     log, bits, k = reader.byte(), reader.byte(), reader.byte()
     count = reader.varint()
-    if not MIN_UNIT <= log <= MAX_UNIT or not MIN_BITS <= bits <= MAX_BITS or k > 31:
-        raise CodecError(f"({log}, {bits}, {k}) are no first bytes of a klms payload; is this another codec's?")
+    if not MIN_UNIT <= log <= MAX_UNIT or not MIN_BITS <= bits <= MAX_BITS:
+        raise CodecError(f"({log}, {bits}) are no first bytes of a klms payload; is this another codec's?")
     total = -(-d >> log)
-    if count > total or count * bits > 8 * len(data):
+    if not min(total, 1) <= count <= total or count * bits > 8 * len(data):
         raise CodecError(f"{count} blocks do not fit {d} positions in {len(data)} bytes; is d right?")
-    ahead = reader.peek_bits(min(8 * reader.left, (total >> k) + count * (k + 2 + 2 * MAX_BITS)))
-    high, at = read_unary(ahead, count)
+    if k != _quotient_shift(total, count):
+        raise CodecError(f"lengths of {count} blocks of {total} units are not written with k = {k}; the payload is "
+                         "damaged or d is wrong")  # fmt: skip
+    most = (total >> k) + count * (1 + k), count * (1 + MAX_BITS - bits), count * MAX_BITS  # bits of the three parts
+    ahead = reader.peek_bits(min(8 * reader.left, sum(most)))
+    high, at = read_unary(ahead[: most[0]], count)
     low, used = read_planes(ahead[at:], np.full(count, k, np.uint8))
     at += used
     if int(high.max(initial=0)) << k > total:
         raise CodecError("a klms block is longer than the vector; the payload is damaged")
-    units = (high << k) + low + 1
-    if int(units.sum()) != total:
-        raise CodecError(f"the klms blocks cover {int(units.sum())} units, not {total}; is d right?")
-    more, used = read_unary(ahead[at:], count)
+    high <<= k
+    high += low
+    high += 1
+    np.cumsum(high, out=high)
+    if count and int(high[-1]) != total:
+        raise CodecError(f"the klms blocks cover {int(high[-1])} units, not {total}; is d right?")
+    starts = np.zeros(count + 1, np.uint32)
+    starts[1:] = np.minimum(high << log, d)
+    del high, low
+    more, used = read_unary(ahead[at : at + most[1]], count)
     at += used
-    widths = more + bits
-    if int(widths.max(initial=0)) > MAX_BITS:
+    if int(more.max(initial=0)) > MAX_BITS - bits:
         raise CodecError(f"a klms index has more than {MAX_BITS} bits; the payload is damaged")
-    indices, used = read_planes(ahead[at:], widths.astype(np.uint8))
+    widths = more.astype(np.uint8) + np.uint8(bits)
+    del more
+    indices, used = read_planes(ahead[at:], widths)
     reader.skip_bits(ahead, at + used)
     reader.end()
-    ends = np.minimum(np.cumsum(units) << log, d)
-    starts = np.append(0, ends)[: len(ends)]
-    return [Block(int(a), int(b - a), int(w)) for a, b, w in zip(starts, ends, widths, strict=True)], indices
+    return starts, indices
+
+
+def _quotient_shift(total: int, count: int) -> int:
+    """k of blocks of so many units in all: the low bits of a block's units less one that are written plainly."""
+    return max(((total - count) // count).bit_length() - 1, 0) if count else 0

@@ -47,6 +47,8 @@ def decode(data: bytes, d: int) -> Positions:
     log, count = flags & 31, reader.varint()
     if flags & 96 or not _SMALLEST <= log <= _LARGEST:
         raise CodecError(f"{flags} is no first byte of a rice payload; is this another codec's?")
+    if flags & _COMPLEMENT and 2 * count >= d:
+        raise CodecError(f"a set out of {d} positions is not written as its {count} others; the payload is damaged")
     if count > min(d // 2, 8 * len(data)):
         raise CodecError(f"{count} of {d} positions in {len(data)} bytes is impossible; the payload is damaged")
     out = np.empty(count, np.uint32)
@@ -161,9 +163,9 @@ def _decode_block(reader: Reader, count: int, d: int) -> NDArray[np.uint64]:
     used = length + (k + 1 if thirds else k) * count
     if len(bits) < used:
         raise CodecError("the payload ends within a rice block; it is truncated or damaged")
-    quotients, last = read_unary(bits[:length], count)
-    if last != length or np.count_nonzero(bits[:length]) != count:
+    if not bits[length - 1] or np.count_nonzero(bits[:length]) != count:  # before numbers of 8 bytes are made of them
         raise CodecError("the unary bits of a rice block do not match its length; the payload is damaged")
+    quotients, _ = read_unary(bits[:length], count)
     values = quotients.view(np.uint64)
     if thirds:
         above = bits[used - count : used]

@@ -46,9 +46,10 @@ def as_positions(what: NDArray[Any], d: int) -> Positions:
     return np.ascontiguousarray(what, np.uint32)
 
 
-def positions_of(mask: NDArray[np.bool_]) -> Positions:
+def positions_of(mask: NDArray[np.bool_], out: Positions | None = None) -> Positions:
     """Where bool[d] is true, as uint32, in chunks: no int64 copy of the whole answer is ever made."""
-    out = np.empty(int(np.count_nonzero(mask)), np.uint32)
+    if out is None:
+        out = np.empty(int(np.count_nonzero(mask)), np.uint32)
     end = 0
     for low in range(0, len(mask), _CHUNK):
         found = np.flatnonzero(mask[low : low + _CHUNK])
@@ -60,15 +61,21 @@ def positions_of(mask: NDArray[np.bool_]) -> Positions:
 def mask_of(positions: Positions, d: int) -> NDArray[np.bool_]:
     """The set as bool[d]."""
     mask = np.zeros(d, np.bool_)
-    mask[positions] = True
+    _assign(mask, positions, True)
     return mask
 
 
-def complement(positions: Positions, d: int) -> Positions:
-    """The positions below `d` that are not in the set."""
+def complement(positions: Positions, d: int, out: Positions | None = None) -> Positions:
+    """The positions below `d` that are not in the set, in `out` where that is given."""
     mask = np.ones(d, np.bool_)
-    mask[positions] = False
-    return positions_of(mask)
+    _assign(mask, positions, False)
+    return positions_of(mask, out)
+
+
+def _assign(mask: NDArray[np.bool_], positions: Positions, value: bool) -> None:
+    """Set the positions of a mask, in chunks: numpy indexes with an int64 copy."""
+    for low in range(0, len(positions), _CHUNK):
+        mask[positions[low : low + _CHUNK]] = value
 
 
 def popcount(packed: NDArray[np.uint8]) -> int:

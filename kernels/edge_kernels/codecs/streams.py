@@ -17,6 +17,8 @@ from edge_kernels.codecs.sets import CodecError
 Bits = NDArray[np.bool_]
 UInts = NDArray[np.unsignedinteger[Any]]
 
+_CHUNK = 1 << 16  # bits searched at a time
+
 
 def unary(values: UInts) -> Bits:
     """Each value v as v zeros and a one."""
@@ -29,8 +31,14 @@ def unary(values: UInts) -> Bits:
 
 def read_unary(bits: Bits, count: int) -> tuple[NDArray[np.int64], int]:
     """The first `count` values of a sequence made by :func:`unary`, int64, and the number of bits they took."""
-    ends = np.flatnonzero(bits)[:count]
-    if len(ends) < count:
+    ends = np.empty(count, np.int64)
+    found = low = 0
+    while found < count and low < len(bits):  # in chunks: hostile bits may hold many more ones than are asked for
+        more = np.flatnonzero(bits[low : low + _CHUNK])[: count - found]
+        np.add(more, low, out=ends[found : found + len(more)])
+        found += len(more)
+        low += _CHUNK
+    if found < count:
         raise CodecError(f"the payload ends within a list of {count} numbers; it is truncated or damaged")
     used = int(ends[-1]) + 1 if count else 0
     ends[1:] -= ends[:-1].copy() + 1
@@ -121,12 +129,14 @@ class Reader:
         return int(self.bytes(1)[0])
 
     def varint(self) -> int:
-        """A number written by :func:`varint`, below 2**35."""
+        """A number written by :func:`varint`, below 2**35, in as few bytes as it needs."""
         value = 0
         for shift in range(0, 35, 7):
             byte = self.byte()
             value |= (byte & 127) << shift
             if byte < 128:
+                if shift and not byte:
+                    raise CodecError("a number of the payload is longer than it needs to be; it is damaged")
                 return value
         raise CodecError("the payload holds a length of more than five bytes; it is damaged")
 
