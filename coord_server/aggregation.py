@@ -145,13 +145,15 @@ class _Bill:
     up: dict[str, int] = field(default_factory=dict)
     down: dict[str, int] = field(default_factory=dict)
     one_time_up: dict[str, int] = field(default_factory=dict)
+    one_time_down: dict[str, int] = field(default_factory=dict)
 
-    def add(self, one_time: frozenset[str], up: Mapping[str, int], down: Mapping[str, int]) -> None:
+    def add(self, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
         for kind, count in up.items():
-            side = self.one_time_up if kind in one_time else self.up
+            side = self.one_time_up if kind in method.one_time else self.up
             side[kind] = side.get(kind, 0) + count
         for kind, count in down.items():
-            self.down[kind] = self.down.get(kind, 0) + count
+            side = self.one_time_down if kind in method.one_time_down else self.down
+            side[kind] = side.get(kind, 0) + count
 
 
 def accuracy(values: list[float], weights: list[int]) -> Accuracy:
@@ -195,7 +197,7 @@ def close_round(
             raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
         if record or c.record:
             keep(c.device, record)
-        bill.add(method.one_time, checked.sizes, c.downlink)
+        bill.add(method, checked.sizes, c.downlink)
         figures.append(checked.metrics)
         devices.append(c.device)
     if not devices:
@@ -208,7 +210,7 @@ def close_round(
         record=Round(
             round=round_,
             devices=devices,
-            traffic=Traffic(up=bill.up, down=bill.down, one_time_up=bill.one_time_up),
+            traffic=Traffic(**vars(bill)),
             bits_per_parameter_up=8 * sum(bill.up.values()) / exchanged if exchanged else 0.0,
             bits_per_parameter_down=8 * sum(bill.down.values()) / exchanged if exchanged else 0.0,
             loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else 0.0,

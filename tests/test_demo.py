@@ -75,8 +75,9 @@ def a_round(round_: int, up: int, before: float) -> Round:
 
 
 def test_a_curve_has_the_bytes_up_to_each_round_and_the_accuracy_they_bought() -> None:
-    points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6)], 0.8)
-    assert points == [Point(1, 30.0, 0.6), Point(2, 65.0, 0.8)]
+    points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6)], 2, 0.8, 24)
+    # Down 20, up 30 + 10 once, down 20: 80 bytes of two devices led to 0.6; up 50, down 24 after the last round to 0.8.
+    assert points == [Point(1, 40.0, 0.6), Point(2, 77.0, 0.8)]
 
 
 def test_the_sketch_has_every_method_at_its_bytes_and_accuracy() -> None:

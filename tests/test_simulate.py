@@ -12,7 +12,7 @@ import pytest
 from edge_bench import cli, datasets
 from edge_bench.datasets import DataConfig
 from edge_bench.demo import fleet
-from edge_bench.report import simulated
+from edge_bench.report import federation, simulated
 from edge_bench.simulate import RoundRow, Simulated, SimulationConfig, find_bundle, read_config, run, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +74,10 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             real = running.run(label, {"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5)
             assert digest(real.state) == results[label].state_sha256
             assert real.accuracy() == results[label].final
+            carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)
+            record = simulated(results[label], make_method({"name": label, **METHODS[label]}), bundle.model())
+            assert record["bytes_per_device"] == carried == federation(real)["bytes_per_device"]
+            assert record["curve"][-1]["bytes"] == carried
             for there, row in zip(real.rounds, results[label].rows, strict=True):
                 assert there.model_dump(exclude={"seconds"}) == row.record.model_dump(exclude={"seconds"})
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Round
+from edge_client.protocol.messages import Round, Traffic
 
 MARKS = "ox+*#@%&"
 STEP = 0.1  # of accuracy between two lines of the scale
@@ -19,26 +20,36 @@ STEP = 0.1  # of accuracy between two lines of the scale
 
 @dataclass(frozen=True)
 class Point:
-    """After `round` rounds a device has moved `bytes` of payloads, both ways; `accuracy` is the devices' mean then."""
+    """After `round` rounds and the downlink they led to, a device has moved `bytes` of payloads, both ways.
+
+    `accuracy` is the devices' mean then.
+    """
 
     round: int
     bytes: float
     accuracy: float
 
 
-def curve(rounds: Sequence[Round], final: float) -> list[Point]:
-    """A federation's curve; `final` is the accuracy of the personal models after the last round.
+def curve(rounds: Sequence[Round], devices: int, final: float, last: int) -> list[Point]:
+    """The curve of a federation of `devices`.
 
-    The accuracy after round r is what the cohort of round r + 1 measured before it trained.
+    `final` is the accuracy of the personal models after the last round, `last` the bytes of the downlinks they came
+    from, all devices together. The accuracy after round r is what the cohort of round r + 1 measured before it trained,
+    on the downlink of that round.
     """
-    devices = len({d for r in rounds for d in r.devices})
     after = [r.accuracy_before.mean for r in rounds[1:]] + [final]
-    points, moved = [], 0.0
-    for r, accuracy in zip(rounds, after, strict=True):
-        t = r.traffic
-        moved += sum(sum(kinds.values()) for kinds in (t.up, t.down, t.one_time_up)) / devices
-        points.append(Point(r.round, moved, accuracy))
+    down = [moved(r.traffic, "down") for r in rounds] + [last]
+    points, total = [], down[0]
+    for i, (r, accuracy) in enumerate(zip(rounds, after, strict=True)):
+        total += moved(r.traffic, "up") + down[i + 1]
+        points.append(Point(r.round, total / devices, accuracy))
     return points
+
+
+def moved(traffic: Traffic, side: Literal["up", "down"]) -> int:
+    """Payload bytes of a round one way, with what is sent once."""
+    parts = (traffic.up, traffic.one_time_up) if side == "up" else (traffic.down, traffic.one_time_down)
+    return sum(sum(kinds.values()) for kinds in parts)
 
 
 def amount(count: float) -> str:

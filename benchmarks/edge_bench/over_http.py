@@ -45,7 +45,7 @@ class Outcome:
 
     def payload_bytes(self) -> dict[str, int]:
         """Of all devices and rounds, up and down, with what is sent once."""
-        sides = {"up": ("up", "one_time_up"), "down": ("down",)}
+        sides = {"up": ("up", "one_time_up"), "down": ("down", "one_time_down")}
         return {
             side: sum(sum(r["traffic"][part].values()) for r in self.rounds for part in parts)
             for side, parts in sides.items()

@@ -15,12 +15,12 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from edge_bench.curves import amount, curve
+from edge_bench.curves import amount, curve, moved
 from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
 from edge_client.methods import Method
-from edge_client.protocol.messages import Accuracy, Round
+from edge_client.protocol.messages import Accuracy, Round, Traffic
 
 Record = dict[str, Any]
 
@@ -28,11 +28,14 @@ CAPTION = """accuracy: each device's own model on its own test samples, mean ove
   after more: the same model after one more round of training on its device
 up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
-  rounds, with what is sent only once (bundle and messages apart)"""
+  rounds and the last downlink, with what is sent only once (bundle apart)"""
 
 
-def traffic(rounds: Sequence[Round]) -> Record:
-    """Bytes per device and round up and down, bits per parameter, what each device sent once, and bytes in all."""
+def traffic(rounds: Sequence[Round], devices: int, last: int) -> Record:
+    """Bytes per device and round up and down, bits per parameter, what is sent once, and bytes in all.
+
+    `devices` is how many the federation has, `last` the bytes of all their downlinks after the last round.
+    """
     turns = sum(len(r.devices) for r in rounds)
     once = {d for r in rounds for d in r.devices}
 
@@ -45,13 +48,12 @@ def traffic(rounds: Sequence[Round]) -> Record:
         "bits_per_parameter_up": math.fsum(r.bits_per_parameter_up * len(r.devices) for r in rounds) / turns,
         "bits_per_parameter_down": math.fsum(r.bits_per_parameter_down * len(r.devices) for r in rounds) / turns,
         "one_time_bytes_up_per_device": sum(sum(r.traffic.one_time_up.values()) for r in rounds) / len(once),
-        "bytes_per_device": sum(
-            sum(sum(kinds.values()) for kinds in (r.traffic.up, r.traffic.down, r.traffic.one_time_up)) for r in rounds
-        )
-        / len(once),
+        "one_time_bytes_down_per_device": sum(sum(r.traffic.one_time_down.values()) for r in rounds) / len(once),
+        "last_bytes_down_per_device": last / devices,
+        "bytes_per_device": (sum(moved(r.traffic, "up") + moved(r.traffic, "down") for r in rounds) + last) / devices,
         "device_rounds": turns,
         "bytes_by_kind": {
-            side: _sum_kinds([getattr(r.traffic, side) for r in rounds]) for side in ("up", "down", "one_time_up")
+            side: _sum_kinds([getattr(r.traffic, side) for r in rounds]) for side in Traffic.model_fields
         },
         "seconds_per_round": median(r.seconds for r in rounds),
     }
@@ -69,8 +71,9 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
     best = max(rounds, key=lambda r: r.accuracy_after.mean)
-    record: Record = {**_spread(result.final), **traffic(rounds)}
-    record["curve"] = [vars(p) for p in curve(rounds, result.final.mean)]
+    devices = len(result.personal)
+    record: Record = {**_spread(result.final), **traffic(rounds, devices, result.last_bytes)}
+    record["curve"] = [vars(p) for p in curve(rounds, devices, result.final.mean, result.last_bytes)]
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     record["best_round"] = {
@@ -104,8 +107,10 @@ def federation(ended: Ended) -> Record:
 
     Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
     """
-    record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds)}
-    record["curve"] = [vars(p) for p in curve(ended.rounds, ended.accuracy().mean)]
+    devices = len(ended.devices)
+    last = sum(d.bytes_down for d in ended.devices) - sum(moved(r.traffic, "down") for r in ended.rounds)
+    record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds, devices, last)}
+    record["curve"] = [vars(p) for p in curve(ended.rounds, devices, ended.accuracy().mean, last)]
     record["message_bytes_per_device"] = {
         side: {
             k: n / len(ended.devices)
@@ -161,10 +166,10 @@ def by_kind(records: Mapping[str, Record]) -> str:
         turns, name = r["device_rounds"], label
         for side in ("up", "down"):
             parts = [f"{kind} {count / turns:,.0f}" for kind, count in r["bytes_by_kind"][side].items()]
-            if side == "up" and r["bytes_by_kind"]["one_time_up"]:
-                parts.append(
-                    f"{' and '.join(r['bytes_by_kind']['one_time_up'])} {r['one_time_bytes_up_per_device']:,.0f} once"
-                )
+            if once := r["bytes_by_kind"][f"one_time_{side}"]:
+                parts.append(f"{' and '.join(once)} {r[f'one_time_bytes_{side}_per_device']:,.0f} once")
+            if side == "down":
+                parts.append(f"after the last round {r['last_bytes_down_per_device']:,.0f}")
             head = f"  {name:{width}}  {side:4}  "
             lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))
             name = ""

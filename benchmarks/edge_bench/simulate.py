@@ -70,6 +70,8 @@ class Simulated:
     """Every device's personal model from the final downlink, on its own test samples."""
     final_after: Accuracy | None
     """The same after local epochs from there."""
+    last_bytes: int
+    """Of the final downlinks, all devices together."""
     personal: Mapping[str, Personal]
     state_sha256: str
     personal_sha256: str
@@ -212,6 +214,7 @@ def run(
         rows=tuple(rows),
         final=sim.everyone(models),
         final_after=sim.after_epochs(config.rounds + 1) if final_epochs else None,
+        last_bytes=sum(sum(sim.downlink(config.rounds + 1, d)[1].values()) for d in names),
         personal=models,
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=personal_digest(models),

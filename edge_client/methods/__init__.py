@@ -86,13 +86,15 @@ class Local:
 class Method(BaseModel):
     """Base of every method: its fields are the configuration, `extra` keys are refused.
 
-    `one_time` names update arrays that are sent once (a structure), reported apart from the rounds' bytes.
+    `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
+    that stays): they are reported apart from the rounds' bytes.
     `shared_downlink` says that `downlink` does not depend on device or record, so it is made and stored once a round.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     one_time: ClassVar[frozenset[str]] = frozenset()
+    one_time_down: ClassVar[frozenset[str]] = frozenset()
     shared_downlink: ClassVar[bool] = True
 
     # --- server half

@@ -94,6 +94,7 @@ class Coupled(BernoulliMasks):
 
     name: ClassVar[str] = "coupled"
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    one_time_down: ClassVar[frozenset[str]] = frozenset({"head"})
     shared_downlink: ClassVar[bool] = False
 
     references: Annotated[int, Field(ge=0, le=250)] = 64

@@ -234,6 +234,7 @@ class Traffic(Message):
     up: dict[str, int] = {}
     down: dict[str, int] = {}
     one_time_up: dict[str, int] = {}
+    one_time_down: dict[str, int] = {}
 
 
 class Accuracy(Message):
