@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from edge_client.bundle import Model
 from edge_client.errors import MaskfleetError, PayloadError
-from edge_client.methods import Assignment, Method, origin
+from edge_client.methods import Assignment, Method, Total, origin
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic, first_fault
 from edge_client.protocol.payload import Arrays, Payload
@@ -183,7 +183,7 @@ def close_round(
     so the caller begins again without it), ValueError when the devices are not in order or there is none.
     """
     method, bill, figures, devices = course.method, _Bill(), [], list[str]()
-    total: Arrays = {}
+    total: Total = {}
     for c in contributions:
         if devices and c.device <= devices[-1]:
             raise ValueError(f"device {c.device!r} comes after {devices[-1]!r}; sort contributions by device name")

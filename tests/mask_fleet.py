@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from edge_kernels import bits
 from numpy.typing import NDArray
 from numpy_mlp import assignment, clusters, mlp, model, task
 
 from edge_client.bundle import F32, Manifest
 from edge_client.local import accuracy
 from edge_client.methods import Local, Task
-from edge_client.methods.bernoulli import BernoulliMasks
+from edge_client.methods.bernoulli import BernoulliMasks, Bits
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.training import Gradient
 
@@ -36,7 +37,8 @@ class Fleet:
         self.kept: dict[str, Arrays] = {}
         self.down: dict[str, Payload] = {}
         self.local: dict[str, Local] = {}
-        self.read: dict[str, Arrays] = {}
+        self.masks: dict[str, Bits] = {}
+        """By device, the mask that the server read last."""
 
     def task(self, device: str, round_: int) -> Task:
         t = task(self.m, device, round_, clusters(self.m, DEVICES.index(device)))
@@ -60,8 +62,10 @@ class Fleet:
             update = decode(encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y)})))
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
-            self.read[d] = self.method.read_update(t.assignment, self.state, record, update)
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, self.read[d], record)
+            read = self.method.read_update(t.assignment, self.state, record, update)
+            if "mask" in read:
+                self.masks[d] = bits.unpack(read["mask"], self.method.exchanged(t.assignment.model))
+            total, self.records[d] = self.method.fold(t.assignment, self.state, total, read, record)
             self.records[d] = stored(self.records[d])
         self.state = stored(self.method.finish(model(self.m), self.round, self.state, total))
 

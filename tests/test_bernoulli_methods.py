@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import counter
+from edge_kernels import bits, counter
+from edge_kernels.folding import Tally
 from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task, stored
 from numpy_mlp import NumpyMlp, assignment, mlp, model, task
 
@@ -52,18 +53,25 @@ def test_theta_is_made_with_the_methods_own_prior_and_clip() -> None:
     assert FedPM(posterior="mean").theta(model(M), 3, tally).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
 
 
+def tally(*masks: int) -> Tally:
+    """Masks that are all ones or all zeros."""
+    found = Tally(MASKED)
+    for bit in masks:
+        found.add(bits.pack(np.full(MASKED, bit)))
+    return found
+
+
 def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
     # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
     method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
     state = method.start(model(M), 3)
-    ones = np.full(MASKED, 3, np.uint32)
-    state = stored(method.finish(model(M), 2, state, {"ones": ones, "masks": np.array([3])}))
+    state = stored(method.finish(model(M), 2, state, {"masks": tally(1, 1, 1)}))
     assert set(method.theta(model(M), 3, state)) == {2 / 5}
-    state = stored(method.finish(model(M), 3, state, {"ones": 0 * ones, "masks": np.array([1])}))
+    state = stored(method.finish(model(M), 3, state, {"masks": tally(0)}))
     assert set(method.theta(model(M), 3, state)) == {2 / 6}
     # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
-    state = method.finish(model(M), 4, state, {"ones": ones // 3, "masks": np.array([3])})
-    state = method.finish(model(M), 5, state, {"ones": ones // 3, "masks": np.array([2])})
+    state = method.finish(model(M), 4, state, {"masks": tally(1, 0, 0)})
+    state = method.finish(model(M), 5, state, {"masks": tally(0, 1)})
     assert method.theta(model(M), 3, state)[0] == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
 
 

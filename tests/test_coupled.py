@@ -35,7 +35,7 @@ def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
         for d in DEVICES:
             agrees(fleet, d)
             if fleet.round > 1:
-                assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
+                assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
 
 def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
@@ -55,7 +55,7 @@ def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
     fleet.play(*DEVICES)
     for d in DEVICES:
         agrees(fleet, d)
-        assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
+        assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int,
             agrees(fleet, d)
         fleet.play(*DEVICES)
         assert not sat_out(fleet, "a")
-        assert (fleet.read["a"]["mask"] == own_mask(fleet, "a")).all()
+        assert (fleet.masks["a"] == own_mask(fleet, "a")).all()
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 8])

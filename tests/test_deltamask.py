@@ -47,7 +47,7 @@ def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any
     for _ in range(3):
         fleet.play(*DEVICES)
     for d in DEVICES:
-        assert (fleet.read[d]["mask"] == own_mask(fleet, d)).all()
+        assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
 
 @pytest.mark.parametrize("codec", ["fuse8", "fuse8-png"])
@@ -56,12 +56,12 @@ def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
     fleet = Fleet(DeltaMask(codec=codec), big)
     fleet.play("a")
     fleet.play("a")
-    wrong = fleet.read["a"]["mask"] != own_mask(fleet, "a")
+    wrong = fleet.masks["a"] != own_mask(fleet, "a")
     assert 0.4 / 256 < wrong.mean() < 2.5 / 256
     positions = codecs.decode(codec, fleet.local["a"].update.arrays[f"changes.{codec}"].tobytes(), 30_000)
     u = counter.uniform(counter.key(3, "uniforms", 2), 30_000)
     reference = u < np.float64(np.float32(0.95))
-    assert (np.flatnonzero(fleet.read["a"]["mask"] ^ reference) == positions).all()
+    assert (np.flatnonzero(fleet.masks["a"] ^ reference) == positions).all()
 
 
 def test_shared_uniforms_leave_fewer_changes_to_send() -> None:

@@ -35,6 +35,9 @@ from edge_client.errors import ConfigError
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training import Trainer
 
+Total = dict[str, Any]
+"""A round's running sums: arrays, and tallies of packed masks (`edge_kernels.folding`). Never stored."""
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -129,9 +132,7 @@ class Method(BaseModel):
         ...
 
     @abstractmethod
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Add one update to the round's running total ({} at first): memory O(d), not O(devices * d).
 
         Returns the total (which may be updated in place) and the device's new record.
@@ -139,7 +140,7 @@ class Method(BaseModel):
         ...
 
     @abstractmethod
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """The global state after a round, from the state before it and the round's total."""
         ...
 

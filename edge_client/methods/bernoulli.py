@@ -24,12 +24,13 @@ from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from edge_kernels import counter
+from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.gates import BernoulliSigmoid, sigmoid
@@ -199,27 +200,24 @@ class BernoulliMasks(Method):
             raise PayloadError(f"samples = {samples!r}; send how many samples were trained on, 1..{MAX_SAMPLES}")
         return {"head": head, "samples": np.array([samples], np.int64)}
 
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """Add a head weighted by its samples, or a mask (`mask` bool[masked])."""
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
+        """Add a head weighted by its samples, or a mask (`mask`, packed bool[masked])."""
         if "head" in update:
             n = update["samples"]
             head = update["head"].astype(np.float64) * n
             return {"head": total.get("head", 0.0) + head, "samples": total.get("samples", 0) + n}, record
         if not total:
-            total = {"ones": np.zeros(update["mask"].size, np.uint32), "masks": np.zeros(1, np.int64)}
-        total["ones"] += update["mask"]
-        total["masks"] += 1
+            total = {"masks": Tally(self.exchanged(a.model))}
+        total["masks"].add(update["mask"])
         return total, record
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """The averaged head, or the posterior with the round's masks in it."""
         if not total:
             return state
         if "head" in total:
             return {**state, "head": (total["head"] / total["samples"][0]).astype(np.float32)}
-        return {**state, **self.tallied(round_, state, total["ones"], int(total["masks"][0]))}
+        return {**state, **self.tallied(round_, state, total["masks"].counts(), total["masks"].total)}
 
     def tallied(self, round_: int, state: Arrays, ones: NDArray[np.integer], masks: int) -> Arrays:
         """The tally in `state` and the `masks` masks of a round, which have `ones` ones; those alone after a reset."""

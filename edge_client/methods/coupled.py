@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-from edge_kernels import counter, coupling
+from edge_kernels import bits, counter, coupling
 from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Personal, Task
+from edge_client.methods import Assignment, Local, Personal, Task, Total
 from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, coded, count, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
@@ -142,7 +142,7 @@ class Coupled(BernoulliMasks):
         return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """A head, the mask `mask` bool[masked] that the flips make of the reference, or nothing."""
+        """A head, the mask `mask`, packed bool[masked], that the flips make of the reference, or nothing."""
         if a.round <= self.probing:
             return self.read_head(a, update)
         if not update.arrays and update.meta.get("resync") == 1:
@@ -154,11 +154,9 @@ class Coupled(BernoulliMasks):
             flips = coupling.decode_flips(coded(update, FLIPS), theta, u, past)
         except CodecError as error:
             raise PayloadError(f"the flips of device {a.device!r} in round {a.round}: {error}") from None
-        return {"mask": (u < theta) ^ flips}
+        return {"mask": bits.pack((u < theta) ^ flips)}
 
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Add the mask to the counts, and the device's uniforms to what devices will know of the round."""
         if not update:
             return total, {}
@@ -166,7 +164,7 @@ class Coupled(BernoulliMasks):
         total, _ = super().fold(a, state, total, update, record)
         if "mask" in update:
             if "streams" not in total:
-                empty = Cohort.empty(update["mask"].size)
+                empty = Cohort.empty(self.exchanged(a.model))
                 total |= {"reference": empty.reference, "down": empty.down, "up": empty.up}
                 total |= {"seed": np.array([a.seed], np.int64), "streams": np.zeros(0, np.uint64)}
             stream = self.stream(a, a.device)
@@ -176,18 +174,19 @@ class Coupled(BernoulliMasks):
             total["streams"] = np.append(total["streams"], np.array([stream], np.uint64))
         return total, {"round": np.array([a.round], np.int64), "knew": np.array([knew])}
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """The new counts, coded once for every kind of device there may be in the next round."""
         if "streams" not in total:
             return super().finish(model, round_, state, total)
-        tally = self.tallied(round_, state, total["ones"], int(total["masks"][0]))
+        ones = total["masks"].counts()
+        tally = self.tallied(round_, state, ones, total["masks"].total)
         top = int(tally["masks"][0])
         after = {"head": state["head"], **tally, COUNTS: u8(counts.encode(tally["ones"], top))}
         if len(total["streams"]) > self.references:
             if state["masks"][0]:
                 after[CHANGE] = u8(counts.encode(tally["ones"], top, scaled(state, top)))
             return after
-        net = (total["ones"].astype(np.int64) - total["reference"]).astype(np.int32)
+        net = (ones.astype(np.int64) - total["reference"]).astype(np.int32)
         theta = self.theta(model, int(total["seed"][0]), state)
         cohort = Cohort(total["reference"], total["down"], total["up"])
         after |= {"net": net, "streams": total["streams"]}

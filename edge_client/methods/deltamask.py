@@ -88,7 +88,7 @@ class DeltaMask(BernoulliMasks):
         return max(4 * self.probed(model.manifest).size, 5 * self.exchanged(model) + 4096)
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """A head, or the mask `mask` bool[masked]: the reference, flipped wherever the filter says so."""
+        """A head, or the mask `mask`, packed bool[masked]: the reference, flipped wherever the filter says so."""
         if a.round <= self.probing:
             return self.read_head(a, update)
         theta = self.global_theta(a, state).astype(np.float64)
@@ -104,7 +104,7 @@ class DeltaMask(BernoulliMasks):
             flips = codecs.decode_mask(self.codec, coded(update, self.changes), theta.size, self.contexts(theta, u))
         except CodecError as error:
             raise PayloadError(f"the changes of device {a.device!r} in round {a.round}: {error}") from None
-        return {"mask": reference ^ flips}
+        return {"mask": bits.pack(reference ^ flips)}
 
     # --- client half
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train_parameters
@@ -86,9 +86,7 @@ class FedAvg(Method):
         """The device's state and its number of samples."""
         return {**read_state(a.model, update), "samples": np.array([read_samples(update)], np.int64)}
 
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Add n_k w_k and n_k, in float64: with the fixed order of devices the mean is the same everywhere."""
         samples = update["samples"]
         total.setdefault("samples", np.zeros(1, np.int64))
@@ -98,7 +96,7 @@ class FedAvg(Method):
             add_weighted(mean, float(samples[0]), update[name])
         return total, record
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """The weighted mean; the state stays when nobody reported."""
         if not total:
             return state

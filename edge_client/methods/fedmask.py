@@ -27,12 +27,13 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels import counter
+from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model, digest
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
 from edge_client.methods.ownership import Bits, Layout, divide
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train
@@ -194,36 +195,36 @@ class FedMask(Method):
             raise PayloadError(f"`real` must be {layout.real.size} finite float32 values")
         return {"bits": update.arrays[MASK], "structure": structure, "real": real}
 
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Count ones and holders of every element; remember the device's structure and bits."""
         layout = self.layout(a.model.manifest)
         if not total:
             total = {
-                "ones": np.zeros(layout.masked, np.uint32),
-                "holders": np.zeros(layout.masked, np.uint32),
+                "ones": Tally(layout.masked),
+                "holders": Tally(layout.masked),
                 "real": np.zeros(layout.real.size, np.float64),
                 "updates": np.zeros(1, np.uint32),
             }
         live = _live(layout, update["structure"])
         dense = np.zeros(layout.masked, np.bool_)
         dense[live] = bitset.unpack(update["bits"], layout.live)
-        total["ones"] += dense
-        total["holders"] += live
+        mask = bitset.pack(dense)
+        total["ones"].add(mask)
+        total["holders"].add(bitset.pack(live))
         total["real"] += update["real"]
         total["updates"] += np.uint32(1)
         if self.state == "client":
-            total[f"mask.{a.device}"] = bitset.pack(dense)
+            total[f"mask.{a.device}"] = mask
         record = {"structure": update["structure"], "bits": update["bits"], "round": np.array([a.round], np.uint32)}
         return total, record
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """Average what two or more devices hold; everything else stays."""
         if not total:
             return state
-        shared = total["holders"] >= 2
-        mean = total["ones"] / np.maximum(total["holders"], 1)
+        holders = total["holders"].counts()
+        shared = holders >= 2
+        mean = total["ones"].counts() / np.maximum(holders, 1)
         state = {
             **state,
             "real": (total["real"] / total["updates"][0]).astype(np.float32),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from edge_kernels import codecs, counter
+from edge_kernels import bits, codecs, counter
 from edge_kernels.codecs import CodecError, counts
 from pydantic import model_validator
 
@@ -64,13 +64,14 @@ class FedPM(BernoulliMasks):
         return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """A head, or the mask `mask` bool[masked]. Raises PayloadError."""
+        """A head, or the mask `mask`, packed bool[masked]. Raises PayloadError."""
         if a.round <= self.probing:
             return self.read_head(a, update)
         try:
-            return {"mask": codecs.decode_mask("entropy", coded(update, MASK), self.exchanged(a.model))}
+            mask = codecs.decode_mask("entropy", coded(update, MASK), self.exchanged(a.model))
         except CodecError as error:
             raise PayloadError(f"the mask of device {a.device!r} in round {a.round}: {error}") from None
+        return {"mask": bits.pack(mask)}
 
     # --- client half
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train_parameters
 
@@ -51,13 +51,11 @@ class Standalone(Method):
             raise PayloadError(f"the payload holds arrays {sorted(update.arrays)}; a standalone device sends none")
         return {}
 
-    def fold(
-        self, a: Assignment, state: Arrays, total: Arrays, update: Arrays, record: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Nothing to add."""
         return total, record
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Arrays) -> Arrays:
+    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
         """Nothing changed."""
         return state
 
