@@ -92,6 +92,24 @@ def test_own_contexts_are_used() -> None:
     assert len(payload) <= 1.03 * d / 2 * 3 / 8 < 0.8 * len(counts.encode(now, 7))
 
 
+def test_a_rank_beyond_the_top_is_refused() -> None:
+    # 12 has rank 23, bit length 5 and so class 16 of both 31 and 17; with top = 17 there are ranks 0 .. 17.
+    payload = counts.encode(np.array([12], np.uint8), 31)
+    assert counts.decode(payload, 1, 31).tolist() == [12]
+    with pytest.raises(CodecError, match="a rank of 23 is beyond 17"):
+        counts.decode(payload, 1, 17)
+
+
+def test_lengths_and_padding_have_one_spelling() -> None:
+    payload = counts.encode(np.array([12, 31, 0], np.uint8), 31)
+    with pytest.raises(CodecError, match="longer than it needs to be"):
+        counts.decode(bytes([payload[0] | 128, 0]) + payload[1:], 3, 31)
+    payload = counts.encode(np.array([20], np.uint8), 40)  # class 17, five low bits
+    assert payload[-1] < 32
+    with pytest.raises(CodecError, match="padding"):
+        counts.decode(payload[:-1] + bytes([payload[-1] | 128]), 1, 40)
+
+
 def test_what_is_no_count_is_refused() -> None:
     good = np.zeros(5, np.uint8)
     for call in (

@@ -99,6 +99,30 @@ def test_a_filter_read_with_the_wrong_d_or_damaged_is_refused() -> None:
             fuse.decode(payload[:end], 1000, 8)
 
 
+def test_a_filter_has_no_more_cells_than_builders_make_for_its_keys() -> None:
+    # Two keys: 12 cells by the formula, segments of 4; 6 segments more are let pass, 9 in all.
+    def empty(segments: int) -> bytes:
+        return fuse.HEADER.pack(0, 2, 4, segments, 4 * segments, 4 * segments + 8) + bytes(4 * segments + 8)
+
+    assert fuse.most_cells(2) == 36
+    assert fuse.parse(empty(7), 50, 8).segments == 7
+    with pytest.raises(CodecError, match="40 cells do not fit 8 segments of 4 and 2 keys"):
+        fuse.parse(empty(8), 50, 8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 10, 100, 1000, 4321, 99_999, 1_000_000, 8_000_000, 2**32 - 1])
+def test_the_limit_leaves_room_for_twice_the_segment_length_and_little_more(size: int) -> None:
+    length, segments = fuse.geometry(size)
+    assert (segments + 2) * length <= fuse.most_cells(size) - 3 * length
+    assert size < 1_000_000 or fuse.most_cells(size) <= 1.2 * size
+
+
+def test_four_bytes_after_a_filter_of_sixteen_bits_are_zeros() -> None:
+    payload = codecs.encode("fuse16", keys_below(1000, 0.05), 1000)
+    with pytest.raises(CodecError, match="takes"):
+        codecs.decode("fuse16", payload + b"junk", 1000)
+
+
 # --- PNG
 
 

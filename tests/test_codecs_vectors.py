@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import coupling_reader
 import numpy as np
 import pytest
-from edge_kernels import codecs, counter
+from edge_kernels import codecs, counter, coupling
 from edge_kernels.codecs import counts, fuse, klms, png, values
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -59,6 +60,62 @@ def test_samples_are_the_committed_ones() -> None:
         prior = np.frombuffer(bytes.fromhex(case["prior_float32_hex"]), "<f4")
         mask = klms.decode(bytes.fromhex(case["hex"]), prior, int(case["stream"]))
         assert np.flatnonzero(mask).tolist() == case["positions"]
+
+
+def coupled_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What both sides know, and each payload."""
+    return [(known, case) for known in cases("coupling") for case in known["cases"]]
+
+
+@pytest.mark.parametrize(("known", "case"), coupled_cases())
+def test_coupled_payloads_have_the_committed_meaning_and_bytes(
+    known: dict[str, Any], case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theta = np.array([float.fromhex(t) for t in known["theta"]])
+    uniforms = [counter.uniform(int(s), known["d"]) for s in known["streams"]]
+    past = coupling.history(np.array(known["past"], np.int32), known["shapes"]) if case["history"] else None
+    data = bytes.fromhex(case["hex"])
+    # What is fitted may differ in a last digit from one machine's linear algebra to another's: the models are given.
+    models: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+    decode_set = coupling._decode
+
+    def noted(part: bytes, n: int, terms: coupling.Terms) -> coupling.Bits:
+        if part[0]:
+            models.append(np.frombuffer(part[1 : 1 + 2 * len(terms(slice(0, 0)))], "<f2").astype(np.float64))
+        return decode_set(part, n, terms)
+
+    monkeypatch.setattr(coupling, "_decode", noted)
+    monkeypatch.setattr(coupling, "_fit", lambda *_: models.pop(0))
+    if case["kind"] == "flips":
+        found = coupling.decode_flips(data, theta, uniforms[0], past)
+        assert np.flatnonzero(found).tolist() == case["positions"]
+        assert coupling.encode_flips(found, theta, uniforms[0], past).hex() == case["hex"]
+    else:
+        cohort = coupling.Cohort.empty(known["d"])
+        for u in uniforms:
+            cohort.add(theta, u)
+        net = coupling.decode_net(data, theta, cohort, past, len(uniforms))
+        assert net.tolist() == case["net"]
+        assert coupling.encode_net(net, theta, cohort, past).hex() == case["hex"]
+    assert not models
+
+
+@pytest.mark.parametrize(("known", "case"), coupled_cases())
+def test_the_plain_reader_of_coupled_payloads_agrees(known: dict[str, Any], case: dict[str, Any]) -> None:
+    theta = [float.fromhex(t) for t in known["theta"]]
+    uniforms = [counter.uniform(int(s), known["d"]).tolist() for s in known["streams"]]
+    past = coupling_reader.past(known["past"], known["shapes"]) if case["history"] else None
+    data = bytes.fromhex(case["hex"])
+    if case["kind"] == "flips":
+        assert coupling_reader.flips(data, theta, uniforms[0], past) == case["positions"]
+    else:
+        assert coupling_reader.net_flips(data, theta, uniforms, past) == case["net"]
+
+
+def test_the_coupled_cases_use_models_and_none() -> None:
+    kinds = {(case["kind"], case["history"], bytes.fromhex(case["hex"])[4]) for _, case in coupled_cases()}
+    assert {("flips", known, model) for known in (False, True) for model in (0, 1)} <= kinds
+    assert max(abs(n) for _, case in coupled_cases() for n in case.get("net", [0])) > 1
 
 
 def test_values_have_the_committed_bytes_both_ways() -> None:

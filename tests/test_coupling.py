@@ -56,6 +56,27 @@ def test_a_cohort_counts_reference_ones_and_who_is_near() -> None:
     assert cohort.up[0] == 0.0
 
 
+def test_activity_is_log2_of_row_and_column_sums_plus_a_half_less_log2_of_all_plus_one() -> None:
+    activity = coupling.history(np.array([0, 3, 0, 0, -1, 0], np.int32), [(2, 3)]).activity
+    # Linear between powers of two: log2(3 + .5) = 1.75, log2(4 + .5) = 2.125, log2(4 + 1) = 2.25; of the second row
+    # log2(1.5) = .5, of the other columns log2(.5) = -1.
+    assert activity.reshape(2, 3).tolist() == [[-1.5, 1.625, -1.5], [-2.75, 0.375, -2.75]]
+
+
+def test_a_device_two_tenths_from_a_flip_counts_four_fifths() -> None:
+    # 1 / (1 + (x / .4)**2): u = 1/4 and theta = 1/2 are x = 2 apart; odds of 1 and 1.2 are .2 apart.
+    cohort = Cohort.empty(2)
+    cohort.add(np.array([0.5, 0.5]), np.array([0.25, 1.2 / 2.2]))
+    assert cohort.down.tolist() == pytest.approx([1 / 26, 0.0])
+    assert cohort.up.tolist() == pytest.approx([0.0, 0.8])
+
+
+def test_bins_are_half_a_unit_of_log_odds_wide_from_minus_eleven_to_five() -> None:
+    odds = np.array([-99.0, -11.0, -10.75, -10.5, 0.0, 4.49, 4.5, 99.0])
+    bins = coupling._bins(np.array([2.0]), lambda s: [odds[s] / 2], len(odds))
+    assert bins.tolist() == [0, 0, 0, 1, 22, 30, 31, 31]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.integers(0, 2**32), st.floats(0, 1), st.booleans())
 def test_any_flips_come_back_whatever_the_model_expects(d: int, seed: int, rate: float, known: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edge_kernels import codecs, counter
+from edge_kernels import codecs, counter, coupling
 from edge_kernels.codecs import counts, fuse, klms, png, values
 
 HERE = Path(__file__).parent
@@ -100,6 +100,36 @@ def klms_cases() -> list[dict[str, Any]]:
     return out
 
 
+def coupling_cases() -> list[dict[str, Any]]:
+    """Flips of one device and net flips of three, with and without the last round's; few flips need no model."""
+    shapes, stream = [(12, 30), (140,)], counter.key("vectors", "coupled")
+    d = sum(int(np.prod(shape)) for shape in shapes)
+    theta = np.clip(counter.uniform(stream, d), 0.03125, 0.96875)
+    streams = [counter.key("vectors", "coupled", n) for n in "abc"]
+    uniforms = [counter.uniform(s, d) for s in streams]
+    pull = 0.5 * (counter.uniform(counter.key("vectors", "pull"), d) - 0.5)
+    after = [np.clip(theta + pull * (1 + i / 4), 0, 1) for i in range(len(streams))]
+    masks = [u < a for u, a in zip(uniforms, after, strict=True)]
+    cohort = coupling.Cohort.empty(d)
+    for u in uniforms:
+        cohort.add(theta, u)
+    net = sum(mask.astype(np.int32) for mask in masks) - cohort.reference.astype(np.int32)
+    before = np.rint(6 * pull).astype(np.int32)
+    past = coupling.history(before, shapes)
+    flips, few = masks[0] ^ (uniforms[0] < theta), np.arange(d) % 101 == 7
+    known = {"d": d, "theta": [float(t).hex() for t in theta], "streams": [str(s) for s in streams],
+             "shapes": shapes, "past": before.tolist()}  # fmt: skip
+    out: list[dict[str, Any]] = []
+    for history in (None, past):
+        for what in (flips, few):
+            data = coupling.encode_flips(what, theta, uniforms[0], history)
+            out.append({"kind": "flips", "history": history is not None,
+                        "positions": np.flatnonzero(what).tolist(), "hex": data.hex()})  # fmt: skip
+        data = coupling.encode_net(net, theta, cohort, history)
+        out.append({"kind": "net", "history": history is not None, "net": net.tolist(), "hex": data.hex()})
+    return [{**known, "cases": out}]
+
+
 def value_cases() -> list[dict[str, Any]]:
     """Signs and floats."""
     signs = np.where(counter.uniform(counter.key("vectors", "signs"), 21) < 0.5, -1, 1)
@@ -132,7 +162,7 @@ def counter_cases() -> list[dict[str, Any]]:
 def main() -> None:
     """Write every file."""
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
-    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(),
+    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(), "coupling": coupling_cases(),
               "values": value_cases(), "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
