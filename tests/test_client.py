@@ -496,6 +496,24 @@ def test_connection_errors_and_5xx_are_repeated_with_growing_random_waits_until_
     assert len(set(time.slept)) == len(time.slept)
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["no answer", "told when to come back"])
+def test_devices_that_failed_together_do_not_come_back_together(busy: bool) -> None:
+    waits = []
+    wait = Wait(reason="r", poll_after=1.0)
+    for _ in range(40):
+        time, answers = _Time(), [503]
+
+        def handler(_: httpx.Request, answers: list[int] = answers) -> httpx.Response:
+            if answers:
+                return problem(answers.pop(), "busy", "busy", {"Retry-After": "70"} if busy else {})
+            return httpx.Response(200, content=wait.model_dump_json())
+
+        link(handler, time).ask("GET", "/x", Wait, "asking")
+        waits += time.slept
+    assert len(set(waits)) == 40
+    assert max(waits) - min(waits) > 0.25  # all of them within half a second
+
+
 def test_retry_after_is_honoured_and_does_not_use_up_patience() -> None:
     time, answers = _Time(), [503, 429, 429]
     wait = Wait(reason="r", poll_after=1.0)

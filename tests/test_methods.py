@@ -275,6 +275,19 @@ def test_a_bit_is_one_exactly_where_its_score_ends_at_zero_or_above() -> None:
     assert local.trained.parameters.tolist() == [0, 1, 1, 0, 1, 0]
 
 
+def test_the_group_lasso_pulls_at_every_score_of_a_live_group() -> None:
+    # Two rows and three columns of equal scores: d norm / d sigmoid is 1/sqrt(3) in a row and 1/sqrt(2) in a column.
+    m = mlp(3, 2, bias=False)
+    a = Assignment(Model(m, np.ones(6, np.float32), np.zeros(0, np.float32)), seed=0, rounds=1, round=1, device="a")
+    slope = 1 / (1 + np.exp(-0.1)) / (1 + np.exp(0.1))
+    for lasso in (0.0, 0.01):
+        method = FedMask(prune_layers=0, group_lasso=lasso, momentum=0, lr=2, epochs=1, batch=64, restart="latent")
+        down = method.downlink(a, method.start(a.model, 0), {})
+        local = method.local_round(Task(a, Fixed(m, np.zeros(6, np.float32)), clusters(m, 1)), {}, down)
+        moved = 2 * lasso * (3**-0.5 + 2**-0.5) * slope
+        assert local.kept["scores"].tolist() == pytest.approx([0.1 - moved] * 6, rel=1e-4)
+
+
 def test_pruned_elements_stay_zero_and_frozen_weights_stay_as_drawn() -> None:
     method = FedMask()
     _, local = one_round(method)

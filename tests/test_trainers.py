@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from edge_client.training.sgd import Sgd
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
+from edge_bench.simulate import find_bundle  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -243,3 +245,27 @@ def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backen
     for backend in BACKENDS:
         with pytest.raises(BundleError, match="SHA-256"):
             open_trainer(backend, bundle).gradient(start.parameters, start.buffers, x, y)
+
+
+def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    before, opened, open_session = torch.get_num_threads(), [], onnxruntime.InferenceSession
+
+    def spy(graph: bytes, options: Any, **rest: Any) -> Any:
+        opened.append((options.intra_op_num_threads, options.inter_op_num_threads))
+        return open_session(graph, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
+    bundle = find_bundle("digits")
+    x = np.zeros((1, *bundle.manifest.input.shape), np.float32)
+    start = bundle.model()
+    try:
+        for threads in (1, 2):
+            trainer = open_trainer("onnxruntime", bundle, threads)
+            trainer.logits(start.parameters, start.buffers, x)
+            trainer.gradient(start.parameters, start.buffers, x, np.zeros(1, np.int64))
+            open_trainer("torch", bundle, threads)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert opened == [(1, 1), (1, 1), (2, 1), (2, 1)]
