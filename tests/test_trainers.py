@@ -225,6 +225,19 @@ def test_a_trainer_is_a_pure_function_and_opens_a_graph_only_when_it_needs_it(ex
         np.testing.assert_array_equal(again.buffers, kept[1])
 
 
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+def test_parameters_of_a_payload_which_cannot_be_changed_serve_as_any(exported: Exported) -> None:
+    bundle, (x, y) = exported.bundle, _batch(exported.case, 4, 1)
+    start = bundle.model()
+    parameters, buffers = (np.frombuffer(a.tobytes(), np.float32) for a in (start.parameters, start.buffers))
+    for backend in BACKENDS:
+        trainer = open_trainer(backend, bundle)
+        loss = trainer.gradient(parameters, buffers, x, y).loss
+        assert loss == trainer.gradient(start.parameters, start.buffers, x, y).loss
+        logits = trainer.logits(parameters, buffers, x)
+        assert np.array_equal(logits, trainer.logits(start.parameters, start.buffers, x))
+
+
 def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backends_are_refused(tmp_path: Path) -> None:
     module = models.mlp(5, 4, 3)
     bundle = export_bundle(

@@ -75,6 +75,8 @@ class TorchTrainer:
 
     def _state(self, parameters: F32, buffers: F32) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         m = self.manifest
+        if not parameters.flags.writeable:  # a payload's: torch knows no read-only tensors and warns
+            parameters = parameters.copy()
         values = {k: torch.from_numpy(v) for k, v in views(m.parameters, parameters).items()}
         stats = {k: torch.from_numpy(v.copy()) for k, v in views(m.buffers, buffers).items()}
         return values, stats
