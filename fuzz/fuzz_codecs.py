@@ -1,114 +1,51 @@
 """Fuzzes every decoder: whatever the bytes, it returns or raises its one error, soon and in bounded memory.
 
-    python fuzz/fuzz_codecs.py --mutations 1000000 [--seed N]     a seeded mutator, no extra package; prints the count
-    python fuzz/fuzz_codecs.py --container --mutations 1000000    the same for the payload container
-    python fuzz/fuzz_codecs.py --write-seeds FOLDER               one file for each target, to start the next from
-    python fuzz/fuzz_codecs.py FOLDER [libFuzzer options]         coverage-guided, with `pip install atheris`
+    python fuzz/fuzz_codecs.py codecs|coupling|container --mutations 1000000    a seeded mutator, no extra package
+    python fuzz/fuzz_codecs.py codecs|coupling|container --atheris 60           guided by coverage, so many seconds
 
-The seeds are payloads that the encoders wrote. A target is a decoder with its d, contexts, prediction or prior; the
-wrong d is tried by giving one target's payload to another.
+Either prints its count; `--json FILE` adds it to a file of results. The targets are in fuzz_targets.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import inspect
+import json
+import os
 import random
+import signal
 import sys
+import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-import numpy as np
-from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, counts, klms, values
+import fuzz_targets
+from fuzz_targets import Target
 
-from edge_client.errors import PayloadError
-from edge_client.protocol import payload as container
-
-SLOWEST = 2.0  # seconds a payload of these sizes may take, thousands of times what it needs
-CONSTANT = 4 << 20  # bytes a decoder may use beside four times what it decodes to
-_MEASURED = 200  # one payload in so many is decoded under the memory tracer
-
-
-@dataclass(frozen=True)
-class Target:
-    """A decoder, a payload it decodes, the bytes of the largest thing it can decode to, how it refuses others."""
-
-    name: str
-    decode: Callable[[bytes], object]
-    seed: bytes
-    decoded: int
-    refusal: type[Exception] = CodecError
+SLOWEST = 5.0  # seconds a payload may take, of the processor, thousands of times what small ones need
+STUCK = 300.0  # seconds after which a call into compiled code that no signal interrupts ends the process
+CONSTANT = 256 << 10  # bytes a decoder may use beside four times what it decodes to, at small d
+CONSTANT_LARGE = 2 << 20  # and at large d, where its tiles are full
+SEGMENT = 16 << 20  # of `counts`, which decodes up to 2**20 values at once
+_LARGE = 2000  # one payload in so many goes to a large target
+_MEASURED = 16  # one payload in so many is decoded under the memory tracer, and all crafted and large ones
 
 
-def container_targets() -> list[Target]:
-    """The payload container around nothing, around every dtype, and around what methods send."""
-    meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
-    every = {
-        d: (np.arange(6) % 2).astype(d).reshape(2, 3) for d in ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "u8", "?")
-    }
-    made = {
-        "empty": container.Payload(),
-        "words": container.Payload({}, meta),
-        "dtypes": container.Payload(every, meta),
-        "mask": container.Payload({"mask": np.arange(200, dtype=np.uint8), "head": np.ones(5, np.float32)}, meta),
-        "scalar": container.Payload({"one": np.array(3, np.int64), "none": np.zeros((0, 4), np.float32)}),
-    }
-    return [
-        Target(f"container {name}", container.decode, container.encode(p), 4096, PayloadError)
-        for name, p in made.items()
-    ]
-
-
-def targets() -> list[Target]:
-    """All decoders, at small sizes mostly, so that many payloads fit in a minute."""
-    out = []
-    for d, rate in ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001)):
-        mask = counter.uniform(counter.key("fuzz", d), d) < rate
-        contexts = (counter.uint64(counter.key("fuzz contexts", d), d) % np.uint64(5)).astype(np.uint8)
-        for name in codecs.names():
-            if d <= 4000 or name in ("rice", "entropy", "auto"):
-                out.append(_set_target(name, mask, None))
-        if d <= 4000:
-            out.append(_set_target("entropy", mask, contexts))
-    for d, top in ((30, 3), (40, 10), (12, 1000)):
-        prediction = (counter.uint64(counter.key("fuzz counts", d), d) % np.uint64(top + 1)).astype(
-            counts.dtype_for(top)
-        )
-        now = np.minimum(prediction + (counter.uniform(5, d) < 0.1), top).astype(prediction.dtype)
-        decode = partial(counts.decode, d=d, top=top, prediction=prediction)
-        out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), 5 * d))
-        out.append(Target(f"counts d={d} plain", partial(counts.decode, d=d, top=top), counts.encode(now, top), 5 * d))
-    for d in (90, 1000):
-        prior = counter.uniform(counter.key("fuzz prior", d), d)
-        payload = klms.encode(np.clip(prior + 0.2, 0, 1), prior, 1, 2, bits=4)
-        out.append(Target(f"klms d={d}", partial(klms.decode, prior=prior, stream=1), payload, d))
-    signs = np.where(counter.uniform(3, 77) < 0.5, -1, 1)
-    out.append(Target("signs", partial(values.decode_signs, d=77), values.encode_signs(signs), 77))
-    for kind in ("float16", "float32"):
-        payload = values.encode_floats(counter.uniform(4, 20), kind)
-        out.append(Target(kind, partial(values.decode_floats, d=20, kind=kind), payload, len(payload)))
-    return out
-
-
-def _set_target(
-    name: str, mask: np.ndarray[tuple[int], np.dtype[np.bool_]], contexts: codecs.Contexts | None
-) -> Target:
-    d = len(mask)
-    payload = codecs.encode(name, mask, d, contexts)
-    label = f"{name} d={d}" + (" with contexts" if contexts is not None else "")
-    return Target(label, lambda data: codecs.decode(name, data, d, contexts), payload, 5 * d)
+class HungError(Exception):
+    """A decoder was interrupted."""
 
 
 def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
     """`data` with one to four small damages; `other` is spliced in now and then."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        kind = rng.randrange(8)
+        kind = rng.randrange(9)
         at = rng.randrange(len(out) + 1)
         if kind == 0 and out:
             out[at - 1] ^= 1 << rng.randrange(8)
@@ -124,98 +61,194 @@ def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
             out[at:] = other[at:]
         elif kind == 6:
             out[:at] = other[:at]
+        elif kind == 7:  # a number of a header, which stand first
+            at = rng.randrange(min(len(out), 40) + 1)
+            number = rng.choice((0, 1 << rng.randrange(36), (1 << rng.randrange(36)) - 1))
+            out[at : at + 4] = rng.choice((_varint(number), (number & 0xFFFFFFFF).to_bytes(4, "little")))
+        elif rng.random() < 0.3:
+            out = bytearray(rng.randbytes(rng.randrange(64)))
         else:
-            out = (
-                bytearray(rng.randbytes(rng.randrange(64))) if rng.random() < 0.3 else out + bytes(rng.randrange(1, 40))
-            )
+            out += rng.choice((b"\0", b"\xff", b"\xaa")) * rng.randrange(1, 40)
     return bytes(out)
 
 
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Interrupt what runs inside after so many seconds of this process's own time."""
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise HungError(f"still decoding after {seconds} s")
+
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def attempt(target: Target, data: bytes, measured: bool) -> bool:
-    """Decode once. True if it decoded, False if it was refused; any other exception, or too much memory, escapes."""
+    """Decode once. True if it decoded, False if it was refused; another exception, or too much time or memory, escapes.
+
+    `measured`: under the memory tracer, at three times the time.
+    """
+    result: Any = None
     if measured:
         tracemalloc.start()
     try:
-        target.decode(data)
-        return True
+        with alarm(SLOWEST):
+            result = target.decode(data)
+        accepted = True
     except target.refusal as error:
         if not str(error):
             raise AssertionError(f"a {target.refusal.__name__} without a sentence") from error
-        return False
+        accepted = False
     finally:
         if measured:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            if peak > 4 * target.decoded + CONSTANT:
-                raise AssertionError(f"{target.name} allocated {peak} bytes for at most {target.decoded} decoded")
+    if measured and peak > allowance(target, result):
+        raise AssertionError(f"{target.name} allocated {peak} bytes, more than {allowance(target, result)}")
+    return accepted
 
 
-def run_mutations(known: list[Target], count: int, seed: int) -> int:
-    """Try `count` mutated payloads of the targets; the exit status."""
+def allowance(target: Target, result: Any) -> int:
+    """Bytes the target may use: four times what is decoded, and its tiles."""
+    decoded = max(target.decoded, int(getattr(result, "nbytes", 0)))
+    if target.decoded < fuzz_targets.LARGE:
+        return 4 * decoded + CONSTANT
+    return 4 * decoded + (SEGMENT if target.name.startswith("counts") else CONSTANT_LARGE)
+
+
+def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
+    """Try `count` mutated payloads of a group's targets; what came of it. Raises at the first that goes wrong."""
     rng = random.Random(seed)
-    for target in known:
+    make = fuzz_targets.GROUPS[group]
+    small, large = make(False), make(True)
+    for target in (*small, *large):
         if not attempt(target, target.seed, measured=True):
             raise AssertionError(f"{target.name} refuses its own payload")
-    decoded = 0
-    slowest, slowest_name = 0.0, ""
+    decoded, slowest = 0, (0.0, "")
     began = time.perf_counter()
     for i in range(count):
+        if i % 1000 == 0:
+            faulthandler.dump_traceback_later(STUCK, exit=True)
+        known = large if i % _LARGE == _LARGE - 1 else small
         target = rng.choice(known)
-        data = mutate(target.seed, rng.choice(known).seed, rng)
-        start = time.perf_counter()
+        crafted = target.craft is not None and rng.random() < 0.3
+        if target.craft is not None and crafted:
+            data = target.craft(rng)
+        else:
+            data = mutate(target.seed, rng.choice(known).seed, rng)
+        measured = crafted or known is large or i % _MEASURED == 0
+        start = time.process_time()
         try:
-            decoded += attempt(target, data, measured=i % _MEASURED == 0)
+            decoded += attempt(target, data, measured)
         except BaseException as error:
-            print(f"{target.name}: {type(error).__name__}: {error}\npayload {data.hex()}", file=sys.stderr)
+            print(f"{target.name}, payload {i} of seed {seed}: {type(error).__name__}: {error}\n"
+                  f"{data[:2000].hex()}", file=sys.stderr)  # fmt: skip
             raise
-        took = time.perf_counter() - start
-        if took > slowest:
-            slowest, slowest_name = took, target.name
-        if took > SLOWEST:
-            print(f"{target.name} took {took:.1f} s\npayload {data.hex()}", file=sys.stderr)
-            return 1
-    took = time.perf_counter() - began
-    print(f"{count} mutated payloads of {len(known)} targets in {took:.0f} s: {decoded} decoded, "
-          f"{count - decoded} refused with a {known[0].refusal.__name__}, none crashed, hung or allocated too much; "
-          f"the slowest took {slowest * 1e3:.0f} ms ({slowest_name})")  # fmt: skip
-    return 0
+        slowest = max(slowest, (time.process_time() - start, target.name))
+    faulthandler.cancel_dump_traceback_later()
+    seconds = time.perf_counter() - began
+    print(f"{count} mutated payloads of {len(small) + len(large)} targets ({group}) in {seconds:.0f} s: {decoded} "
+          f"decoded, {count - decoded} refused with a {small[0].refusal.__name__}, none crashed, hung or allocated too "
+          f"much; the slowest took {slowest[0] * 1e3:.0f} ms ({slowest[1]})")  # fmt: skip
+    return {
+        "mutations": count, "seed": seed, "targets": len(small) + len(large), "decoded": decoded,
+        "refused": count - decoded, "crashed_hung_or_over_allocated": 0, "seconds": round(seconds),
+        "slowest_ms": round(slowest[0] * 1e3), "slowest": slowest[1],
+    }  # fmt: skip
 
 
-def run_atheris(arguments: list[str]) -> None:
-    """Coverage-guided fuzzing: the first byte chooses the target, the rest is the payload."""
+def run_atheris(group: str, seconds: int, seed: int) -> dict[str, Any]:
+    """Fuzz a group for so many seconds, guided by coverage, from the encoders' payloads; what came of it.
+
+    libFuzzer ends the process it runs in, so that is a child, which reports through a pipe. The first byte of an input
+    chooses the target, the rest is the payload.
+    """
+    known = fuzz_targets.GROUPS[group](False)
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        for i, target in enumerate(known):
+            (Path(folder) / f"{i:03}").write_bytes(bytes([i]) + target.seed)
+        child = os.fork()
+        if not child:
+            os.close(reader)
+            _fuzz(known, writer, [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-timeout=60", "-max_len=4096",
+                                  f"-artifact_prefix={tempfile.gettempdir()}/", folder])  # fmt: skip
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            lines = pipe.read().split()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status or not lines:
+        raise AssertionError(f"atheris ended with status {status}; its report is above")
+    tried, decoded = (int(word) for word in lines[-2:])
+    print(f"{tried} payloads of {len(known)} targets ({group}) guided by coverage in {seconds} s: {decoded} decoded, "
+          f"{tried - decoded} refused with a {known[0].refusal.__name__}, none crashed or hung")  # fmt: skip
+    return {"payloads": tried, "targets": len(known), "decoded": decoded, "refused": tried - decoded,
+            "crashed_or_hung": 0, "seconds": seconds}  # fmt: skip
+
+
+def _fuzz(known: Sequence[Target], report: int, options: list[str]) -> None:
+    """Hand this process to libFuzzer."""
     import atheris
 
-    known = targets()
+    tally = [0, 0]
 
     def one_input(data: bytes) -> None:
         if data:
-            attempt(known[data[0] % len(known)], data[1:], measured=False)
+            tally[1] += attempt(known[data[0] % len(known)], data[1:], measured=False)
+            tally[0] += 1
+            if tally[0] % 100 == 0:
+                os.write(report, f"{tally[0]} {tally[1]}\n".encode())
 
-    for module in [m for name, m in sys.modules.items() if name.startswith("edge_kernels.codecs")]:
-        for function in vars(module).values():
-            if inspect.isfunction(function) and function.__module__ == module.__name__:
-                atheris.instrument_func(function)  # in place: importers see it too
-    atheris.Setup([sys.argv[0], *arguments], one_input)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("edge_kernels.", "edge_client.protocol")):
+            for function in list(vars(module).values()):
+                if inspect.isfunction(function) and function.__module__ == name:
+                    atheris.instrument_func(function)  # in place: importers see it too
+    atheris.Setup([sys.argv[0], *options], one_input)
     atheris.Fuzz()
 
 
 def main() -> int:
     """Parse the command line and fuzz."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, help="try so many mutated payloads without atheris")
-    parser.add_argument("--container", action="store_true", help="fuzz the payload container instead of the codecs")
+    parser.add_argument("group", choices=list(fuzz_targets.GROUPS))
+    parser.add_argument("--mutations", type=int, help="try so many mutated payloads")
+    parser.add_argument("--atheris", type=int, metavar="SECONDS", help="guided by coverage, with `pip install atheris`")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
-    parser.add_argument("--write-seeds", type=Path, metavar="FOLDER", help="write a corpus for atheris and end")
-    options, rest = parser.parse_known_args()
-    if options.write_seeds is not None:
-        options.write_seeds.mkdir(parents=True, exist_ok=True)
-        for i, target in enumerate(targets()):
-            (options.write_seeds / f"{i:03}").write_bytes(bytes([i]) + target.seed)
-        return 0
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the counts to this file")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
     if options.mutations is not None:
-        return run_mutations(container_targets() if options.container else targets(), options.mutations, options.seed)
-    run_atheris(rest)
+        found["mutations"] = run_mutations(options.group, options.mutations, options.seed)
+    if options.atheris is not None:
+        found["atheris"] = run_atheris(options.group, options.atheris, options.seed)
+    if not found:
+        parser.error("say --mutations or --atheris, and how many or how long")
+    if options.json is not None:
+        record(options.json, options.group, found)
     return 0
+
+
+def record(path: Path, group: str, found: dict[str, Any]) -> None:
+    """Add one group's results to a file, beside the others'."""
+    from edge_bench.provenance import commit, machine
+
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    results[group] = {**results.get(group, {}), **found, "commit": commit(), "machine": machine()}
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

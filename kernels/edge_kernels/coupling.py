@@ -17,7 +17,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ Terms = Callable[[Where], list[F64]]
 
 TINY = 1e-9  # distances below it are one
 REACH = 0.4  # a flip is likely up to about this distance in logits: some steps of Adam at 0.1
-_TILE = 1 << 16  # positions whose terms are in memory at a time
+_TILE = 1 << 14  # positions whose terms are in memory at a time
 _FIT = 1 << 15  # positions the model is fitted on
 _BINS, _STEP, _LOWEST = 32, 0.5, -11.0  # bins of predicted log-odds
 _WORTH = 64  # a set or a complement smaller than this is not worth a model
@@ -131,7 +130,7 @@ def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History
         parts.append(_encode(more, _subset(_moved_terms(theta, cohort, past), sparse)))
         sparse = sparse[more]
     lengths = np.array([len(p) for p in parts], "<u4").tobytes()
-    return _guard(cohort.reference + net) + bytes([len(parts)]) + lengths + b"".join(parts)
+    return _guard_counts(cohort.reference, net) + bytes([len(parts)]) + lengths + b"".join(parts)
 
 
 def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int32]:
@@ -155,7 +154,7 @@ def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, ma
         more = _decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))
         sparse = sparse[more]
         net[sparse] += np.sign(net[sparse])
-    if len(sparse) or _guard(cohort.reference + net) != data[:_CRC]:
+    if len(sparse) or _guard_counts(cohort.reference, net) != data[:_CRC]:
         raise CodecError("the counts do not match their checksum: the two sides' states differ")
     return net
 
@@ -272,7 +271,14 @@ def _tiles(n: int) -> Iterator[slice]:
     return (slice(low, min(low + _TILE, n)) for low in range(0, n, _TILE))
 
 
-def _guard(values: NDArray[Any]) -> bytes:
-    """CRC-32 of a mask bool[n], packed, or of counts as 32-bit integers: of what is meant, not of what is sent."""
-    raw = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values.astype("<i4")
-    return zlib.crc32(raw.tobytes()).to_bytes(4, "little")
+def _guard(mask: Bits) -> bytes:
+    """CRC-32 of a mask bool[n], packed: of what is meant, not of what is sent."""
+    return zlib.crc32(np.packbits(mask, bitorder="little").tobytes()).to_bytes(_CRC, "little")
+
+
+def _guard_counts(reference: NDArray[np.int64], net: NDArray[np.int32]) -> bytes:
+    """CRC-32 of counts as 32-bit integers, tile by tile, as whole they would take many times their memory."""
+    crc = 0
+    for s in _tiles(len(net)):
+        crc = zlib.crc32((reference[s] + net[s]).astype("<i4").tobytes(), crc)
+    return crc.to_bytes(_CRC, "little")

@@ -162,8 +162,8 @@ def counter_cases() -> list[dict[str, Any]]:
 def main() -> None:
     """Write every file."""
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
-    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(), "coupling": coupling_cases(),
-              "values": value_cases(), "counter": counter_cases()}  # fmt: skip
+    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(),
+              "coupling": coupling_cases(), "values": value_cases(), "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
         (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")

@@ -1,0 +1,165 @@
+"""What is fuzzed: decoders with a payload that their encoders wrote, and the bytes of what they decode to.
+
+A target is a decoder with its d, contexts, prediction, prior or probabilities; the wrong d is tried by giving one
+target's payload to another. Most are small, so that many payloads fit in a minute; `large` ones show memory that grows
+with d. `Target.craft` makes payloads that blind damage cannot: images with right checksums, headers that fit together.
+How payloads are damaged and judged is not here.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from edge_kernels import codecs, counter, coupling
+from edge_kernels.codecs import CodecError, counts, fuse, klms, png, values
+from numpy.typing import NDArray
+
+from edge_client.errors import PayloadError
+from edge_client.protocol import payload as container
+
+SMALL = ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001))
+LARGE = 1_000_000
+
+Craft = Callable[[random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder, a payload it decodes, the bytes of what it decodes to at least, how it refuses others.
+
+    What is decoded may be larger (a set's positions take four bytes each): then that counts.
+    """
+
+    name: str
+    decode: Callable[[bytes], object]
+    seed: bytes
+    decoded: int
+    refusal: type[Exception] = CodecError
+    craft: Craft | None = None
+
+
+def codec_targets(large: bool = False) -> list[Target]:
+    """All decoders of `edge_kernels.codecs`."""
+    out = []
+    for d, rate in ((LARGE, 0.01),) if large else SMALL:
+        mask = counter.uniform(counter.key("fuzz", d), d) < rate
+        contexts = (counter.uint64(counter.key("fuzz contexts", d), d) % np.uint64(5)).astype(np.uint8)
+        for name in codecs.names():
+            if d != 70000 or name in ("rice", "entropy", "auto"):
+                out.append(_set_target(name, mask, None))
+        if d != 70000:
+            out.append(_set_target("entropy", mask, contexts))
+    for d, top in ((LARGE, 3),) if large else ((30, 3), (40, 10), (12, 1000)):
+        drawn = counter.uint64(counter.key("fuzz counts", d), d) % np.uint64(top + 1)
+        prediction = drawn.astype(counts.dtype_for(top))
+        now = np.minimum(prediction + (counter.uniform(5, d) < 0.1), top).astype(prediction.dtype)
+        decode = partial(counts.decode, d=d, top=top, prediction=prediction)
+        out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), now.nbytes))
+        plain = partial(counts.decode, d=d, top=top)
+        out.append(Target(f"counts d={d} plain", plain, counts.encode(now, top), now.nbytes))
+    for d in (LARGE,) if large else (90, 1000):
+        prior = counter.uniform(counter.key("fuzz prior", d), d).astype(np.float32)
+        payload = klms.encode(np.clip(prior + (0.0 if large else 0.2), 0, 1), prior, 1, 2, bits=4)
+        out.append(Target(f"klms d={d}", partial(klms.decode, prior=prior, stream=1), payload, d))
+    d = LARGE if large else 77
+    signs = np.where(counter.uniform(3, d) < 0.5, -1, 1)
+    out.append(Target(f"signs d={d}", partial(values.decode_signs, d=d), values.encode_signs(signs), d))
+    for kind in ("float16", "float32"):
+        payload = values.encode_floats(counter.uniform(4, d), kind)
+        out.append(Target(f"{kind} d={d}", partial(values.decode_floats, d=d, kind=kind), payload, len(payload)))
+    return out
+
+
+def coupling_targets(large: bool = False) -> list[Target]:
+    """One device's flips and a cohort's net flips, each with and without the last round's."""
+    d, devices = (LARGE, 2) if large else (480, 3)
+    theta = np.clip(counter.uniform(counter.key("fuzz theta", d), d), 0.01, 0.99)
+    streams = [counter.uniform(counter.key("fuzz uniforms", i), d) for i in range(devices)]
+    pull = 0.6 * (counter.uniform(counter.key("fuzz pull"), d) - 0.5)
+    masks = [u < theta + pull for u in streams]
+    cohort = coupling.Cohort.empty(d)
+    for u in streams:
+        cohort.add(theta, u)
+    net = sum(mask.astype(np.int32) for mask in masks) - cohort.reference.astype(np.int32)
+    flips = masks[0] ^ (streams[0] < theta)
+    out = []
+    for label, past in (("", None), (" with history", coupling.history(np.rint(5 * pull).astype(np.int32), [(d,)]))):
+        data = coupling.encode_flips(flips, theta, streams[0], past)
+        read = partial(coupling.decode_flips, theta=theta, uniforms=streams[0], past=past)
+        out.append(Target(f"flips d={d}{label}", read, data, d))
+        data = coupling.encode_net(net, theta, cohort, past)
+        read_net = partial(coupling.decode_net, theta=theta, cohort=cohort, past=past, masks=devices)
+        out.append(Target(f"net flips d={d}{label}", read_net, data, 4 * d))
+    few = np.arange(d) % 97 == 5
+    data = coupling.encode_flips(few, theta, streams[0], None)
+    read = partial(coupling.decode_flips, theta=theta, uniforms=streams[0], past=None)
+    return [*out, Target(f"flips d={d} without a model", read, data, d)]
+
+
+def container_targets(large: bool = False) -> list[Target]:
+    """The payload container around nothing, around every dtype, and around what methods send."""
+    meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
+    every = {
+        d: (np.arange(6) % 2).astype(d).reshape(2, 3) for d in ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "u8", "?")
+    }
+    made = {
+        "empty": container.Payload(),
+        "words": container.Payload({}, meta),
+        "dtypes": container.Payload(every, meta),
+        "mask": container.Payload({"mask": np.arange(200, dtype=np.uint8), "head": np.ones(5, np.float32)}, meta),
+        "scalar": container.Payload({"one": np.array(3, np.int64), "none": np.zeros((0, 4), np.float32)}),
+    }
+    if large:
+        made = {"large": container.Payload({"mask": np.ones(LARGE, np.uint8)}, meta)}
+    return [
+        Target(f"container {name}", container.decode, data := container.encode(p), len(data), PayloadError)
+        for name, p in made.items()
+    ]
+
+
+GROUPS: dict[str, Callable[[bool], list[Target]]] = {
+    "codecs": codec_targets,
+    "coupling": coupling_targets,
+    "container": container_targets,
+}
+
+
+def _set_target(name: str, mask: NDArray[np.bool_], contexts: codecs.Contexts | None) -> Target:
+    d = len(mask)
+    payload = codecs.encode(name, mask, d, contexts)
+    label = f"{name} d={d}" + (" with contexts" if contexts is not None else "")
+    craft = partial(_crafted_filter, d, name) if name.startswith("fuse") else None
+    return Target(label, lambda data: codecs.decode(name, data, d, contexts), payload, d, CodecError, craft)
+
+
+def _crafted_filter(d: int, name: str, rng: random.Random) -> bytes:
+    """A filter whose header fits together and its length, of any size and geometry, in an image where that is asked."""
+    width = 8 if name == "fuse8-png" else int(name[4:])
+    size = rng.choice((0, 1, 2, d // 2, d, d, d, d + 1, rng.randrange(2 * d + 2)))
+    length = rng.choice((*fuse.geometry(size)[:1], 1 << rng.randrange(20)))
+    room = rng.choice((fuse.geometry(size)[1] * length, fuse.most_cells(min(size, d)), 64 + 8 * size))
+    segments = max(min(room, 16 * d + 64) // length - rng.randrange(3), 1)
+    cells = (segments + 2) * length
+    if cells > 16 * d + 4096:  # a payload as large as that is the network's to refuse
+        cells, segments = 3 * length, 1
+    data = fuse.HEADER.pack(rng.getrandbits(64), size, length, segments, segments * length, cells)
+    count = min(cells, 16 * d + 4096) * width // 8
+    data += rng.randbytes(count) if rng.random() < 0.3 else bytes([rng.choice((0, 0, 255))]) * count
+    if name != "fuse8-png":
+        return data
+    image = bytearray(png.encode_filter(data))
+    if rng.random() < 0.5:  # other dimensions, the checksum right
+        side = rng.choice((1, 7, 100, 1 << rng.randrange(31)))
+        shape: list[Any] = [side, max(side - rng.randrange(2), 0)]
+        if rng.random() < 0.3:
+            shape[rng.randrange(2)] = 1 << rng.randrange(31)
+        image[16:24] = struct.pack(">II", *shape)
+        image[29:33] = zlib.crc32(bytes(image[12:29])).to_bytes(4, "big")
+    return bytes(image)
