@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from edge_kernels.codecs import counts
 from mask_fleet import DEVICES, MASKED, Fleet, own_mask
-from numpy_mlp import mlp
+from numpy_mlp import assignment, mlp
 
 from edge_client.errors import PayloadError
 from edge_client.local import run_round
@@ -234,6 +234,23 @@ def test_a_change_of_cohort_size_is_coded_against_the_scaled_counts() -> None:
     ones = counts.decode(data, MASKED, 2, (before["ones"] * np.uint32(2) + np.uint32(1)) // np.uint32(3))
     assert (ones == fleet.state["ones"]).all()
     assert fleet.ask("a").meta["crc"] == zlib.crc32(ones.astype("<i4").tobytes())
+
+
+def test_counts_that_decode_from_the_wrong_ones_do_not_pass_their_checksum() -> None:
+    m, method = mlp(300, 100, 3), Coupled(references=1)
+    a = assignment(m, round_=4)
+    before = np.arange(30_000, dtype=np.uint32) % 4
+    after = before.copy()
+    after[::100] = 3 - after[::100]
+    change = np.frombuffer(counts.encode(after, 3, before), np.uint8)
+    down = Payload({"change.counts": change}, {"masks": 3, "crc": zlib.crc32(after.astype("<i4").tobytes())})
+    kept = {"ones": before, "masks": np.array([3]), "head": np.zeros(303, np.float32)}
+    assert (method.understand(a, kept, down).tally["ones"] == after).all()
+    # Two weights exchanged: as many of every count as before, so the codec itself has nothing to object to.
+    wrong = before.copy()
+    wrong[[1, 2]] = wrong[[2, 1]]
+    with pytest.raises(Lost, match="checksum"):
+        method.understand(a, {**kept, "ones": wrong}, down)
 
 
 def test_net_flips_without_their_streams_are_a_payload_error() -> None:
