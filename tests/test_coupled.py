@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edge_kernels import counter
 from edge_kernels.codecs import counts
 from mask_fleet import DEVICES, MASKED, Fleet, own_mask
 from numpy_mlp import assignment, mlp
@@ -251,6 +252,15 @@ def test_counts_that_decode_from_the_wrong_ones_do_not_pass_their_checksum() -> 
     wrong[[1, 2]] = wrong[[2, 1]]
     with pytest.raises(Lost, match="checksum"):
         method.understand(a, {**kept, "ones": wrong}, down)
+
+
+def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names() -> None:
+    fleet = Fleet(Coupled())
+    for round_ in (1, 2, 3):
+        fleet.play(*DEVICES)
+        if round_ > 1:
+            keys = [counter.key(3, "uniforms", round_, device) for device in DEVICES]
+            assert fleet.ask("a").arrays["streams"].tolist() == keys
 
 
 def test_net_flips_without_their_streams_are_a_payload_error() -> None:
