@@ -64,6 +64,6 @@ def test_an_array_coded_otherwise_than_the_settings_say_is_refused() -> None:
             method.read_update(assignment(M, round_=2), state, {}, update)
     coded_mask = np.frombuffer(codecs.encode("entropy", mask, MASKED), np.uint8)
     method.read_update(assignment(M, round_=2), state, {}, Payload({"mask.entropy": coded_mask}))
+    both = Payload({"mask.entropy": coded_mask, "extra": coded_mask})
     with pytest.raises(PayloadError, match="extra"):
-        both = Payload({"mask.entropy": coded_mask, "extra": coded_mask})
         method.read_update(assignment(M, round_=2), state, {}, both)
