@@ -134,6 +134,7 @@ def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     make = fuzz_targets.GROUPS[group]
     small, large = make(False), make(True)
+    crafting = [target for target in large if target.craft is not None]
     for target in (*small, *large):
         if not attempt(target, target.seed, measured=True):
             raise AssertionError(f"{target.name} refuses its own payload")
@@ -144,7 +145,9 @@ def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
             faulthandler.dump_traceback_later(STUCK, exit=True)
         known = large if i % _LARGE == _LARGE - 1 else small
         target = rng.choice(known)
-        crafted = target.craft is not None and rng.random() < 0.3
+        if known is large and crafting and rng.random() < 0.5:  # what a header claims shows where d is large
+            target = rng.choice(crafting)
+        crafted = target.craft is not None and rng.random() < (0.9 if known is large else 0.3)
         if target.craft is not None and crafted:
             data = target.craft(rng)
         else:
