@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from coord_server import aggregation, auth, engine, events, outlook
 from coord_server.aggregation import Checked, Course
@@ -246,6 +247,11 @@ class LiveFederation(Journalled):
     def blobs(self) -> Blobs:
         """Where its payloads lie."""
         return self._store.blobs
+
+    async def settled(self) -> None:
+        """Wait until the round that was closed last is in the journal; a full disk is not waited for."""
+        with suppress(StateError):
+            await self._uninterrupted(self._flush)
 
     async def exported(self) -> bytes:
         """The global state after the last closed round, as safetensors bytes."""

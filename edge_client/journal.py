@@ -4,7 +4,7 @@ A state folder serves one enrolment and one process at a time:
 
     lock             held (flock) while a client runs
     device.json      name, credential, token digest, what the coordinator answered to the enrolment
-    pending-0000013  round 13 as it was trained: one line of JSON, what the method keeps, the update's bytes
+    pending-0000013  round 13 as it was trained: a line of JSON and its digest, what the method keeps, the update
     kept-0000012     the same of round 12, whose update the coordinator has acknowledged
     spare            the file of an older round, to be written over by the next one
     bundles/         the models, see `edge_client.remote_bundle`
@@ -59,7 +59,10 @@ class Identity(_Stored):
 
 
 class _Header(_Stored):
-    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update."""
+    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update.
+
+    The line ends with the SHA-256 of its JSON, because the file may be an older round's, half written over.
+    """
 
     round: int
     lease: str
@@ -88,11 +91,21 @@ class Pending:
 M = TypeVar("M", bound=BaseModel)
 
 
-def _header(line: bytes) -> _Header | None:
+def _line(header: _Header) -> bytes:
+    text = header.model_dump_json().encode()
+    return text + b" " + digest(text).encode() + b"\n"
+
+
+def _header(line: bytes, round_: int) -> _Header | None:
+    """The header in a first line, when it is whole and of this round."""
+    text, _, mark = line.rpartition(b" ")
+    if mark != digest(text).encode() + b"\n":
+        return None
     try:
-        return _Header.model_validate_json(line)
+        header = _Header.model_validate_json(text)
     except ValidationError:
         return None
+    return header if header.round == round_ else None
 
 
 class Journal:
@@ -166,9 +179,9 @@ class Journal:
         rounds = [r for r in self._rounds("kept") if r < before]
         if not rounds:
             return {}
-        path = self._path("kept", max(rounds))
-        found = self._read_kept(path)
+        found = self._read_kept(max(rounds))
         if found is None:
+            path = self._path("kept", max(rounds))
             raise StateError(f"{path} is damaged; remove {self.folder} and join again under another name")
         return dict(decode(found, FILE_HEADER_BYTES).arrays)
 
@@ -184,18 +197,18 @@ class Journal:
             update=len(pending.update),
             update_sha256=pending.sha256,
         )
-        first = header.model_dump_json().encode() + b"\n"
-        write_new(self._path("pending", pending.round), first, body, pending.update, spare=self._spare)
+        path = self._path("pending", pending.round)
+        write_new(path, _line(header), body, pending.update, spare=self._spare)
         self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:
-        """The update not yet acknowledged. One whose bytes have decayed is None: its round is trained again."""
-        rounds = self._rounds("pending")
-        found = self._read_round(self._path("pending", max(rounds))) if rounds else None
-        if found is None or found[0].round != max(rounds):
-            return None
-        header, update = found
-        return Pending(header.round, header.lease, header.downlink, update)
+        """The last update not yet acknowledged. One whose bytes have decayed is passed over: it is trained again."""
+        for round_ in sorted(self._rounds("pending"), reverse=True):
+            found = self._read_round(round_)
+            if found is not None:
+                header, update = found
+                return Pending(header.round, header.lease, header.downlink, update)
+        return None
 
     def acknowledge(self, round_: int) -> None:
         """The coordinator has the update of `round_`: what the method kept in it now counts."""
@@ -224,17 +237,19 @@ class Journal:
             for r in rounds:
                 self._path(kind, r).unlink(missing_ok=True)
 
-    def _read_kept(self, path: Path) -> bytes | None:
+    def _read_kept(self, round_: int) -> bytes | None:
         """What a round's file keeps, the update unread; None when it is not what was written."""
+        path = self._path("kept", round_)
         with disk(path), path.open("rb") as file:
-            header = _header(file.readline(LINE_MOST))
+            header = _header(file.readline(LINE_MOST), round_)
             kept = b"" if header is None else file.read(header.kept)
         return kept if header is not None and digest(kept) == header.kept_sha256 else None
 
-    def _read_round(self, path: Path) -> tuple[_Header, bytes] | None:
-        """A round's header and update; None when anything in the file is not what was written."""
+    def _read_round(self, round_: int) -> tuple[_Header, bytes] | None:
+        """A pending round's header and update; None when anything in the file is not what was written."""
+        path = self._path("pending", round_)
         with disk(path), path.open("rb") as file:
-            header = _header(file.readline(LINE_MOST))
+            header = _header(file.readline(LINE_MOST), round_)
             if header is None:
                 return None
             kept, update = file.read(header.kept), file.read()

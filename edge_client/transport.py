@@ -218,7 +218,7 @@ class Transport:
         wait: float | None,
     ) -> T:
         if wait is not None:
-            path = f"{path}?wait={wait:g}"
+            path = f"{path}?wait={wait:.3f}"
 
         def send() -> T:
             response = self._send(self._request(method, path, headers, content, TIMEOUT + (wait or 0.0)))

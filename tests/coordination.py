@@ -139,7 +139,7 @@ class Fleet:
         headers: dict[str, str] | None = None,
         wait: float | None = None,
     ) -> httpx.Response:
-        path = f"/v1/federations/fed/rounds/{round_}/updates/{device}{'' if wait is None else f'?wait={wait:g}'}"
+        path = f"/v1/federations/fed/rounds/{round_}/updates/{device}{'' if wait is None else f'?wait={wait:.3f}'}"
         shown = {"Maskfleet-Lease": lease, **bearer(credential(device))}
         if isinstance(body, bytes):
             shown["Content-Digest"] = content_digest(body)

@@ -145,12 +145,14 @@ def test_a_receipt_brings_the_next_work_when_the_upload_may_wait_for_it(tmp_path
         async def upload(device: str, wait: float | None) -> httpx.Response:
             return await fleet.upload(device, 1, work[device]["lease"], body[device], wait=wait)
 
-        early = await upload("a", 0)
-        assert (early.status_code, "work" in early.json()) == (201, False)  # nothing to do yet: ask later
         waiting = asyncio.create_task(upload("a", 30))
+        await until_round(fleet, lambda f: bool(f["updates"] == 1))
+        early = await upload("a", 30)  # sent again: nothing to do yet, and no answer is held back while a body comes
+        assert (early.status_code, "work" in early.json()) == (200, False)
         last = await upload("bb", 30)
-        for device, answer, status in (("a", await waiting, 200), ("bb", last, 201)):
-            assert answer.status_code == status
+        for device, answer in (("a", await waiting), ("bb", last)):
+            assert answer.status_code == 201
+            assert (await upload(device, 30)).json()["work"]["round"] == 2
             following = answer.json().pop("work")
             assert (following["status"], following["round"]) == ("train", 2)
             now = await fleet.work(device)
@@ -162,6 +164,24 @@ def test_a_receipt_brings_the_next_work_when_the_upload_may_wait_for_it(tmp_path
         assert [d["updates"] for d in shown] == [1, 1]
 
     play(tmp_path, script)
+
+
+def test_a_receipt_is_given_whatever_is_wrong_with_the_next_downlink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = await fleet.work("a")
+        body = trained(await fleet.fetch("a", work), "a")
+        monkeypatch.setattr("coord_server.federation.LiveFederation.work", broken)
+        answer = await fleet.upload("a", 1, work["lease"], body, wait=5)
+        assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
+
+    play(tmp_path, script)
+    assert "no next work for a after its update of round 1" in caplog.text
 
 
 def test_a_device_that_is_removed_while_it_waits_with_its_upload_still_gets_the_receipt(tmp_path: Path) -> None:

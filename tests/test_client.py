@@ -752,6 +752,25 @@ def test_the_file_of_a_round_that_nobody_needs_is_written_over_and_never_taken_f
         assert journal.pending() is None
 
 
+def test_a_file_written_over_up_to_any_byte_is_never_taken_for_the_new_round(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        images = {}
+        for r in (1, 4):  # headers and bodies of one size, so that every offset mixes two rounds' fields
+            journal.trained({"a": np.array([r])}, Pending(r, "lease", "0" * 64, bytes([r]) * 50))
+            images[r] = (tmp_path / f"pending-{r:07d}").read_bytes()
+        pending = tmp_path / "pending-0000004"
+        assert len(images[1]) == len(images[4])
+        for cut in range(len(images[4])):
+            torn = images[4][:cut] + images[1][cut:]
+            pending.write_bytes(torn)
+            assert torn == images[4] or journal.pending() is None, cut
+        journal.trained({"a": np.array([4])}, Pending(4, "lease", "0" * 64, b"four"))
+        (tmp_path / "pending-0000005").write_bytes(images[4])  # the next round's torn file hides no whole one
+        found = journal.pending()
+        assert found is not None
+        assert (found.round, found.update) == (4, b"four")
+
+
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
     """RLIMIT_FSIZE makes the kernel refuse the write, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
@@ -19,6 +19,7 @@ from edge_client.protocol.payload import MEDIA_TYPE
 EXAMPLE = {"token": "3b1d0c5e" * 8, "device": "pi-07", "credential": "9f2a77c1" * 8}
 WAIT_MOST = 60.0  # seconds an answer is held back at most
 
+log = logging.getLogger("maskfleet")
 router = APIRouter(prefix="/v1", tags=["device"])
 
 DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
@@ -181,10 +182,14 @@ async def put_update(
         wire.check_length(request, await calling.live.update_limit(), "an update of this method")
         receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
     if wait is not None:
-        with suppress(Refusal, StateError):  # the update is in, whatever keeps the device from going on
-            following = await calling.live.work(device, min(wait, WAIT_MOST))
+        try:  # a body that is sent again is still on its way: its sender reads no answer yet
+            following = await calling.live.work(device, min(wait, WAIT_MOST) if known is None else 0.0)
             if not isinstance(following, Wait):
                 receipt = receipt.model_copy(update={"work": following})
+        except (Refusal, StateError):
+            pass
+        except Exception:  # the update is in, whatever keeps the device from going on: it will hear when it asks
+            log.exception("no next work for %s after its update of round %d", device, round_)
     body = receipt.model_dump_json(exclude_none=True).encode()
     calling.live.count(device, "down", "receipt", len(body))
     return Response(body, 201 if known is None else 200, media_type="application/json")

@@ -217,6 +217,13 @@ async def delete_device(served: Operated, federation: FederationId, device: Name
     await served.federation(federation).remove(device)
 
 
+async def _settled(served: Coordinator, federation: str) -> str:
+    """The federation's id, once every round that devices know to be closed has its record."""
+    live = served.federation(federation)
+    await live.settled()
+    return live.id
+
+
 @router.get(
     "/federations/{federation}/rounds",
     summary="List closed rounds",
@@ -225,7 +232,7 @@ async def delete_device(served: Operated, federation: FederationId, device: Name
 )
 async def get_rounds(served: Operated, federation: FederationId) -> Any:
     """Traffic, bits per parameter, loss and accuracies of every closed round."""
-    id_ = served.federation(federation).id
+    id_ = await _settled(served, federation)
     records = await asyncio.to_thread(served.store.metadata.all_rounds, id_)
     return Response("[" + ",".join(records) + "]", media_type="application/json")
 
@@ -242,7 +249,7 @@ async def get_round(
     round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, examples=[3])],
 ) -> Any:
     """One closed round's record."""
-    id_ = served.federation(federation).id
+    id_ = await _settled(served, federation)
     record = await asyncio.to_thread(served.store.metadata.one_round, id_, round_)
     if record is None:
         raise Refusal("not-found", f"round {round_} of {id_} is not closed; GET .../rounds lists those that are")
