@@ -53,7 +53,8 @@ def positions_of(mask: NDArray[np.bool_], out: Positions | None = None) -> Posit
     end = 0
     for low in range(0, len(mask), _CHUNK):
         found = np.flatnonzero(mask[low : low + _CHUNK])
-        out[end : end + len(found)] = found + low
+        found += low
+        out[end : end + len(found)] = found
         end += len(found)
     return out
 
