@@ -270,3 +270,13 @@ def test_net_flips_without_their_streams_are_a_payload_error() -> None:
     broken = Payload({n: x for n, x in down.arrays.items() if n != "streams"}, down.meta)
     with pytest.raises(PayloadError, match="streams"):
         fleet.method.personal(fleet.task("a", 3), fleet.kept["a"], broken)
+
+
+def test_a_device_that_sits_a_round_out_cannot_weigh_in_its_means() -> None:
+    fleet = Fleet(Coupled())
+    fleet.play("a")
+    a = fleet.task("a", 2).assignment
+    for meta in ({"samples": 5}, {"correct": [1, 1, 2]}):
+        with pytest.raises(PayloadError, match="reports no samples"):
+            fleet.method.read_update(a, fleet.state, {}, Payload({}, {"resync": 1, **meta}))
+    assert fleet.method.read_update(a, fleet.state, {}, Payload({}, {"resync": 1})) == {}

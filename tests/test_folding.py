@@ -103,11 +103,12 @@ def test_a_mask_may_be_changed_after_it_was_added_and_a_view_of_bytes_is_not_cop
     tracemalloc.stop()
 
 
-def test_two_tallies_merge_into_their_sum() -> None:
-    masks = random_masks(300, 23, 5)
+@pytest.mark.parametrize("count", [2, 7, 16, 23, 38, 61])
+def test_two_tallies_merge_into_their_sum(count: int) -> None:
+    masks = random_masks(300, count, 5)
     parts = [Tally(300), Tally(300)]
     for i, mask in enumerate(masks):
-        parts[i % 2].add(pack(mask), 1 + i % 4)
+        parts[i % 3 % 2].add(pack(mask), 1 + i % 4)
     other = parts[1].counts().tolist()
     parts[0].merge(parts[1])
     assert parts[0].counts().tolist() == np.sum([m * (1 + i % 4) for i, m in enumerate(masks)], axis=0).tolist()

@@ -146,6 +146,9 @@ class Coupled(BernoulliMasks):
         if a.round <= self.probing:
             return self.read_head(a, update)
         if not update.arrays and update.meta.get("resync") == 1:
+            figures = update.meta.get("samples", 0), update.meta.get("correct", [0, 0, 0])
+            if figures != (0, [0, 0, 0]):
+                raise PayloadError(f"a device that sits a round out reports no samples, not {figures}; send zeros")
             return {}
         theta = self.theta(a.model, a.seed, state)
         u = counter.uniform(self.stream(a, a.device), theta.size)

@@ -256,7 +256,7 @@ class FedMask(Method):
 
         named = structure_digest(structure)
         arrays: Arrays = {MASK: bitset.pack(mask[live])}
-        if downlink.meta["structure"] != named:
+        if downlink.meta.get("structure") != named:
             arrays[STRUCTURE] = structure
         if layout.real.size:
             arrays["real"] = values[layout.real]
