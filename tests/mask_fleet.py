@@ -59,7 +59,9 @@ class Fleet:
             local = self.method.local_round(t, self.kept.get(d, {}), self.down[d])
             self.local[d], self.kept[d] = local, stored(local.kept)
             record = self.records.get(d, {})
-            update = decode(encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y) * local.took_part})))
+            update = decode(
+                encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y) * local.took_part}))
+            )
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
             read = self.method.read_update(t.assignment, self.state, record, update)
