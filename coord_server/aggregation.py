@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
@@ -138,22 +138,14 @@ def unpack(data: bytes) -> Arrays:
     return dict(payload.decode(data, payload.FILE_HEADER_BYTES).arrays)
 
 
-@dataclass
-class _Bill:
-    """Running sums of a round's bytes."""
-
-    up: dict[str, int] = field(default_factory=dict)
-    down: dict[str, int] = field(default_factory=dict)
-    one_time_up: dict[str, int] = field(default_factory=dict)
-    one_time_down: dict[str, int] = field(default_factory=dict)
-
-    def add(self, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
-        for kind, count in up.items():
-            side = self.one_time_up if kind in method.one_time else self.up
-            side[kind] = side.get(kind, 0) + count
-        for kind, count in down.items():
-            side = self.one_time_down if kind in method.one_time_down else self.down
-            side[kind] = side.get(kind, 0) + count
+def _book(traffic: Traffic, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
+    """Add one device's bytes by kind."""
+    for kind, count in up.items():
+        side = traffic.one_time_up if kind in method.one_time else traffic.up
+        side[kind] = side.get(kind, 0) + count
+    for kind, count in down.items():
+        side = traffic.one_time_down if kind in method.one_time_down else traffic.down
+        side[kind] = side.get(kind, 0) + count
 
 
 def accuracy(values: list[float], weights: list[int]) -> Accuracy:
@@ -182,7 +174,7 @@ def close_round(
     left out before, for the record. Raises UnusableUpdate for the first that cannot be folded (a method folds in place,
     so the caller begins again without it), ValueError when the devices are not in order or there is none.
     """
-    method, bill, figures, devices = course.method, _Bill(), [], list[str]()
+    method, traffic, figures, devices = course.method, Traffic(), [], list[str]()
     total: Total = {}
     for c in contributions:
         if devices and c.device <= devices[-1]:
@@ -197,7 +189,7 @@ def close_round(
             raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
         if record or c.record:
             keep(c.device, record)
-        bill.add(method, checked.sizes, c.downlink)
+        _book(traffic, method, checked.sizes, c.downlink)
         figures.append(checked.metrics)
         devices.append(c.device)
     if not devices:
@@ -210,9 +202,9 @@ def close_round(
         record=Round(
             round=round_,
             devices=devices,
-            traffic=Traffic(**vars(bill)),
-            bits_per_parameter_up=8 * sum(bill.up.values()) / exchanged if exchanged else 0.0,
-            bits_per_parameter_down=8 * sum(bill.down.values()) / exchanged if exchanged else 0.0,
+            traffic=traffic,
+            bits_per_parameter_up=8 * sum(traffic.up.values()) / exchanged if exchanged else 0.0,
+            bits_per_parameter_down=8 * sum(traffic.down.values()) / exchanged if exchanged else 0.0,
             loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else 0.0,
             accuracy_before=accuracy([f.accuracy_before for f in figures], weights),
             accuracy_after=accuracy([f.accuracy_after for f in figures], weights),

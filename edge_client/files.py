@@ -39,7 +39,8 @@ def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int, over: 
         os.fsync(file.fileno())
 
 
-def _settle_names(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on disk. Raises OSError."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -53,7 +54,7 @@ def make_folder(path: Path) -> None:
         missing = [p for p in (path, *path.parents) if not p.exists()]
         for folder in reversed(missing):
             folder.mkdir(mode=0o700, exist_ok=True)
-            _settle_names(folder.parent)
+            sync_folder(folder.parent)
 
 
 def write_whole(
@@ -72,7 +73,7 @@ def write_whole(
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _settle_names(path.parent)
+        sync_folder(path.parent)
 
 
 def write_new(path: Path, *chunks: bytes | memoryview, spare: Path | None = None) -> None:
@@ -89,7 +90,7 @@ def write_new(path: Path, *chunks: bytes | memoryview, spare: Path | None = None
             if spare is not None and over:
                 os.replace(spare, path)
             _write(path, chunks, 0o600, over)
-            _settle_names(path.parent)
+            sync_folder(path.parent)
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -15,9 +15,9 @@ from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, task
 from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DataError, PayloadError
-from edge_client.methods import Assignment, Local, Method, Task, make_method
+from edge_client.methods import Assignment, Local, Method, Task, bits_digest, make_method
 from edge_client.methods.fedavg import FedAvg
-from edge_client.methods.fedmask import FedMask, structure_digest
+from edge_client.methods.fedmask import FedMask
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.training import Gradient
@@ -401,7 +401,7 @@ def test_real_gates_move_by_plain_sgd_and_are_sent_and_statistics_stay_on_the_de
 def update(method: FedMask, structure: list[int], mask: list[int]) -> Payload:
     packed = bitset.pack(np.array(structure))
     arrays = {"mask.bits": bitset.pack(np.array(mask)), "structure.bits": packed}
-    return Payload(arrays, {"structure": structure_digest(packed)})
+    return Payload(arrays, {"structure": bits_digest(packed)})
 
 
 SIX = mlp(3, 2, bias=False)
@@ -484,7 +484,7 @@ def test_real_gates_are_averaged_and_sent_down() -> None:
                 "structure.bits": empty,
                 "real": np.full(10, value, np.float32),
             },
-            {"structure": structure_digest(empty)},
+            {"structure": bits_digest(empty)},
         )
         for d, value in (("a", 1), ("b", 4))
     }

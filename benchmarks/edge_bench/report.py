@@ -67,13 +67,17 @@ def _spread(a: Accuracy, suffix: str = "") -> Record:
     return {f"accuracy_{k}{suffix}": v for k, v in a.model_dump().items()}
 
 
+def _measured(rounds: Sequence[Round], devices: int, final: Accuracy, last: int) -> Record:
+    """What the record of a federation has, simulated or real."""
+    points = [vars(p) for p in curve(rounds, devices, final.mean, last)]
+    return {**_spread(final), **traffic(rounds, devices, last), "curve": points}
+
+
 def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
     best = max(rounds, key=lambda r: r.accuracy_after.mean)
-    devices = len(result.personal)
-    record: Record = {**_spread(result.final), **traffic(rounds, devices, result.last_bytes)}
-    record["curve"] = [vars(p) for p in curve(rounds, devices, result.final.mean, result.last_bytes)]
+    record = _measured(rounds, len(result.personal), result.final, result.last_bytes)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     record["best_round"] = {
@@ -107,10 +111,8 @@ def federation(ended: Ended) -> Record:
 
     Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
     """
-    devices = len(ended.devices)
     last = sum(d.bytes_down for d in ended.devices) - sum(moved(r.traffic, "down") for r in ended.rounds)
-    record: Record = {**_spread(ended.accuracy()), **traffic(ended.rounds, devices, last)}
-    record["curve"] = [vars(p) for p in curve(ended.rounds, devices, ended.accuracy().mean, last)]
+    record = _measured(ended.rounds, len(ended.devices), ended.accuracy(), last)
     record["message_bytes_per_device"] = {
         side: {
             k: n / len(ended.devices)

@@ -141,7 +141,7 @@ class _Run:
         return closed.record
 
     def personal(self, round_: int, device: str) -> Personal:
-        content, _ = self.downlink(round_, device)
+        content, self.downlinks[device] = self.downlink(round_, device)
         return self.course.method.personal(self.task(round_, device), self.kept.get(device, {}), content)
 
     def everyone(self, models: Mapping[str, Personal]) -> Accuracy:
@@ -214,7 +214,7 @@ def run(
         rows=tuple(rows),
         final=sim.everyone(models),
         final_after=sim.after_epochs(config.rounds + 1) if final_epochs else None,
-        last_bytes=sum(sum(sim.downlink(config.rounds + 1, d)[1].values()) for d in names),
+        last_bytes=sum(sum(sim.downlinks[d].values()) for d in names),
         personal=models,
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=personal_digest(models),

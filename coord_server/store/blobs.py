@@ -20,6 +20,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from edge_client.errors import StateError
+from edge_client.files import sync_folder
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 
@@ -98,14 +99,6 @@ class Blobs(Protocol):
 def _full(what: str, error: OSError) -> StateError:
     reason = error.strerror or type(error).__name__
     return StateError(f"{what}: {reason}; free space or repair the disk of the coordinator, then send it again")
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class FolderIncoming:
@@ -208,13 +201,13 @@ class FolderBlobs:
         os.fsync(file)
         if not early:
             os.replace(path, target)
-        _sync_folder(folder)
+        sync_folder(folder)
 
     def _ensure(self, folder: Path) -> None:
         if not folder.is_dir():
             self._ensure(folder.parent)
             folder.mkdir(exist_ok=True)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
 
     def receive(self, shelf: str) -> FolderIncoming:
         return FolderIncoming(self, shelf)

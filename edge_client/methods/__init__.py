@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Model, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 from edge_client.protocol.payload import Arrays, Payload
@@ -160,6 +160,11 @@ class Method(BaseModel):
 def origin(method: Method, a: Assignment) -> dict[str, str | int]:
     """What the metadata of a device's payload says of where it belongs: method, round and device."""
     return {"method": method.name, "round": a.round, "device": a.device}
+
+
+def bits_digest(packed: NDArray[np.uint8]) -> str:
+    """The 64-bit name of packed bits (a structure, a reference mask): the first 16 hex digits of their SHA-256."""
+    return digest(packed.tobytes())[:16]
 
 
 def make_method(config: dict[str, Any]) -> Method:

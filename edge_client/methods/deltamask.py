@@ -28,9 +28,9 @@ from edge_kernels.codecs.entropy import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model, digest
+from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Personal, Task
+from edge_client.methods import Assignment, Local, Personal, Task, bits_digest
 from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, coded, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
@@ -94,10 +94,11 @@ class DeltaMask(BernoulliMasks):
         theta = self.global_theta(a, state).astype(np.float64)
         u = self.uniforms(a, theta.size)
         reference = u < theta
-        if update.meta.get("reference") != mask_digest(reference):
+        named = bits_digest(bits.pack(reference))
+        if update.meta.get("reference") != named:
             raise PayloadError(
                 f"the changes of device {a.device!r} in round {a.round} are to reference mask "
-                f"{update.meta.get('reference')!r}, the server's is {mask_digest(reference)!r}: start the client again "
+                f"{update.meta.get('reference')!r}, the server's is {named!r}: start the client again "
                 "to fetch theta and train the round anew; if that does not help, update maskfleet on the device"
             )
         try:
@@ -124,7 +125,7 @@ class DeltaMask(BernoulliMasks):
         flips = most_telling((drawn < own) ^ reference, own, theta, self.kappa_at(a))
         coded_flips = u8(codecs.encode(self.codec, flips, flips.size, self.contexts(theta, u)))
         trained = self.masked_model(a, head, reference ^ flips, buffers)
-        update = Payload({self.changes: coded_flips}, {"reference": mask_digest(reference)})
+        update = Payload({self.changes: coded_flips}, {"reference": bits_digest(bits.pack(reference))})
         return Local({"buffers": buffers, **moments}, update, trained, loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
@@ -133,11 +134,6 @@ class DeltaMask(BernoulliMasks):
         head = self.sent_head(a, downlink)
         theta = self.sent_theta(a, downlink) if a.round > self.probing else self.first_theta(a.model, a.seed)
         return self.global_model(task, kept, theta, head)
-
-
-def mask_digest(mask: Bits) -> str:
-    """A mask's 64-bit name: the first 16 hex digits of the SHA-256 of its packed bits."""
-    return digest(bits.pack(mask).tobytes())[:16]
 
 
 def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:

@@ -31,9 +31,9 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Manifest, Model, digest
+from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total, bits_digest
 from edge_client.methods.ownership import Bits, Layout, divide
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train
@@ -42,11 +42,6 @@ from edge_client.training.sgd import Sgd
 
 # Coded arrays are named after what they hold and their codec.
 MASK, STRUCTURE, PLANES = "mask.bits", "structure.bits", "mask.planes"
-
-
-def structure_digest(packed: NDArray[np.uint8]) -> str:
-    """A structure's 64-bit name, 16 hex digits."""
-    return digest(packed.tobytes())[:16]
 
 
 def _live(layout: Layout, packed: NDArray[np.uint8]) -> Bits:
@@ -136,7 +131,7 @@ class FedMask(Method):
         layout = self.layout(a.model.manifest)
         share, named = state["share"], ""
         if record:
-            named = structure_digest(record["structure"])
+            named = bits_digest(record["structure"])
             live = _live(layout, record["structure"])
             if self.state == "client":
                 share = bitset.unpack(state[f"mask.{a.device}"], layout.masked)[live].astype(np.float32)
@@ -185,10 +180,10 @@ class FedMask(Method):
                 f"the structure keeps {list(counts)} elements; keep = {self.keep:g} and rank = {self.rank!r} "
                 f"keep {list(layout.kept)}"
             )
-        if update.meta.get("structure") != structure_digest(structure):
+        if update.meta.get("structure") != bits_digest(structure):
             raise PayloadError(
                 f"the update is for structure {update.meta.get('structure')!r}, the server has "
-                f"{structure_digest(structure)!r}; send the structure again"
+                f"{bits_digest(structure)!r}; send the structure again"
             )
         real = update.arrays.get("real", np.zeros(0, np.float32))
         if real.dtype != np.float32 or real.shape != layout.real.shape or not np.isfinite(real).all():
@@ -254,7 +249,7 @@ class FedMask(Method):
         loss = self._train(task, layout, values, buffers, scores, self.epochs, "train")
         mask = scores >= 0
 
-        named = structure_digest(structure)
+        named = bits_digest(structure)
         arrays: Arrays = {MASK: bitset.pack(mask[live])}
         if downlink.meta.get("structure") != named:
             arrays[STRUCTURE] = structure
@@ -285,7 +280,7 @@ class FedMask(Method):
             return share if own is None else np.where(_live(layout, own), share, np.float32(0))
         if own is None:
             return self._first_mask(layout, task.assignment.seed).astype(np.float32)
-        known = named == structure_digest(own)
+        known = named == bits_digest(own)
         share = np.zeros(layout.masked, np.float32)
         share[_live(layout, own)] = (
             self._shares(downlink, layout.live) if known else bitset.unpack(kept["bits"], layout.live)

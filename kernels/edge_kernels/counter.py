@@ -46,12 +46,17 @@ def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
         base = (stream + (start + low + 1) * _GAMMA) & _MASK
         np.multiply(np.arange(len(z), dtype=np.uint64), np.uint64(_GAMMA), out=z)
         z += np.uint64(base)
-        z ^= z >> np.uint64(30)
-        z *= np.uint64(_A)
-        z ^= z >> np.uint64(27)
-        z *= np.uint64(_B)
-        z ^= z >> np.uint64(31)
+        _mix(z)
     return out
+
+
+def _mix(z: NDArray[np.uint64]) -> None:
+    """SplitMix64's finaliser, in place."""
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(_A)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_B)
+    z ^= z >> np.uint64(31)
 
 
 def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -59,11 +64,7 @@ def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z: NDArray[np.uint64] = where + np.uint64(1)
     z *= np.uint64(_GAMMA)
     z += np.uint64(stream & _MASK)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(_A)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(_B)
-    z ^= z >> np.uint64(31)
+    _mix(z)
     return z
 
 
