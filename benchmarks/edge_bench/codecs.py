@@ -5,6 +5,7 @@ What is measured, and how, is in `codec_measure.py`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from edge_kernels.codecs import names
 
+from edge_bench import provenance
 from edge_bench.cli import write_json
 from edge_client.errors import ConfigError
 
@@ -23,6 +25,10 @@ app = typer.Typer(no_args_is_help=True, help="Codecs measured: bytes against the
 Json = Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")]
 BIG = 10_000_000
 TABLE_WIDTH = 112
+
+
+def _command() -> str:
+    return " ".join(["maskfleet", *sys.argv[1:]])
 
 
 def _numbers(text: str, kind: type[int] | type[float], option: str) -> list[float]:
@@ -59,6 +65,7 @@ def bench(
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH  # a file has no width to respect
+    origin = provenance.origin(_command())
     rows: list[Row] = []
     for d in sizes:
         for rate in rates:
@@ -66,7 +73,7 @@ def bench(
             console.print(_table(found))
             rows += found
     if json_file is not None:
-        write_json(json_file, {"rows": [asdict(row) for row in rows]})
+        write_json(json_file, {**origin, "rows": [asdict(row) for row in rows]})
         console.print(f"wrote {json_file}")
     if plot is not None:
         draw(rows, plot)
@@ -87,6 +94,7 @@ def conditional(
 
     from edge_bench.codec_measure import conditional as measure_conditional
 
+    origin = provenance.origin(_command())
     rows = [measure_conditional(params, spread, step, seed) for step in _numbers(steps, float, "--steps")]
     table = Table(title=f"coupled flips, theta ~ Beta({spread}, {spread}), d = {params:,}: bits per parameter")
     heads = ("step", "flips", "entropy", "coded", "given bins", "coded", "saved", "given all")
@@ -101,7 +109,7 @@ def conditional(
         )  # fmt: skip
     Console(highlight=False, soft_wrap=True).print(table)
     if json_file is not None:
-        write_json(json_file, {"rows": rows})
+        write_json(json_file, {**origin, "rows": rows})
 
 
 @app.command()
@@ -116,16 +124,17 @@ def fold(
 
     from edge_bench.codec_measure import fold as measure_fold
 
+    origin = provenance.origin(_command())
     row = measure_fold(params, masks, repeats)
-    ours, copied, narrow, wide = (row[f"{name}_s"] for name in (
-        "carry_save", "carry_save_copied", "unpack_add_uint8", "unpack_add_uint16"))  # fmt: skip
+    ours, unaligned, narrow, wide = (row[f"{name}_s"] for name in (
+        "carry_save", "carry_save_unaligned", "unpack_add_uint8", "unpack_add_uint16"))  # fmt: skip
     Console(highlight=False, soft_wrap=True).print(
-        f"{masks} masks of {params:,} bits: carry-save {ours:.3f} s, {copied:.3f} s with copies; "
+        f"{masks} masks of {params:,} bits: carry-save {ours:.3f} s, {unaligned:.3f} s for masks off the words; "
         f"unpack-and-add {narrow:.3f} s in uint8 ({narrow / ours:.1f}x), {wide:.3f} s in uint16 ({wide / ours:.1f}x); "
         f"peak {row['peak_bytes'] / 1e6:.1f} MB beside the masks"
     )
     if json_file is not None:
-        write_json(json_file, row)
+        write_json(json_file, {**origin, **row})
 
 
 def _table(rows: list[Row]) -> object:

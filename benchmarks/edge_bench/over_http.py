@@ -155,9 +155,7 @@ def main(
         words = ["python -m edge_bench.over_http", config, *(["--only", only] if only is not None else [])]
         words += ["--rounds", rounds] if rounds is not None else []
         top = {
-            "command": " ".join(map(str, [*words, "--json", json_file])),
-            "commit": provenance.commit(),
-            "machine": provenance.machine(),
+            **provenance.origin(" ".join(map(str, [*words, "--json", json_file]))),
             "settings": checked.model_dump(mode="json", exclude={"methods", "bundle"}),
         }
         write_json(json_file, {**top, "methods": records})

@@ -27,6 +27,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def origin(command: str) -> dict[str, Any]:
+    """The first fields of a results file. Ask before measuring: the load is what else the machine was doing."""
+    return {"command": command, "commit": commit(), "machine": machine()}
+
+
 def commit() -> str:
     """The checkout's commit, with "+" when tracked files differ from it; empty outside a checkout."""
     words = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

@@ -370,17 +370,10 @@ def main() -> None:
         elif role == "bare-device":
             bare_device(rest[0], rest[1], int(rest[2]), rest[3])
         return
-    on = provenance.machine()
-    figures = measure(arguments.parameters, arguments.rounds, arguments.repeats)
     command = f"python -m edge_bench.round_overhead --parameters {arguments.parameters} --rounds {arguments.rounds}"
-    record = {
-        "command": f"{command} --repeats {arguments.repeats}",
-        "commit": provenance.commit(),
-        "machine": on,
-        "parameters": arguments.parameters,
-        "devices": 2,
-        "results": figures,
-    }
+    origin = provenance.origin(f"{command} --repeats {arguments.repeats}")
+    figures = measure(arguments.parameters, arguments.rounds, arguments.repeats)
+    record = {**origin, "parameters": arguments.parameters, "devices": 2, "results": figures}
     text = json.dumps(record, indent=1)
     print(text)
     if arguments.json:

@@ -139,9 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "command": " ".join(["python -m edge_bench.step_time", *sys.argv[1:]]),
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
+        **provenance.origin(" ".join(["python -m edge_bench.step_time", *sys.argv[1:]])),
         "threads": 1,
         "clock": "CPU time of the process",
         "models": {},

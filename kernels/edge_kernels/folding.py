@@ -39,9 +39,10 @@ class Tally:
         self.d = d
         self.total = 0
         """Sum of the weights added: no count is above it."""
-        self._words = (d + 63) // 64
+        self._words = d // 64
+        self._tail = np.zeros(d % 64, np.uint64)  # the counts of the positions after the last whole word
         self._batch: list[Words] = []  # masks of level 0 that wait for others: read only
-        self._copies: list[Words] = []  # planes that hold those of them that their owner might change
+        self._copies: list[Words] = []  # planes that hold those of them that did not lie on words
         self._free: list[Words] = []  # planes not in use
         self._sums: list[Words] = []
         self._waiting: dict[int, Words] = {}  # by level, a second plane that waits for a third
@@ -50,22 +51,25 @@ class Tally:
     def add(self, mask: Packed, weight: int = 1, where: Packed | None = None) -> None:
         """Add `weight` (a whole number, at least 0) at every set bit of `mask`, and of `where` if given.
 
-        Float weights are the caller's to scale to integers: sample counts are integers already. A mask that views bytes
-        is kept until others have come, any other is copied. Raises ValueError for a mask of another length.
+        Float weights are the caller's to scale to integers: sample counts are integers already. `mask` is kept, not
+        copied, until sixteen have come or the counts are read: whoever adds it may not change it any more. Raises
+        ValueError for a mask of another length.
         """
         if weight < 0:
             raise ValueError(f"a mask's weight is {weight}; weights are whole numbers from 0 on")
         _check(mask, self.d)
-        words = _constant_words(mask) if where is None else None
-        if words is None:
+        _check(mask, self.d)
+        if where is not None:
+            _check(where, self.d)
+            mask = mask & where
+        body, tail = np.split(mask, [8 * self._words])
+        self._tail += np.unpackbits(tail, count=self._tail.size, bitorder="little") * np.uint64(weight)
+        if sys.byteorder == "little" and body.flags.c_contiguous and body.ctypes.data % 8 == 0:
+            words = body.view(np.uint64)
+        else:
             words = self._plane()
             self._copies.append(words)
-            packed = words.view(np.uint8)
-            packed[: len(mask)] = mask
-            packed[len(mask) :] = 0
-            if where is not None:
-                _check(where, self.d)
-                packed[: len(mask)] &= where
+            words.view(np.uint8)[:] = body
             if sys.byteorder == "big":
                 words.byteswap(inplace=True)
         self.total += weight
@@ -85,6 +89,7 @@ class Tally:
             raise ValueError(f"a tally of {other.d} positions cannot join one of {self.d}")
         other._settle()
         self.total += other.total
+        self._tail += other._tail
         for level, total in enumerate(other._sums):
             self._push(level, total)
         for level, waiting in other._waiting.items():
@@ -94,8 +99,10 @@ class Tally:
         """The counts, uint8[d] where the total allows it, else the next wider dtype."""
         self._settle()
         dtype = np.dtype(np.min_scalar_type(self.total))
-        out: NDArray[np.unsignedinteger[Any]] = np.empty(self._words * 64, dtype)
-        by_byte = out.view(np.uint8).reshape(-1, 8, dtype.itemsize)  # the bytes of a count are eight planes each
+        out: NDArray[np.unsignedinteger[Any]] = np.empty(self.d, dtype)
+        out[64 * self._words :] = self._tail
+        whole = out[: 64 * self._words]
+        by_byte = whole.view(np.uint8).reshape(-1, 8, dtype.itemsize)  # the bytes of a count are eight planes each
         if sys.byteorder == "big":
             by_byte = by_byte[:, :, ::-1]
         rows = np.zeros((8 * dtype.itemsize, min(_READ, self._words)), np.uint64)
@@ -105,7 +112,7 @@ class Tally:
                 turned = _transposed(digits[8 * byte : 8 * byte + 8])
                 for k in range(8):
                     by_byte[low * 8 : (low + _READ) * 8, k, byte] = turned[k]
-        return out[: self.d]
+        return out
 
     def at_least(self, threshold: int) -> Packed:
         """The packed mask of the positions whose count is at least `threshold`: a vote without unpacking."""
@@ -119,8 +126,8 @@ class Tally:
             if threshold <= self.total:
                 for level, plane in enumerate(self._digits(slice(low, low + _READ), rows)):
                     above[:] = above & plane if (threshold - 1) >> level & 1 else above | plane
-        packed: Packed = out.astype("<u8", copy=False).view(np.uint8)[: (self.d + 7) // 8].copy()
-        return packed
+        tail = np.packbits(self._tail >= threshold, bitorder="little")
+        return np.concatenate([out.astype("<u8", copy=False).view(np.uint8), tail])
 
     def _fold(self) -> None:
         """Take a full batch through the tree; its last carry goes to level `_TREE`."""
@@ -254,14 +261,3 @@ def _check(mask: Packed, d: int) -> None:
         raise ValueError(
             f"bits beyond position {d - 1} are set; the mask was packed for a larger d or in big bit order"
         )
-
-
-def _constant_words(mask: Packed) -> Words | None:
-    """The mask as words where it lies, if it lies on words and nobody can change it: it is a view of bytes."""
-    owner: object = mask
-    while isinstance(owner, np.ndarray):
-        if owner.flags.writeable:
-            return None
-        owner = owner.base
-    whole = len(mask) % 8 == 0 and mask.flags.c_contiguous and mask.ctypes.data % 8 == 0
-    return mask.view(np.uint64) if whole and isinstance(owner, bytes) and sys.byteorder == "little" else None
