@@ -1,6 +1,6 @@
 """The coordinator without HTTP: bundles, join tokens and the federations that are alive.
 
-Who may call what is checked by the API; what a federation does is in `federation.py`.
+Who may call what is checked by the API; what a federation does is in `federation`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Coordinator:
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
         for live in self._federations.values():
-            live.wake(closing=True)
+            live.polls.wake(closing=True)
 
     async def close(self) -> None:
         """Stop everything; the store stays open."""
@@ -200,4 +200,4 @@ class Coordinator:
         terms = await asyncio.to_thread(self.store.metadata.token, token)
         if terms is None:
             raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
-        return await self.federation(terms.federation).enrol(request, token, terms.uses_left, terms.expires_at)
+        return await self.federation(terms.federation).members.enrol(request, token, terms.uses_left, terms.expires_at)

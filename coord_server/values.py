@@ -73,6 +73,13 @@ class Values:
         self.large = False
         """Whether anything was ever too large for its row, so that there are blobs to sweep."""
 
+    async def reload(self, row: FederationRow, records: dict[str, str]) -> None:
+        """Take everything from the journal anew; what was derived from it is made again when it is asked for."""
+        async with self._loading:  # what is being loaded now is what was there before
+            self._global, self._records = Content(row.global_state, row.global_content), records
+            self._arrays, self._downlinks = None, {}
+            self._fresh, self._room = {}, FRESH
+
     # --- what there is
 
     async def ready(self) -> tuple[Course, Arrays]:

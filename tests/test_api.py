@@ -176,7 +176,7 @@ def test_a_receipt_is_given_whatever_is_wrong_with_the_next_downlink(
         await fleet.federation("a", "bb")
         work = await fleet.work("a")
         body = trained(await fleet.fetch("a", work), "a")
-        monkeypatch.setattr("coord_server.federation.LiveFederation.work", broken)
+        monkeypatch.setattr("coord_server.polls.Polls.work", broken)
         answer = await fleet.upload("a", 1, work["lease"], body, wait=5)
         assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
 

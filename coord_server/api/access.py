@@ -61,7 +61,7 @@ async def caller(served: Served, federation: FederationId, given: DeviceHeader) 
     if given is None:
         raise Refusal("unauthorized", "this needs the device's credential: send Authorization: Bearer CREDENTIAL")
     live = served.federation(federation)
-    device = live.device_of(auth.hashed(given.credentials))
+    device = live.members.device_of(auth.hashed(given.credentials))
     if device is None:
         raise Refusal("unauthorized", f"no device of {federation} has this credential; enrol with a join token")
     return Caller(live, device)
@@ -80,7 +80,7 @@ class Reader:
     def count(self, size: int) -> None:
         """Account for bytes of the bundle that a device fetches."""
         if self.device is not None:
-            self.device.live.count(self.device.device, "down", "bundle", size)
+            self.device.live.members.count(self.device.device, "down", "bundle", size)
 
 
 async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
@@ -90,7 +90,7 @@ async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> R
         removed: Refusal | None = None
         for live in served.federations():
             try:
-                device = live.device_of(credential) if live.config.bundle == digest else None
+                device = live.members.device_of(credential) if live.config.bundle == digest else None
             except Refusal as refused:  # out of this federation, perhaps not of another one
                 removed, device = refused, None
             if device is not None:

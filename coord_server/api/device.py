@@ -60,8 +60,8 @@ async def enrol(
     """
     found = await served.enrol(request)
     live, body = served.federation(found.federation), found.model_dump_json().encode()
-    live.count(found.device, "up", "enrol", len(await raw.body()))
-    live.count(found.device, "down", "enrol", len(body))
+    live.members.count(found.device, "up", "enrol", len(await raw.body()))
+    live.members.count(found.device, "down", "enrol", len(body))
     return Response(body, media_type="application/json")
 
 
@@ -82,9 +82,9 @@ async def work(
     A device counts, and may be drawn, from its first question on. With `wait` the answer is held back until there is
     something to do.
     """
-    calling.live.note(calling.device)
-    body = (await calling.live.work(calling.device, min(wait, WAIT_MOST))).model_dump_json().encode()
-    calling.live.count(calling.device, "down", "work", len(body))
+    calling.live.members.note(calling.device)
+    body = (await calling.live.polls.work(calling.device, min(wait, WAIT_MOST))).model_dump_json().encode()
+    calling.live.members.count(calling.device, "down", "work", len(body))
     return Response(body, media_type="application/json")
 
 
@@ -133,11 +133,11 @@ async def payload(
     request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
 ) -> Response:
     """Immutable. Only what is due now is here: when it is gone, ask for work again."""
-    down = await calling.live.payload(calling.device, sha256)
+    down = await calling.live.polls.payload(calling.device, sha256)
     answer = await wire.immutable(
         request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.note(calling.device, _length(answer))
+    calling.live.members.note(calling.device, _length(answer))
     return answer
 
 
@@ -176,14 +176,14 @@ async def put_update(
     if device != calling.device:
         raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot upload for {device!r}")
     sha256 = wire.sha256_of_header(content_digest)
-    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    known = await calling.live.intake.admit(round_, device, maskfleet_lease, sha256)
     receipt = known
     if receipt is None:
-        wire.check_length(request, await calling.live.update_limit(), "an update of this method")
-        receipt = await calling.live.take_update(round_, device, maskfleet_lease, sha256, request.stream())
+        wire.check_length(request, await calling.live.intake.limit(), "an update of this method")
+        receipt = await calling.live.intake.take(round_, device, maskfleet_lease, sha256, request.stream())
     if wait is not None:
         try:  # a body that is sent again is still on its way: its sender reads no answer yet
-            following = await calling.live.work(device, min(wait, WAIT_MOST) if known is None else 0.0)
+            following = await calling.live.polls.work(device, min(wait, WAIT_MOST) if known is None else 0.0)
             if not isinstance(following, Wait):
                 receipt = receipt.model_copy(update={"work": following})
         except (Refusal, StateError):
@@ -191,7 +191,7 @@ async def put_update(
         except Exception:  # the update is in, whatever keeps the device from going on: it will hear when it asks
             log.exception("no next work for %s after its update of round %d", device, round_)
     body = receipt.model_dump_json(exclude_none=True).encode()
-    calling.live.count(device, "down", "receipt", len(body))
+    calling.live.members.count(device, "down", "receipt", len(body))
     return Response(body, 201 if known is None else 200, media_type="application/json")
 
 
@@ -205,6 +205,6 @@ async def put_report(request: Request, calling: Calling, device: DeviceName, rep
     """A device's last word on its own test data. Sent again, the newest counts."""
     if device != calling.device:
         raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot report for {device!r}")
-    calling.live.note(device)
-    calling.live.count(device, "up", "report", len(await request.body()))
-    await calling.live.report(device, report)
+    calling.live.members.note(device)
+    calling.live.members.count(device, "up", "report", len(await request.body()))
+    await calling.live.members.report(device, report)

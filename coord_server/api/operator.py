@@ -203,7 +203,7 @@ async def post_token(
 @router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_COMMON))
 async def get_devices(served: Operated, federation: FederationId) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes and its report."""
-    return await served.federation(federation).devices()
+    return await served.federation(federation).members.listed()
 
 
 @router.delete(
@@ -214,7 +214,7 @@ async def get_devices(served: Operated, federation: FederationId) -> list[Device
 )
 async def delete_device(served: Operated, federation: FederationId, device: Name) -> None:
     """It is not waited for and cannot come back. Updates of it that were acknowledged stay counted."""
-    await served.federation(federation).remove(device)
+    await served.federation(federation).members.remove(device)
 
 
 async def _settled(served: Coordinator, federation: str) -> str:

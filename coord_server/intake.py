@@ -1,0 +1,133 @@
+"""Updates taken into their round: welcome or not, then received, journalled together, acknowledged.
+
+How one body is received and checked is in `uploads`; what the round does with its updates, in `closing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from coord_server import aggregation, engine, events
+from coord_server.aggregation import Checked, Course
+from coord_server.journal import Journal
+from coord_server.refusals import Refusal
+from coord_server.roster import Roster
+from coord_server.store import Store
+from coord_server.uploads import Batch, Turns, Upload, Valid, receive, validate, weigh
+from coord_server.values import Values
+from edge_client.errors import StateError
+from edge_client.protocol.messages import Receipt
+from edge_client.protocol.payload import Arrays
+
+
+class Intake:
+    """The updates of one federation on their way in. Coroutines may be called concurrently."""
+
+    def __init__(
+        self, store: Store, journal: Journal, values: Values, roster: Roster, clock: Callable[[], float]
+    ) -> None:
+        self.id = journal.id
+        self._store, self._journal, self._values = store, journal, values
+        self._roster, self._clock = roster, clock
+        self._uploads: list[Upload] = []
+        self._turns = Turns()
+
+    async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
+        """Before the body is read: the receipt when the update is already in, None when it is welcome.
+
+        Raises Refusal otherwise.
+        """
+        state = self._journal.state
+        if round_ < state.round or state.phase in ("finished", "stopped"):
+            found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
+            if found is not None and found[0] == sha256:
+                return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
+        event = events.Updated(self._clock(), round_, device, lease, sha256)
+        _, decisions = engine.apply(self._journal.config, self._journal.state, event)
+        first = decisions[0]
+        if isinstance(first, events.Refuse):
+            raise Refusal(first.kind, first.detail)
+        if isinstance(first, events.Acknowledge) and first.duplicate:
+            return await self._receipt(round_, device, sha256)
+        return None
+
+    async def _receipt(self, round_: int, device: str, sha256: str) -> Receipt:
+        found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
+        if found is None:
+            raise Refusal("internal-error", f"the update of {device!r} in round {round_} is not in the journal")
+        return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
+
+    async def limit(self) -> int:
+        """The most bytes an update may have."""
+        course, _ = await self._values.ready()
+        return aggregation.update_limit(course)
+
+    async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
+        """Receive, check, journal, acknowledge. Raises Refusal, StateError; then nothing of it is kept.
+
+        A large update is checked and made durable by itself; a small one together with those that arrive while the
+        disk is busy, so that one transaction takes in all of them.
+        """
+        shelf = self._values.updates_shelf(round_)
+        reading = receive(self._store.blobs, shelf, body, await self.limit(), "an update")
+        received = await self._turns.read(device, reading)
+        try:
+            upload = Upload(events.Updated(self._clock(), round_, device, lease, sha256), received)
+            if received.incoming is not None:
+                course, arrays = await self._values.ready()
+                upload.valid = await asyncio.to_thread(self._validate, course, arrays, upload)
+            self._uploads.append(upload)
+            await self._journal.uninterrupted(self._take_in)
+            size = await upload.answer
+        finally:
+            received.discard()
+        return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=size)
+
+    def _validate(self, course: Course, arrays: Arrays, upload: Upload) -> Valid:
+        """Check a body against its claims; one whose round is over is left to the engine."""
+        e = upload.event
+
+        def check(data: bytes) -> Checked | None:
+            current = self._journal.state.round == e.round
+            return self._values.check(course, arrays, e.round, e.device, data) if current else None
+
+        return validate(upload.body, e.sha256, check)
+
+    async def _take_in(self) -> None:
+        """Take in every upload that waits, in one transaction. The lock is held; each upload gets its answer."""
+        uploads, self._uploads = self._uploads, []
+        if not uploads:
+            return
+        try:
+            await self._journal.flush()
+            course, arrays = await self._values.ready()
+            batch = await asyncio.to_thread(self._write, course, arrays, uploads)
+        except BaseException as error:
+            for upload in uploads:
+                upload.answered(error if isinstance(error, Exception) else StateError("going down; send it again"))
+            if isinstance(error, Exception):
+                return
+            raise
+
+        def adopt() -> None:
+            for row, checked in batch.taken:
+                self._roster.written(row.device, row.seen)
+                self._values.remember(row.device, checked)
+
+        self._journal.adopt(batch.state, tuple(batch.decisions), adopt)
+        for upload, answer in batch.answers:
+            upload.answered(answer)
+
+    def _write(self, course: Course, arrays: Arrays, uploads: list[Upload]) -> Batch:
+        """Check uploads, ask the engine about each in turn, and journal those it takes. Blocks. Raises StateError."""
+        journal = self._journal
+        batch = weigh(
+            journal.config, journal.state, uploads, lambda u: self._validate(course, arrays, u), self._roster.seen()
+        )
+        if batch.taken:
+            rows = [row for row, _ in batch.taken]
+            journal.write(
+                lambda state: self._store.metadata.acknowledge(self.id, rows, state), engine.dump(batch.state)
+            )
+        return batch
