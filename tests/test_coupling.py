@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 
 import numpy as np
 import pytest
@@ -158,3 +159,11 @@ def test_another_theta_is_noticed() -> None:
     data = coupling.encode_flips((u[0] < after[0]) ^ (u[0] < theta), theta, u[0], None)
     with pytest.raises(CodecError):
         coupling.decode_flips(data, np.clip(theta + 0.05, 0.01, 0.99), u[0], None)
+
+
+def test_a_checksum_is_that_of_packed_masks_and_of_32_bit_counts_however_they_are_cut() -> None:
+    mask = np.array([1, 0, 0, 0, 0, 0, 0, 1, 1], bool)
+    assert coupling.checksum([mask]) == zlib.crc32(b"\x81\x01") == coupling.checksum([mask[:8], mask[8:]])
+    ones = np.array([2, 0, 258], np.uint32)
+    four_each = b"\2\0\0\0\0\0\0\0\2\1\0\0"
+    assert coupling.checksum([ones]) == zlib.crc32(four_each) == coupling.checksum([ones[:1], ones[1:].astype(int)])

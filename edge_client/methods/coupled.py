@@ -27,7 +27,6 @@ worth; then the counts are coded against those of the round before alone.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -134,7 +133,7 @@ class Coupled(BernoulliMasks):
             return Payload({**arrays, kind: state[kind], "streams": state["streams"]})
         meta = {"masks": int(state["masks"][0])}
         if last == a.round - 1 and CHANGE in state:
-            return Payload({**arrays, CHANGE: state[CHANGE]}, {**meta, "crc": _crc(state["ones"])})
+            return Payload({**arrays, CHANGE: state[CHANGE]}, {**meta, "crc": coupling.checksum([state["ones"]])})
         return Payload({**arrays, COUNTS: state[COUNTS]}, meta)
 
     def update_limit(self, model: Model) -> int:
@@ -232,7 +231,7 @@ class Coupled(BernoulliMasks):
             ones = counts.decode(data, size, top, scaled(kept, top))
         except CodecError as error:
             raise _stale(a, str(error)) from None
-        if _crc(ones) != downlink.meta.get("crc"):
+        if coupling.checksum([ones]) != downlink.meta.get("crc"):
             raise _stale(a, "the counts do not match their checksum")
         return self.tally_of(ones, top)
 
@@ -307,11 +306,6 @@ def _stale(a: Assignment, why: str) -> Lost:
         f"the downlink of round {a.round} builds on the round before, and what this device kept is not of it: {why}; "
         "it sits the round out and receives everything with the next one"
     )
-
-
-def _crc(ones: NDArray[np.integer]) -> int:
-    """The checksum of counts that travel as a change: CRC-32 of them as 32-bit integers, little endian."""
-    return zlib.crc32(ones.astype("<i4").tobytes())
 
 
 def _last_round(record: Arrays) -> int:

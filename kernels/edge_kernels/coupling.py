@@ -15,13 +15,13 @@ piecewise linear), element by element, in a fixed order. Which method sends what
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels import codecs
+from edge_kernels import bits, codecs
 from edge_kernels.codecs import CodecError
 
 F64 = NDArray[np.float64]
@@ -106,13 +106,13 @@ def history(net: NDArray[np.int32], shapes: Sequence[tuple[int, ...]]) -> Histor
 
 def encode_flips(flips: Bits, theta: F64, uniforms: F64, past: History | None) -> bytes:
     """One device's flips bool[d] as bytes."""
-    return _guard(flips ^ (uniforms < theta)) + _encode(flips, _flip_terms(theta, uniforms, past))
+    return _guard(_mask_tiles(flips, theta, uniforms)) + _encode(flips, _flip_terms(theta, uniforms, past))
 
 
 def decode_flips(data: bytes, theta: F64, uniforms: F64, past: History | None) -> Bits:
     """The flips of :func:`encode_flips` with the same theta, uniforms and past. Raises CodecError."""
     flips = _decode(data[_CRC:], len(theta), _flip_terms(theta, uniforms, past))
-    if _guard(flips ^ (uniforms < theta)) != data[:_CRC]:
+    if _guard(_mask_tiles(flips, theta, uniforms)) != data[:_CRC]:
         raise CodecError("the mask does not match its checksum: the two sides' probabilities or uniforms differ")
     return flips
 
@@ -130,7 +130,7 @@ def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History
         parts.append(_encode(more, _subset(_moved_terms(theta, cohort, past), sparse)))
         sparse = sparse[more]
     lengths = np.array([len(p) for p in parts], "<u4").tobytes()
-    return _guard_counts(cohort.reference, net) + bytes([len(parts)]) + lengths + b"".join(parts)
+    return _guard(_count_tiles(cohort, net)) + bytes([len(parts)]) + lengths + b"".join(parts)
 
 
 def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int32]:
@@ -154,7 +154,7 @@ def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, ma
         more = _decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))
         sparse = sparse[more]
         net[sparse] += np.sign(net[sparse])
-    if len(sparse) or _guard_counts(cohort.reference, net) != data[:_CRC]:
+    if len(sparse) or _guard(_count_tiles(cohort, net)) != data[:_CRC]:
         raise CodecError("the counts do not match their checksum: the two sides' states differ")
     return net
 
@@ -271,14 +271,27 @@ def _tiles(n: int) -> Iterator[slice]:
     return (slice(low, min(low + _TILE, n)) for low in range(0, n, _TILE))
 
 
-def _guard(mask: Bits) -> bytes:
-    """CRC-32 of a mask bool[n], packed: of what is meant, not of what is sent."""
-    return zlib.crc32(np.packbits(mask, bitorder="little").tobytes()).to_bytes(_CRC, "little")
+def checksum(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> int:
+    """CRC-32 of what two sides must both have, a mask or counts: of what is meant, not of what is sent.
 
-
-def _guard_counts(reference: NDArray[np.int64], net: NDArray[np.int32]) -> bytes:
-    """CRC-32 of counts as 32-bit integers, tile by tile, as whole they would take many times their memory."""
+    It comes in tiles of any size, for masks a multiple of eight but the last: whole, its sums and packed forms would
+    take many times its memory. Masks are packed as codec `bits`, counts are 32-bit integers, little endian.
+    """
     crc = 0
-    for s in _tiles(len(net)):
-        crc = zlib.crc32((reference[s] + net[s]).astype("<i4").tobytes(), crc)
-    return crc.to_bytes(_CRC, "little")
+    for tile in tiles:
+        crc = zlib.crc32((bits.pack(tile) if tile.dtype == np.bool_ else tile.astype("<i4")).tobytes(), crc)
+    return crc
+
+
+def _guard(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> bytes:
+    return checksum(tiles).to_bytes(_CRC, "little")
+
+
+def _mask_tiles(flips: Bits, theta: F64, uniforms: F64) -> Iterator[Bits]:
+    """The mask that the flips make of the reference."""
+    return (flips[s] ^ (uniforms[s] < theta[s]) for s in _tiles(len(flips)))
+
+
+def _count_tiles(cohort: Cohort, net: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+    """The counts that the net flips make of the reference's."""
+    return (cohort.reference[s] + net[s] for s in _tiles(len(net)))
