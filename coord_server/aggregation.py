@@ -83,6 +83,15 @@ def sizes(data: bytes, content: Payload) -> dict[str, int]:
     return {**parts, HEADER: len(data) - sum(parts.values())}
 
 
+def sum_kinds(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of tables of bytes by kind, in the order of the kinds' names."""
+    total: dict[str, int] = {}
+    for table in tables:
+        for kind, size in table.items():
+            total[kind] = total.get(kind, 0) + size
+    return dict(sorted(total.items()))
+
+
 def downlink(course: Course, round_: int, device: str, state: Arrays, record: Arrays) -> tuple[bytes, dict[str, int]]:
     """The payload `device` receives in `round_` (``rounds + 1`` after the last), and its bytes by kind.
 

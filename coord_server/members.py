@@ -13,6 +13,8 @@ from coord_server.journal import Journal
 from coord_server.refusals import Refusal
 from coord_server.roster import Roster
 from coord_server.store import Store
+from coord_server.store.tables import Seen
+from coord_server.values import Downlink
 from edge_client.protocol.messages import Device, Enrol, Enrolled, Report
 
 
@@ -63,6 +65,16 @@ class Members:
         """Remember that a device called and how many payload bytes it fetched; written with its next update."""
         self._roster.note(device, self._clock(), bytes_down)
 
+    def fetched(self, device: str, down: Downlink, size: int) -> None:
+        """Account for an answer that carried `size` bytes of a downlink."""
+        self.note(device, size)
+        if down.round > self._journal.config.rounds and size:
+            self._roster.has_last(device, down.sizes)
+
+    def last_downlinks(self) -> dict[str, int]:
+        """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once."""
+        return self._roster.last()
+
     def count(self, device: str, side: str, kind: str, size: int) -> None:
         """Account for a message that is no payload, "up" or "down"; written with the device's next update."""
         self._roster.count(device, side, kind, size)
@@ -88,8 +100,14 @@ class Members:
         await self._journal.uninterrupted(leave)
 
     async def report(self, device: str, report: Report) -> None:
-        """Keep a device's last word."""
-        await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json())
+        """Keep a device's last word, and what it fetched up to now: no update of its will come to write that with."""
+
+        async def keep() -> None:
+            seen, text = self._roster.seen().get(device, Seen(self._clock())), report.model_dump_json()
+            await asyncio.to_thread(self._metadata.save_report, self.id, device, text, seen)
+            self._roster.written(device, seen)
+
+        await self._journal.uninterrupted(keep)
 
     async def listed(self) -> list[Device]:
         """Every device that ever enrolled, with what happened since its row was written."""

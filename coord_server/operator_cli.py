@@ -185,10 +185,11 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
         figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, f"{r.seconds:.1f}")
         table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
-    kinds = _table("round", "bytes up", "bytes down", "once up", "once down")
+    kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
     for r in found:
         t = r.traffic
-        kinds.add_row(str(r.round), *(_by_kind(side) for side in (t.up, t.down, t.one_time_up, t.one_time_down)))
+        sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
+        kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
     Console().print(table, kinds)
 
 

@@ -6,19 +6,21 @@ The journal's rows are the truth; this is what every request needs of them witho
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from coord_server import auth
+from coord_server.aggregation import sum_kinds
 from coord_server.refusals import Refusal
 from coord_server.store.tables import DeviceRow, Seen
 from edge_client.protocol.messages import Device, Report
 
-Messages = dict[str, dict[str, int]]  # bytes of what is no payload: "up" and "down", each by kind
+# Bytes by kind: "up" and "down" of what is no payload, "last" of the downlink after the last round once it was fetched.
+Messages = dict[str, dict[str, int]]
 
 
 def _read(text: str | None) -> Messages:
-    found: Messages = {"up": {}, "down": {}} if text is None else json.loads(text)
-    return found
+    return {"up": {}, "down": {}, "last": {}, **({} if text is None else json.loads(text))}
 
 
 class Roster:
@@ -87,8 +89,16 @@ class Roster:
 
     def count(self, device: str, side: str, kind: str, size: int) -> None:
         """A message that is no payload went "up" or "down"; `size` are the bytes of its body."""
-        kinds = self._messages.setdefault(device, {"up": {}, "down": {}})[side]
+        kinds = self._messages.setdefault(device, _read(None))[side]
         kinds[kind] = kinds.get(kind, 0) + size
+
+    def has_last(self, device: str, sizes: Mapping[str, int]) -> None:
+        """A device has fetched the downlink after the last round; `sizes` are its bytes by kind."""
+        self._messages.setdefault(device, _read(None))["last"] = dict(sizes)
+
+    def last(self) -> dict[str, int]:
+        """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once."""
+        return sum_kinds(messages["last"] for messages in self._messages.values())
 
     def seen(self) -> dict[str, Seen]:
         """What the journal does not know yet."""

@@ -30,8 +30,9 @@ FRESH = 32 << 20  # bytes of checked updates kept for the fold; those beyond are
 
 @dataclass(frozen=True)
 class Downlink:
-    """A downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
+    """A round's downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
 
+    round: int
     shelf: str
     sha256: str
     size: int
@@ -125,10 +126,10 @@ class Values:
         data, kinds = aggregation.downlink(course, round_, device, arrays, {} if shared else self._record(device))
         shelf = self._downlink_shelf(round_)
         if shared and len(data) <= IN_MEMORY:
-            return Downlink(shelf, sha256_of(data), len(data), kinds, data)
+            return Downlink(round_, shelf, sha256_of(data), len(data), kinds, data)
         self.large = True
         stored = self._store.blobs.put(shelf, data, durable=False)
-        return Downlink(shelf, stored.sha256, stored.size, kinds, None)
+        return Downlink(round_, shelf, stored.sha256, stored.size, kinds, None)
 
     # --- updates
 

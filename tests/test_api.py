@@ -7,8 +7,10 @@ import errno
 import json
 import os
 import re
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,44 @@ def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp
             assert all(n > 0 for kinds in (d["messages_up"], d["messages_down"]) for n in kinds.values())
 
     play(tmp_path, script)
+
+
+def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_once(tmp_path: Path) -> None:
+    report = {"accuracy": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def last_down(fleet: Fleet) -> dict[str, int]:
+        rounds = (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json() == rounds[1]
+        assert rounds[0]["traffic"]["last_down"] == {}
+        found: dict[str, int] = rounds[1]["traffic"]["last_down"]
+        return found
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        assert await last_down(fleet) == {}
+        finish = await fleet.work("a")
+        data = await fleet.fetch("a", finish)
+        one = {"buffers": 0, "header": len(data) - 4 * D, "parameters": 4 * D}
+        assert await last_down(fleet) == one
+        await fleet.fetch("a", finish)  # again: it costs a's link twice, and leads to no other model
+        assert await last_down(fleet) == one
+        mine = bearer(credential("a"))
+        assert (
+            await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
+        ).status_code == 204
+        with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:  # a crash from here on loses nothing
+            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said)["last"] == one
+        assert down == (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
+        await fleet.fetch("bb", await fleet.work("bb"))
+        assert await last_down(fleet) == {kind: 2 * size for kind, size in one.items()}
+
+    async def later(fleet: Fleet) -> None:
+        assert (await last_down(fleet))["parameters"] == 2 * 4 * D
+
+    play(tmp_path, script)
+    play(tmp_path, later)
 
 
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:

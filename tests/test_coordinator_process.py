@@ -87,7 +87,8 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
         phase="recruiting", round=120, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
     )  # fmt: skip
     half = Accuracy(mean=0.5, worst=0.25, p10=0.25, best=1.0)
-    traffic = Traffic(up={"parameters": 123_456_789, "header": 1000}, down={"parameters": 123_456_789})
+    weights = {"parameters": 123_456_789}
+    traffic = Traffic(up={**weights, "header": 1000}, down=weights, last_down={"parameters": 987_654_321})
     record = Round(
         round=120, devices=["a"] * 100, traffic=traffic, bits_per_parameter_up=32.004, bits_per_parameter_down=32.004,
         loss=12.3456, accuracy_before=half, accuracy_after=half, seconds=3599.9,
@@ -97,7 +98,7 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
     environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
     for command, words in {
         "list": ["method", "recruiting", "120/1000", "devices", "updates", "ends", "fault"],
-        "rounds har": ["accuracy", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789"],
+        "rounds har": ["accuracy", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789", "987,654,321"],
     }.items():
         shown = CliRunner().invoke(operator_cli.app, command.split(), env=environment)
         assert shown.exit_code == 0, shown.output

@@ -65,9 +65,11 @@ def test_the_demo_compares_ours_with_fedmask_fedavg_and_standalone() -> None:
     assert default == "fedmask,coupled,fedavg,standalone"
 
 
-def a_round(round_: int, up: int, before: float) -> Round:
+def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:
     same = Accuracy(mean=before, worst=before, p10=before, best=before)
     traffic = Traffic(up={"mask": up}, down={"mask": 20}, one_time_up={"structure": 10} if round_ == 1 else {})
+    if last:
+        traffic = traffic.model_copy(update={"last_down": {"mask": last}})
     return Round(
         round=round_, devices=["a", "b"], traffic=traffic, bits_per_parameter_up=1, bits_per_parameter_down=1, loss=1,
         accuracy_before=same, accuracy_after=same, seconds=1,
@@ -75,7 +77,7 @@ def a_round(round_: int, up: int, before: float) -> Round:
 
 
 def test_a_curve_has_the_bytes_up_to_each_round_and_the_accuracy_they_bought() -> None:
-    points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6)], 2, 0.8, 24)
+    points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6, last=24)], 2, 0.8)
     # Down 20, up 30 + 10 once, down 20: 80 bytes of two devices led to 0.6; up 50, down 24 after the last round to 0.8.
     assert points == [Point(1, 40.0, 0.6), Point(2, 77.0, 0.8)]
 

@@ -83,9 +83,9 @@ def test_a_method_that_the_file_lacks_is_refused_before_anything_runs(config: Pa
 def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_sent_once() -> None:
     same = Accuracy(mean=0.5, worst=0.5, p10=0.5, best=0.5)
     traffic = {"up": {"mask": 7, "header": 2}, "down": {"theta": 40}, "one_time_up": {"head": 5}}
-    traffic["one_time_down"] = {"head": 3}
+    traffic |= {"one_time_down": {"head": 3}, "last_down": {"theta": 40}}
     one = Outcome("s", {"a": "m"}, [{"round": 1, "traffic": traffic}] * 2, same)
-    assert one.payload_bytes() == {"up": 28, "down": 86}
+    assert one.payload_bytes() == {"up": 28, "down": 166}
     assert differences(one, replace(one)) == []
     changed = replace(one, models={"a": "n"}, accuracy=same.model_copy(update={"worst": 0.4}))
     assert differences(one, changed) == ["models", "accuracy"]

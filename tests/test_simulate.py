@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from edge_bench import cli, datasets
 from edge_bench.datasets import DataConfig
 from edge_bench.demo import fleet
-from edge_bench.report import federation, simulated
+from edge_bench.report import by_kind, federation, simulated
 from edge_bench.simulate import RoundRow, Simulated, SimulationConfig, find_bundle, read_config, run, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,7 +77,16 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             assert real.accuracy() == results[label].final
             carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)
             record = simulated(results[label], make_method({"name": label, **METHODS[label]}), bundle.model())
-            assert record["bytes_per_device"] == carried == federation(real)["bytes_per_device"]
+            measured = federation(real)
+            assert record["bytes_per_device"] == carried == measured["bytes_per_device"]
+            assert record["bytes_by_kind"] == measured["bytes_by_kind"]
+            assert sum(record["bytes_by_kind"]["last_down"].values()) == 4 * record["last_bytes_down_per_device"] > 0
+            assert measured["uncounted_bytes_per_device"] == {"up": 0, "down": 0}
+            again = [real.devices[0].model_copy(update={"bytes_down": real.devices[0].bytes_down + 400})]
+            wasteful = federation(replace(real, devices=[*again, *real.devices[1:]]))
+            assert wasteful["uncounted_bytes_per_device"] == {"up": 0, "down": 100}
+            assert "again or for nothing, 100 in all" in " ".join(by_kind({label: wasteful}).split())
+            assert wasteful["bytes_per_device"] == carried
             assert record["curve"][-1]["bytes"] == carried
             for there, row in zip(real.rounds, results[label].rows, strict=True):
                 assert there.model_dump(exclude={"seconds"}) == row.record.model_dump(exclude={"seconds"})

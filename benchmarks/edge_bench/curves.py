@@ -30,15 +30,14 @@ class Point:
     accuracy: float
 
 
-def curve(rounds: Sequence[Round], devices: int, final: float, last: int) -> list[Point]:
+def curve(rounds: Sequence[Round], devices: int, final: float) -> list[Point]:
     """The curve of a federation of `devices`.
 
-    `final` is the accuracy of the personal models after the last round, `last` the bytes of the downlinks they came
-    from, all devices together. The accuracy after round r is what the cohort of round r + 1 measured before it trained,
-    on the downlink of that round.
+    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort
+    of round r + 1 measured before it trained, on the downlink of that round.
     """
     after = [r.accuracy_before.mean for r in rounds[1:]] + [final]
-    down = [moved(r.traffic, "down") for r in rounds] + [last]
+    down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
     points, total = [], down[0]
     for i, (r, accuracy) in enumerate(zip(rounds, after, strict=True)):
         total += moved(r.traffic, "up") + down[i + 1]
@@ -46,10 +45,14 @@ def curve(rounds: Sequence[Round], devices: int, final: float, last: int) -> lis
     return points
 
 
-def moved(traffic: Traffic, side: Literal["up", "down"]) -> int:
-    """Payload bytes of a round one way, with what is sent once."""
-    parts = (traffic.up, traffic.one_time_up) if side == "up" else (traffic.down, traffic.one_time_down)
-    return sum(sum(kinds.values()) for kinds in parts)
+def moved(traffic: Traffic, side: Literal["up", "down", "last"]) -> int:
+    """Payload bytes of a round one way, with what is sent once; "last": of the downlinks after it."""
+    parts = {
+        "up": (traffic.up, traffic.one_time_up),
+        "down": (traffic.down, traffic.one_time_down),
+        "last": (traffic.last_down,),
+    }
+    return sum(sum(kinds.values()) for kinds in parts[side])
 
 
 def amount(count: float) -> str:

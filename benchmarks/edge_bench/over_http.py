@@ -44,8 +44,8 @@ class Outcome:
     """Of every device's own model."""
 
     def payload_bytes(self) -> dict[str, int]:
-        """Of all devices and rounds, up and down, with what is sent once."""
-        sides = {"up": ("up", "one_time_up"), "down": ("down", "one_time_down")}
+        """Of all devices and rounds, up and down, with what is sent once and the downlinks after the last round."""
+        sides = {"up": ("up", "one_time_up"), "down": ("down", "one_time_down", "last_down")}
         return {
             side: sum(sum(r["traffic"][part].values()) for r in self.rounds for part in parts)
             for side, parts in sides.items()

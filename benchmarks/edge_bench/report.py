@@ -15,6 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from coord_server.aggregation import sum_kinds
 from edge_bench.curves import amount, curve, moved
 from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
@@ -31,11 +32,12 @@ up, down: payload bytes a device sends and receives in a round; bits: the same
   rounds and the last downlink, with what is sent only once (bundle apart)"""
 
 
-def traffic(rounds: Sequence[Round], devices: int, last: int) -> Record:
+def traffic(rounds: Sequence[Round], devices: int) -> Record:
     """Bytes per device and round up and down, bits per parameter, what is sent once, and bytes in all.
 
-    `devices` is how many the federation has, `last` the bytes of all their downlinks after the last round.
+    `devices` is how many the federation has.
     """
+    last = moved(rounds[-1].traffic, "last")
     turns = sum(len(r.devices) for r in rounds)
     once = {d for r in rounds for d in r.devices}
 
@@ -51,33 +53,28 @@ def traffic(rounds: Sequence[Round], devices: int, last: int) -> Record:
         "one_time_bytes_down_per_device": sum(sum(r.traffic.one_time_down.values()) for r in rounds) / len(once),
         "last_bytes_down_per_device": last / devices,
         "bytes_per_device": (sum(moved(r.traffic, "up") + moved(r.traffic, "down") for r in rounds) + last) / devices,
+        "devices": devices,
         "device_rounds": turns,
-        "bytes_by_kind": {
-            side: _sum_kinds([getattr(r.traffic, side) for r in rounds]) for side in Traffic.model_fields
-        },
+        "bytes_by_kind": {side: sum_kinds(getattr(r.traffic, side) for r in rounds) for side in Traffic.model_fields},
         "seconds_per_round": median(r.seconds for r in rounds),
     }
-
-
-def _sum_kinds(tables: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {kind: sum(t.get(kind, 0) for t in tables) for kind in sorted({k for t in tables for k in t})}
 
 
 def _spread(a: Accuracy, suffix: str = "") -> Record:
     return {f"accuracy_{k}{suffix}": v for k, v in a.model_dump().items()}
 
 
-def _measured(rounds: Sequence[Round], devices: int, final: Accuracy, last: int) -> Record:
+def _measured(rounds: Sequence[Round], devices: int, final: Accuracy) -> Record:
     """What the record of a federation has, simulated or real."""
-    points = [vars(p) for p in curve(rounds, devices, final.mean, last)]
-    return {**_spread(final), **traffic(rounds, devices, last), "curve": points}
+    points = [vars(p) for p in curve(rounds, devices, final.mean)]
+    return {**_spread(final), **traffic(rounds, devices), "curve": points}
 
 
 def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
     best = max(rounds, key=lambda r: r.accuracy_after.mean)
-    record = _measured(rounds, len(result.personal), result.final, result.last_bytes)
+    record = _measured(rounds, len(result.personal), result.final)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     record["best_round"] = {
@@ -109,14 +106,19 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
 def federation(ended: Ended) -> Record:
     """The record of one real federation.
 
+    Uncounted are downlinks fetched again or for nothing (the round was over, the update was left out) and such updates.
     Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
     """
-    last = sum(d.bytes_down for d in ended.devices) - sum(moved(r.traffic, "down") for r in ended.rounds)
-    record = _measured(ended.rounds, len(ended.devices), ended.accuracy(), last)
+    record = _measured(ended.rounds, len(ended.devices), ended.accuracy())
+    counted = {side: sum(moved(r.traffic, side) for r in ended.rounds) for side in ("up", "down", "last")}
+    record["uncounted_bytes_per_device"] = {
+        "up": (sum(d.bytes_up for d in ended.devices) - counted["up"]) / len(ended.devices),
+        "down": (sum(d.bytes_down for d in ended.devices) - counted["down"] - counted["last"]) / len(ended.devices),
+    }
     record["message_bytes_per_device"] = {
         side: {
             k: n / len(ended.devices)
-            for k, n in _sum_kinds([getattr(d, f"messages_{side}") for d in ended.devices]).items()
+            for k, n in sum_kinds(getattr(d, f"messages_{side}") for d in ended.devices).items()
         }
         for side in ("up", "down")
     }
@@ -171,7 +173,12 @@ def by_kind(records: Mapping[str, Record]) -> str:
             if once := r["bytes_by_kind"][f"one_time_{side}"]:
                 parts.append(f"{' and '.join(once)} {r[f'one_time_bytes_{side}_per_device']:,.0f} once")
             if side == "down":
-                parts.append(f"after the last round {r['last_bytes_down_per_device']:,.0f}")
+                last = [
+                    f"{kind} {count / r['devices']:,.0f}" for kind, count in r["bytes_by_kind"]["last_down"].items()
+                ]
+                parts.append(f"after the last round {' + '.join(last)}")
+            if uncounted := r.get("uncounted_bytes_per_device", {}).get(side):
+                parts.append(f"beside these, again or for nothing, {uncounted:,.0f} in all")
             head = f"  {name:{width}}  {side:4}  "
             lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))
             name = ""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,8 +70,6 @@ class Simulated:
     """Every device's personal model from the final downlink, on its own test samples."""
     final_after: Accuracy | None
     """The same after local epochs from there."""
-    last_bytes: int
-    """Of the final downlinks, all devices together."""
     personal: Mapping[str, Personal]
     state_sha256: str
     personal_sha256: str
@@ -210,16 +208,22 @@ def run(
             f"min_devices {config.min_devices}, min_updates {config.min_updates}"
         )
     models = {d: sim.personal(config.rounds + 1, d) for d in names}
+    rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     return Simulated(
         rows=tuple(rows),
         final=sim.everyone(models),
         final_after=sim.after_epochs(config.rounds + 1) if final_epochs else None,
-        last_bytes=sum(sum(sim.downlinks[d].values()) for d in names),
         personal=models,
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=personal_digest(models),
         seconds=time.perf_counter() - started,
     )
+
+
+def _with_last(row: RoundRow, downlinks: Sequence[Mapping[str, int]]) -> RoundRow:
+    """The last round's row with the downlinks after it, by kind, as a coordinator's record has them."""
+    traffic = row.record.traffic.model_copy(update={"last_down": aggregation.sum_kinds(downlinks)})
+    return replace(row, record=row.record.model_copy(update={"traffic": traffic}))
 
 
 def personal_digest(models: Mapping[str, Personal]) -> str:

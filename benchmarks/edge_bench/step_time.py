@@ -2,14 +2,15 @@
 
 For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the
 gradient, the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient,
-gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
+gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned, each
+compiled (extra `fast`) and by numpy alone. The
 scores start anew every 45 steps, as many as a HAR device makes in a round. All variants are interleaved in bursts of
 a few steps, the first of which is not counted (in training too a step finds the state of the one before in the cache);
 the clock is the process's CPU time, so that another process's share is not counted; figures are medians, and what
 counts are the ratios:
 
     onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
-    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned)
+    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned), `_numpy`
 """
 
 from __future__ import annotations
@@ -33,12 +34,19 @@ from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.training import open_trainer
+from edge_client.training.compiled_sgd import CompiledMaskedSgd
 from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 
 BURST = 4  # steps of one variant in a row, as in training: the state of all of them together overflows the cache
 ROUND = 45  # steps between two fresh starts of the scores
 FEDMASK = FedMask()
+KINDS = (
+    ("mask", 0.0, 1.0),
+    ("mask_lasso", FEDMASK.group_lasso, 1.0),
+    ("mask_lasso_pruned", FEDMASK.group_lasso, FEDMASK.keep),
+)
+StepOf = type[MaskedSgd] | type[CompiledMaskedSgd]
 BACKENDS = ("onnxruntime", "torch")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
     # name: module, one sample, classes, batch, bursts measured
@@ -60,17 +68,17 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
     def plain_step() -> None:
         plain_sgd.step(plain, trainer.gradient(plain, model.buffers, x, y).parameters)
 
-    def mask_step(lasso: float, keep: float) -> Callable[[], object]:
+    def mask_step(step_of: StepOf, lasso: float, keep: float) -> Callable[[], object]:
         effective, done = frozen.copy(), 0
 
-        def fresh(i: int, t: Tensor) -> tuple[slice, MaskedSgd]:
+        def fresh(i: int, t: Tensor) -> tuple[slice, MaskedSgd | CompiledMaskedSgd]:
             scores = np.full(t.size, FEDMASK.radius, np.float32)
             if i >= len(layers) - 2:
                 scores[np.random.default_rng(0).random(t.size) >= keep] = -np.inf
             own = effective[t.span]
-            return t.span, MaskedSgd(frozen[t.span], scores, own, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
+            return t.span, step_of(frozen[t.span], scores, own, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
 
-        masked: list[tuple[slice, MaskedSgd]] = []
+        masked: list[tuple[slice, MaskedSgd | CompiledMaskedSgd]] = []
 
         def step() -> None:
             nonlocal done
@@ -86,9 +94,11 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
     return {
         "gradient": lambda: trainer.gradient(model.parameters, model.buffers, x, y),
         "plain": plain_step,
-        "mask": mask_step(0.0, 1.0),
-        "mask_lasso": mask_step(FEDMASK.group_lasso, 1.0),
-        "mask_lasso_pruned": mask_step(FEDMASK.group_lasso, FEDMASK.keep),
+        **{
+            kind + suffix: mask_step(step_of, lasso, keep)
+            for kind, lasso, keep in KINDS
+            for suffix, step_of in (("", CompiledMaskedSgd), ("_numpy", MaskedSgd))
+        },
     }
 
 
@@ -120,7 +130,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     ms = {k: 1e3 * median(v) for k, v in taken.items()}
     ratios = {"onnxruntime_over_eager": ms["onnxruntime.gradient"] / ms["eager"]}
     for b in BACKENDS:
-        for kind in ("mask", "mask_lasso", "mask_lasso_pruned"):
+        for kind in (kind + suffix for kind, _, _ in KINDS for suffix in ("", "_numpy")):
             ratios[f"{b}.{kind}_over_plain"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain"]
     return {
         "parameters": bundle.manifest.d,

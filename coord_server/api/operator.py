@@ -14,6 +14,7 @@ from coord_server.api import wire
 from coord_server.api.access import BundleDigest, FederationId, Operated, Served
 from coord_server.api.problems import documented
 from coord_server.coordinator import Coordinator
+from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store.blobs import Blobs
 from coord_server.uploads import Body as UploadBody
@@ -217,11 +218,18 @@ async def delete_device(served: Operated, federation: FederationId, device: Name
     await served.federation(federation).members.remove(device)
 
 
-async def _settled(served: Coordinator, federation: str) -> str:
-    """The federation's id, once every round that devices know to be closed has its record."""
+async def _settled(served: Coordinator, federation: str) -> LiveFederation:
+    """The federation, once every round that devices know to be closed has its record."""
     live = served.federation(federation)
     await live.settled()
-    return live.id
+    return live
+
+
+def _with_last_downlinks(live: LiveFederation, record: str) -> str:
+    """The last round's record with what was fetched after it, which nobody knew when it was written."""
+    found = Round.model_validate_json(record)
+    traffic = found.traffic.model_copy(update={"last_down": live.members.last_downlinks()})
+    return found.model_copy(update={"traffic": traffic}).model_dump_json()
 
 
 @router.get(
@@ -231,9 +239,14 @@ async def _settled(served: Coordinator, federation: str) -> str:
     responses=documented(*_COMMON),
 )
 async def get_rounds(served: Operated, federation: FederationId) -> Any:
-    """Traffic, bits per parameter, loss and accuracies of every closed round."""
-    id_ = await _settled(served, federation)
-    records = await asyncio.to_thread(served.store.metadata.all_rounds, id_)
+    """Traffic, bits per parameter, loss and accuracies of every closed round.
+
+    The last round's `traffic.last_down` grows as devices fetch the downlink after it.
+    """
+    live = await _settled(served, federation)
+    records = await asyncio.to_thread(served.store.metadata.all_rounds, live.id)
+    if len(records) == live.config.rounds:
+        records[-1] = _with_last_downlinks(live, records[-1])
     return Response("[" + ",".join(records) + "]", media_type="application/json")
 
 
@@ -249,10 +262,12 @@ async def get_round(
     round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, examples=[3])],
 ) -> Any:
     """One closed round's record."""
-    id_ = await _settled(served, federation)
-    record = await asyncio.to_thread(served.store.metadata.one_round, id_, round_)
+    live = await _settled(served, federation)
+    record = await asyncio.to_thread(served.store.metadata.one_round, live.id, round_)
     if record is None:
-        raise Refusal("not-found", f"round {round_} of {id_} is not closed; GET .../rounds lists those that are")
+        raise Refusal("not-found", f"round {round_} of {live.id} is not closed; GET .../rounds lists those that are")
+    if round_ == live.config.rounds:
+        record = _with_last_downlinks(live, record)
     return Response(record, media_type="application/json")
 
 

@@ -229,9 +229,10 @@ class Metadata:
         with self._write() as c:
             self._seen(c, federation, seen)
 
-    def save_report(self, federation: str, device: str, report: str) -> None:
-        """Journal a device's last word; the newest counts."""
+    def save_report(self, federation: str, device: str, report: str, seen: Seen) -> None:
+        """Journal a device's last word, the newest counts, and what happened to it since its row was written."""
         with self._write() as c:
+            self._seen(c, federation, {device: seen})
             self._device(c, federation, device, {"report": report})
 
     # --- rounds

@@ -235,6 +235,8 @@ class Traffic(Message):
     down: dict[str, int] = {}
     one_time_up: dict[str, int] = {}
     one_time_down: dict[str, int] = {}
+    last_down: dict[str, int] = {}
+    """Only of the last round: the downlinks after it, of every device that has fetched its own, each counted once."""
 
 
 class Accuracy(Message):
