@@ -157,11 +157,11 @@ def _book(traffic: Traffic, method: Method, up: Mapping[str, int], down: Mapping
         side[kind] = side.get(kind, 0) + count
 
 
-def accuracy(values: list[float], weights: list[int]) -> Accuracy:
-    """Statistics over the devices that have test samples; the mean is weighted by them. All 0.0 when none has."""
+def accuracy(values: list[float], weights: list[int]) -> Accuracy | None:
+    """Statistics over the devices that have test samples; the mean is weighted by them. None when none has."""
     pairs = [(v, w) for v, w in zip(values, weights, strict=True) if w > 0]
     if not pairs:
-        return Accuracy(mean=0.0, worst=0.0, p10=0.0, best=0.0)
+        return None
     mean = math.fsum(v * w for v, w in pairs) / sum(w for _, w in pairs)
     plain = [v for v, _ in pairs]
     return Accuracy(mean=mean, worst=min(plain), p10=float(np.percentile(plain, 10)), best=max(plain))
@@ -214,7 +214,7 @@ def close_round(
             traffic=traffic,
             bits_per_parameter_up=8 * sum(traffic.up.values()) / exchanged if exchanged else 0.0,
             bits_per_parameter_down=8 * sum(traffic.down.values()) / exchanged if exchanged else 0.0,
-            loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else 0.0,
+            loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else None,
             accuracy_before=accuracy([f.accuracy_before for f in figures], weights),
             accuracy_after=accuracy([f.accuracy_after for f in figures], weights),
             seconds=seconds,

@@ -32,6 +32,7 @@ Id = Annotated[str, typer.Argument(help="The federation's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+UNKNOWN = "-"  # a round's loss or accuracy when every device sat it out
 
 
 def _operator(url: str, token_file: Path) -> Operator:
@@ -181,9 +182,11 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
         "round", "devices", "loss", "accuracy", "worst", "bits/par up", "bits/par down", "seconds", "skipped"
     )
     for r in found:
+        loss = UNKNOWN if r.loss is None else f"{r.loss:.4f}"
         after = r.accuracy_after
+        accuracy = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
-        figures = (f"{r.loss:.4f}", f"{after.mean:.4f}", f"{after.worst:.4f}", *bits, f"{r.seconds:.1f}")
+        figures = (loss, *accuracy, *bits, f"{r.seconds:.1f}")
         table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
     kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
     for r in found:

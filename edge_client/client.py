@@ -242,7 +242,9 @@ class _Run:
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
-        figures = f"loss {m.loss:.4f}, accuracy {m.accuracy_before:.1%} -> {m.accuracy_after:.1%}"
+        figures = f"loss {m.loss:.4f}"
+        if m.test_samples:
+            figures += f", accuracy {m.accuracy_before:.1%} -> {m.accuracy_after:.1%}"
         if not m.samples:
             figures = "sat out, what this device kept was lost or is out of date; the next round brings all of it"
         text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes"

@@ -14,6 +14,7 @@ from edge_client.bundle import Model
 from edge_client.errors import PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import MAX_LOSS, MAX_SAMPLES, Round
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 
@@ -41,15 +42,31 @@ def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None
     assert record.traffic.down == {"parameters": 8 * D, "header": 200}
     assert record.bits_per_parameter_up == 8 * (len(one) + len(three)) / (2 * D)
     assert record.bits_per_parameter_down == 8 * (8 * D + 200) / (2 * D)
+    assert record.accuracy_after is not None
     assert (record.accuracy_after.mean, record.accuracy_after.worst) == (0.625, 0.5)
     assert record.seconds == 2.5
 
 
 def test_the_mean_accuracy_is_weighted_by_test_samples_and_ignores_devices_without_any() -> None:
     found = aggregation.accuracy([1.0, 0.5, 0.0], [1, 3, 0])
+    assert found is not None
     assert (found.mean, found.worst, found.best) == (0.625, 0.5, 1.0)
     assert found.p10 == pytest.approx(0.55)
-    assert aggregation.accuracy([0.3], [0]).mean == 0.0
+    assert aggregation.accuracy([0.3], [0]) is None
+
+
+def test_a_round_that_everybody_sits_out_has_no_loss_and_no_accuracy() -> None:
+    c = Course(Standalone(), course().model, 7, 2)
+    nothing = {"method": "standalone", "round": 1, "samples": 0, "loss": 0.0, "correct": [0, 0, 0]}
+    record = close(c, [(d, encode(Payload({}, {**nothing, "device": d}))) for d in "ab"]).record
+    assert (record.loss, record.accuracy_before, record.accuracy_after) == (None, None, None)
+    assert record.traffic.up["header"] > 0
+    assert Round.model_validate_json(record.model_dump_json()) == record
+    some = {**nothing, "device": "b", "samples": 4, "loss": 0.5, "correct": [1, 2, 2]}
+    mixed = [("a", encode(Payload({}, {**nothing, "device": "a"}))), ("b", encode(Payload({}, some)))]
+    record = close(c, mixed).record
+    assert record.accuracy_after is not None
+    assert (record.loss, record.accuracy_after.worst) == (0.5, 1.0)
 
 
 def test_devices_out_of_order_or_twice_are_a_mistake_of_the_caller() -> None:
@@ -121,6 +138,7 @@ def test_what_is_wrong_with_an_update_is_said(body: bytes, word: str) -> None:
 def test_the_largest_figures_that_are_taken_leave_a_finite_record() -> None:
     figures = {"samples": MAX_SAMPLES, "correct": [0, MAX_SAMPLES, MAX_SAMPLES], "loss": MAX_LOSS}
     record = close(course(), [(d, update(np.ones(D), device=d, **figures)) for d in "ab"]).record
+    assert record.accuracy_after is not None
     assert (record.loss, record.accuracy_after.mean) == (MAX_LOSS, 1.0)
     assert Round.model_validate_json(record.model_dump_json()) == record
 

@@ -94,7 +94,8 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
         loss=12.3456, accuracy_before=half, accuracy_after=half, seconds=3599.9,
     )  # fmt: skip
     monkeypatch.setattr(Operator, "federations", lambda _: [federation])
-    monkeypatch.setattr(Operator, "rounds", lambda *_: [record])
+    unknown = {"round": 121, "loss": None, "accuracy_before": None, "accuracy_after": None}
+    monkeypatch.setattr(Operator, "rounds", lambda *_: [record, record.model_copy(update=unknown)])
     environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
     for command, words in {
         "list": ["method", "recruiting", "120/1000", "devices", "updates", "ends", "fault"],
@@ -105,6 +106,8 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
         assert "…" not in shown.output
         assert all(word in shown.output for word in words), shown.output
         assert max(len(line) for line in shown.output.splitlines()) <= 80
+    (silent,) = (line for line in shown.output.splitlines() if line.split()[:2] == ["121", "100"])
+    assert silent.split()[2:5] == ["-", "-", "-"]  # loss, accuracy, worst
 
 
 def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from edge_bench import cli
-from edge_bench.curves import Point, amount, curve, sketch
+from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import DemoError, children, choose_data
 
 from edge_client.errors import ConfigError, DataError
@@ -80,6 +80,17 @@ def test_a_curve_has_the_bytes_up_to_each_round_and_the_accuracy_they_bought() -
     points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6, last=24)], 2, 0.8)
     # Down 20, up 30 + 10 once, down 20: 80 bytes of two devices led to 0.6; up 50, down 24 after the last round to 0.8.
     assert points == [Point(1, 40.0, 0.6), Point(2, 77.0, 0.8)]
+
+
+def test_a_round_that_everybody_sat_out_has_no_point_and_no_figures() -> None:
+    silent = a_round(2, 0, 0.0).model_copy(update={"loss": None, "accuracy_before": None, "accuracy_after": None})
+    points = curve([a_round(1, 30, 0.1), silent, a_round(3, 50, 0.6, last=24)], 2, 0.8)
+    assert [p.round for p in points] == [2, 3]  # nobody measured what round 1 led to
+    assert (shown(mean(silent.accuracy_before), ".1%"), shown(silent.loss, ".3f"), shown(0.25, ".1%")) == (
+        "-",
+        "-",
+        "25.0%",
+    )
 
 
 def test_the_sketch_has_every_method_at_its_bytes_and_accuracy() -> None:

@@ -68,6 +68,7 @@ def simulate(
 ) -> None:
     """Run federations in one process, on the same engine and methods as the real thing, and compare them."""
     from edge_bench import datasets, provenance, report
+    from edge_bench.curves import mean, shown
     from edge_bench.simulate import find_bundle, read_config, run_all
     from edge_client.methods import make_method
 
@@ -92,10 +93,11 @@ def simulate(
 
     def said(label: str, row: RoundRow) -> None:
         r = row.record
+        before, after = (shown(mean(a), ".1%") for a in (r.accuracy_before, r.accuracy_after))
         everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.1%}"
         console.print(
-            f"{time.monotonic() - started:7.1f} s  {label:12s} round {r.round:3d}/{checked.rounds}  loss {r.loss:.3f}  "
-            f"cohort {r.accuracy_before.mean:.1%}, after local epochs {r.accuracy_after.mean:.1%}{everyone}"
+            f"{time.monotonic() - started:7.1f} s  {label:12s} round {r.round:3d}/{checked.rounds}  loss "
+            f"{shown(r.loss, '.3f')}  cohort {before}, after local epochs {after}{everyone}"
         )
 
     results = run_all(checked, bundle, devices, said)
@@ -115,12 +117,14 @@ def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Feder
     """A function that shows a federation's progress, and the live display (None where output is not a terminal)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from edge_bench.curves import mean, shown
+
     def line(done: list[Round]) -> str:
         if not done:
             return "devices are joining"
         r = done[-1]
-        before, after = r.accuracy_before.mean, r.accuracy_after.mean
-        return f"loss {r.loss:.3f}, accuracy {before:.1%}, after local epochs {after:.1%}"
+        before, after = (shown(mean(a), ".1%") for a in (r.accuracy_before, r.accuracy_after))
+        return f"loss {shown(r.loss, '.3f')}, accuracy {before}, after local epochs {after}"
 
     if not console.is_terminal:
 
@@ -207,10 +211,10 @@ def demo(
             raise typer.Exit(130) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
-    lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items()}
-    console.print(
-        "\naccuracy after each round against a device's payload bytes so far, both ways", curves.sketch(lines), sep="\n"
-    )
+    lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
+    if lines:
+        head = "\naccuracy after each round against a device's payload bytes so far, both ways"
+        console.print(head, curves.sketch(lines), sep="\n")
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
     console.print(
         f"\n{names[0]}'s compact models: {compact['parameters_compact']:,.0f} of "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Round, Traffic
+from edge_client.protocol.messages import Accuracy, Round, Traffic
 
 MARKS = "ox+*#@%&"
 STEP = 0.1  # of accuracy between two lines of the scale
@@ -30,18 +30,20 @@ class Point:
     accuracy: float
 
 
-def curve(rounds: Sequence[Round], devices: int, final: float) -> list[Point]:
+def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Point]:
     """The curve of a federation of `devices`.
 
-    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort
-    of round r + 1 measured before it trained, on the downlink of that round.
+    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort of
+    round r + 1 measured before it trained, on the downlink of that round. Where nobody measured it there is no
+    point.
     """
-    after = [r.accuracy_before.mean for r in rounds[1:]] + [final]
+    after = [mean(r.accuracy_before) for r in rounds[1:]] + [final]
     down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
     points, total = [], down[0]
     for i, (r, accuracy) in enumerate(zip(rounds, after, strict=True)):
         total += moved(r.traffic, "up") + down[i + 1]
-        points.append(Point(r.round, total / devices, accuracy))
+        if accuracy is not None:
+            points.append(Point(r.round, total / devices, accuracy))
     return points
 
 
@@ -53,6 +55,16 @@ def moved(traffic: Traffic, side: Literal["up", "down", "last"]) -> int:
         "last": (traffic.last_down,),
     }
     return sum(sum(kinds.values()) for kinds in parts[side])
+
+
+def mean(accuracy: Accuracy | None) -> float | None:
+    """The mean over the devices, None where nobody measured it."""
+    return None if accuracy is None else accuracy.mean
+
+
+def shown(figure: float | None, form: str) -> str:
+    """A figure for people, in the form of a format specification; "-" when nobody knows it."""
+    return "-" if figure is None else format(figure, form)
 
 
 def amount(count: float) -> str:

@@ -70,8 +70,8 @@ class Ended:
         """What the devices said of their personal models."""
         return [d.report for d in self.devices if d.report is not None]
 
-    def accuracy(self) -> Accuracy:
-        """Over devices, each on its own test samples."""
+    def accuracy(self) -> Accuracy | None:
+        """Over devices, each on its own test samples; None when none has any."""
         return aggregation.accuracy([r.accuracy for r in self.reports], [r.test_samples for r in self.reports])
 
 

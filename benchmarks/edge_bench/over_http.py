@@ -21,6 +21,7 @@ import typer
 
 from edge_bench import datasets, provenance
 from edge_bench.cli import read_toml, write_json
+from edge_bench.curves import mean, shown
 from edge_bench.demo import Ended, Fleet, fleet
 from edge_bench.simulate import Simulated, SimulationConfig, find_bundle, read_config, run_all
 from edge_client.bundle import Bundle, digest
@@ -40,7 +41,7 @@ class Outcome:
     """Of each device's `personal.onnx`."""
     rounds: list[dict[str, Any]]
     """The rounds' records without their seconds."""
-    accuracy: Accuracy
+    accuracy: Accuracy | None
     """Of every device's own model."""
 
     def payload_bytes(self) -> dict[str, int]:
@@ -105,7 +106,7 @@ def compare(config: SimulationConfig, label: str, bundle: Bundle, running: Fleet
             name: digest("".join(side.models[d] for d in sorted(side.models)).encode()) for name, side in sides.items()
         },
         "payload_bytes": {name: side.payload_bytes() for name, side in sides.items()},
-        "accuracy_mean": {name: side.accuracy.mean for name, side in sides.items()},
+        "accuracy_mean": {name: mean(side.accuracy) for name, side in sides.items()},
         "seconds": {"simulator": result.seconds, "http": seconds},
     }
 
@@ -119,7 +120,7 @@ def _said(label: str, record: Mapping[str, Any]) -> str:
             f"  {side:9}  state   {record['state_sha256'][side]}",
             f"  {'':9}  models  {record['models_sha256'][side]}",
             f"  {'':9}  payload bytes up {carried['up']:,}, down {carried['down']:,}; "
-            f"accuracy {record['accuracy_mean'][side]:.2%}; {record['seconds'][side]:.0f} s",
+            f"accuracy {shown(record['accuracy_mean'][side], '.2%')}; {record['seconds'][side]:.0f} s",
         ]
     unequal = record["differences"]
     return "\n".join([*lines, f"  DIFFERENT: {', '.join(unequal)}" if unequal else "  the same, bit for bit"])

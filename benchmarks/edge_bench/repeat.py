@@ -36,7 +36,7 @@ def slim(record: dict[str, Any]) -> dict[str, Any]:
     rounds = [{k: r[k] for k in ROW} for r in record["rounds"]]
     for r in rounds:
         for moment in ("accuracy_before", "accuracy_after"):
-            r[moment] = r[moment]["mean"]
+            r[moment] = r[moment] and r[moment]["mean"]
     return {**record, "rounds": rounds}
 
 
@@ -46,9 +46,10 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     table = {}
     for label in labels:
         mine = [r for name, r in runs.items() if name.rsplit("/", 1)[0] == label]
+        measured = [r["accuracy_mean"] for r in mine if r["accuracy_mean"] is not None]
         table[label] = {
             "accuracy": [r["accuracy_mean"] for r in mine],
-            "accuracy_mean": mean(r["accuracy_mean"] for r in mine),
+            "accuracy_mean": mean(measured) if measured else None,
             "last_round_bits_up": mean(r["rounds"][-1]["bits_per_parameter_up"] for r in mine),
             "last_round_bits_down": mean(r["rounds"][-1]["bits_per_parameter_down"] for r in mine),
             "all_rounds_bits_up": mean(r["bits_per_parameter_up"] for r in mine),

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from coord_server.aggregation import sum_kinds
-from edge_bench.curves import amount, curve, moved
+from edge_bench.curves import amount, curve, mean, moved, shown
 from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
@@ -60,28 +60,27 @@ def traffic(rounds: Sequence[Round], devices: int) -> Record:
     }
 
 
-def _spread(a: Accuracy, suffix: str = "") -> Record:
-    return {f"accuracy_{k}{suffix}": v for k, v in a.model_dump().items()}
+def _spread(a: Accuracy | None, suffix: str = "") -> Record:
+    return {f"accuracy_{k}{suffix}": None if a is None else getattr(a, k) for k in Accuracy.model_fields}
 
 
-def _measured(rounds: Sequence[Round], devices: int, final: Accuracy) -> Record:
+def _measured(rounds: Sequence[Round], devices: int, final: Accuracy | None) -> Record:
     """What the record of a federation has, simulated or real."""
-    points = [vars(p) for p in curve(rounds, devices, final.mean)]
+    points = [vars(p) for p in curve(rounds, devices, mean(final))]
     return {**_spread(final), **traffic(rounds, devices), "curve": points}
 
 
 def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
-    best = max(rounds, key=lambda r: r.accuracy_after.mean)
     record = _measured(rounds, len(result.personal), result.final)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
-    record["best_round"] = {
-        "round": best.round,
-        "accuracy_before": best.accuracy_before.mean,
-        "accuracy_after": best.accuracy_after.mean,
-    }
+    measured = [(r.accuracy_after.mean, r) for r in rounds if r.accuracy_after is not None]
+    if measured:
+        after, best = max(measured, key=lambda pair: pair[0])
+        before = mean(best.accuracy_before)
+        record["best_round"] = {"round": best.round, "accuracy_before": before, "accuracy_after": after}
     everyone = [(row.everyone.mean, row.record.round) for row in result.rows if row.everyone is not None]
     if everyone:
         record["best_round_of_all_devices"] = dict(zip(("accuracy_mean", "round"), max(everyone), strict=True))
@@ -149,9 +148,9 @@ def table(records: Mapping[str, Record], title: str) -> Table:
     for label, r in records.items():
         out.add_row(
             label,
-            f"{r['accuracy_mean']:.1%}",
-            f"{r['accuracy_worst']:.1%}",
-            f"{r['accuracy_mean_after_local_epochs']:.1%}" if "accuracy_mean_after_local_epochs" in r else "",
+            shown(r["accuracy_mean"], ".1%"),
+            shown(r["accuracy_worst"], ".1%"),
+            shown(r["accuracy_mean_after_local_epochs"], ".1%") if "accuracy_mean_after_local_epochs" in r else "",
             amount(r["bytes_up_per_device_round"]),
             amount(r["bytes_down_per_device_round"]),
             f"{r['bits_per_parameter_up']:.2f}",

@@ -66,8 +66,8 @@ class Simulated:
     """How a federation ended. Digests are SHA-256: of the server's state, and of every device's personal model."""
 
     rows: tuple[RoundRow, ...]
-    final: Accuracy
-    """Every device's personal model from the final downlink, on its own test samples."""
+    final: Accuracy | None
+    """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
     final_after: Accuracy | None
     """The same after local epochs from there."""
     personal: Mapping[str, Personal]
@@ -142,11 +142,11 @@ class _Run:
         content, self.downlinks[device] = self.downlink(round_, device)
         return self.course.method.personal(self.task(round_, device), self.kept.get(device, {}), content)
 
-    def everyone(self, models: Mapping[str, Personal]) -> Accuracy:
+    def everyone(self, models: Mapping[str, Personal]) -> Accuracy | None:
         values = [accuracy(self.trainer, models[d], s.x_test, s.y_test) for d, s in self.devices.items()]
         return aggregation.accuracy(values, [len(s.y_test) for s in self.devices.values()])
 
-    def after_epochs(self, round_: int) -> Accuracy:
+    def after_epochs(self, round_: int) -> Accuracy | None:
         models = {}
         for d in self.devices:
             content, _ = self.downlink(round_, d)

@@ -256,9 +256,11 @@ class Round(Message):
     traffic: Traffic
     bits_per_parameter_up: float
     bits_per_parameter_down: float
-    loss: float
-    accuracy_before: Accuracy
-    accuracy_after: Accuracy
+    loss: float | None
+    """Mean over the samples trained on; None when every device sat the round out."""
+    accuracy_before: Accuracy | None
+    """None, as is the next, when no device that took part has test samples."""
+    accuracy_after: Accuracy | None
     seconds: float
     skipped: list[str] = []
     """Devices whose acknowledged update could not be folded; it is left out of everything above."""
