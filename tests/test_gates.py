@@ -19,7 +19,6 @@ from edge_client.training.gates import (
     sigmoid,
     sigmoid_slope,
 )
-from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Adam, Sgd
 
 W = np.array([2.0, 3.0, 5.0, -7.0], np.float32)
@@ -77,13 +76,6 @@ def test_a_dead_score_stays_dead_and_pulls_nothing() -> None:
     a, b = 1 / (1 + np.e**-1), 1 / (1 + np.e**-0.5)
     assert value == pytest.approx(a + b + np.hypot(a, b))  # two rows, and the one live column
     assert alone[0] == alone[2] == 0
-    out = np.ones(4, np.float32)
-    sgd = MaskedSgd(W, scores, out, (2, 2), 0.1, 0.9, lasso=1.0)
-    for _ in range(3):
-        sgd.step(G)
-    assert out[0] == out[2] == 0
-    assert scores[0] == scores[2] == -np.inf
-    assert np.isfinite(scores[[1, 3]]).all()
 
 
 @given(st.floats(-200, 200, width=32), st.sampled_from([SigmoidThreshold(), SignTanh()]))
@@ -153,54 +145,6 @@ def test_lasso_equals_autograd(shape: tuple[int, ...], strength: float, radius: 
     out = np.zeros_like(s)
     assert group_lasso(s, shape, strength, out) == pytest.approx(float(penalty.detach()), rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(out, leaf.grad.numpy(), rtol=1e-4, atol=1e-6)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.sampled_from(SHAPES),
-    st.sampled_from([0.0, 1e-12, 0.01]),
-    st.sampled_from([0.1, 0.5, 1.0, 5.0]),
-    st.sampled_from([0.0, 0.2, 0.9, 1.0]),
-    st.integers(0, 1000),
-)
-def test_the_step_in_one_go_is_gate_lasso_and_sgd_one_after_another(
-    shape: tuple[int, ...], lasso: float, radius: float, dead: float, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    n = int(np.prod(shape))
-    weights = rng.standard_normal(n).astype(np.float32)
-    scores = rng.uniform(-radius, radius, n).astype(np.float32)
-    scores[rng.random(n) < dead] = -np.inf
-    scores[: n // 4] = np.where(np.isneginf(scores[: n // 4]), -np.inf, np.float32(-0.0))  # -0 is not below zero
-    gate, apart, sgd = SigmoidThreshold(), scores.copy(), Sgd(n, 0.1, 0.9)
-    got, due, slope = np.empty((3, n), np.float32)
-    one_go = MaskedSgd(weights, scores, got, shape, 0.1, 0.9, lasso)
-    gate.effective(weights, apart, due)
-    np.testing.assert_array_equal(got, due)
-    for _ in range(3):
-        gradient = rng.standard_normal(n).astype(np.float32)
-        one_go.step(gradient)
-        gate.score_gradient(weights, apart, gradient, slope)
-        if lasso:
-            group_lasso(apart, shape, lasso, slope)
-        sgd.step(apart, slope)
-        np.testing.assert_allclose(scores, apart, rtol=1e-5, atol=5e-5)  # the slope's polynomial
-        gate.effective(weights, scores, due)
-        np.testing.assert_array_equal(got, due)
-
-
-def test_a_vanishing_lasso_trains_like_none() -> None:
-    rng = np.random.default_rng(0)
-    n = 300 * 40
-    weights, gradient = rng.standard_normal((2, n)).astype(np.float32)
-    ends = []
-    for lasso in (0.0, 1e-30):
-        scores, out = np.full(n, 0.1, np.float32), np.empty(n, np.float32)
-        step = MaskedSgd(weights, scores, out, (300, 40), 10.0, 0.9, lasso)
-        for _ in range(5):
-            step.step(gradient)
-        ends.append(scores)
-    np.testing.assert_allclose(*ends, rtol=1e-4)  # the slope's polynomial
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.01), (0.0, 0.1)])

@@ -37,7 +37,7 @@ from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
 from edge_client.methods.ownership import Bits, Layout, divide
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.loop import train
-from edge_client.training.masked_sgd import MaskedSgd
+from edge_client.training.masked_sgd import masked_sgd
 from edge_client.training.sgd import Sgd
 
 # Coded arrays are named after what they hold and their codec.
@@ -354,7 +354,7 @@ class FedMask(Method):
         masked = [
             (
                 b.span,
-                MaskedSgd(
+                masked_sgd(
                     frozen[b.span], scores[b.at], values[b.span], b.shape, self.lr, self.momentum, self.group_lasso
                 ),
             )
