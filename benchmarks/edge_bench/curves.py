@@ -34,8 +34,8 @@ def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Po
     """The curve of a federation of `devices`.
 
     `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort of
-    round r + 1 measured before it trained, on the downlink of that round. Where nobody measured it there is no
-    point.
+    round r + 1 measured before it trained, on the downlink of that round. Where nobody measured it,
+    there is no point.
     """
     after = [mean(r.accuracy_before) for r in rounds[1:]] + [final]
     down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
