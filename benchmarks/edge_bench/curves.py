@@ -33,9 +33,8 @@ class Point:
 def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Point]:
     """The curve of a federation of `devices`.
 
-    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort of
-    round r + 1 measured before it trained, on the downlink of that round. Where nobody measured it,
-    there is no point.
+    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort
+    of round r + 1 measured before it trained, on the downlink of that round; where nobody did, there is no point.
     """
     after = [mean(r.accuracy_before) for r in rounds[1:]] + [final]
     down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
