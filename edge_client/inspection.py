@@ -80,6 +80,8 @@ def _words(meta: dict[str, Meta]) -> list[str]:
     elif "samples" in meta:
         trained = f"trained on {meta.pop('samples')} samples"
         lines.append(f"{trained}, mean loss {meta.pop('loss')}" if "loss" in meta else trained)
+    if "reference" in meta:
+        lines.append(f"changes to the reference mask {meta.pop('reference')} (begin of the SHA-256 of its bits)")
     correct = meta.get("correct")
     if isinstance(correct, list) and len(correct) == 3:
         before, after, of = correct

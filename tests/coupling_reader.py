@@ -5,6 +5,7 @@ The tests hold `edge_kernels.coupling` against it, and a port to another languag
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 import zlib
@@ -95,6 +96,13 @@ def members(data: bytes, terms: Sequence[Sequence[float]]) -> list[int]:
             odds += weight * term
         contexts.append(min(max(math.floor((odds + 11) * 2), 0), 31))
     return codec_readers.entropy(data[1 + 2 * count :], len(terms), contexts)
+
+
+def reference_name(theta: Sequence[float], u: Sequence[float]) -> str:
+    """What an update calls the reference mask that its flips are of."""
+    mask = [x < t for t, x in zip(theta, u, strict=True)]
+    packed = bytes(sum(bit << j for j, bit in enumerate(mask[low : low + 8])) for low in range(0, len(mask), 8))
+    return hashlib.sha256(packed).hexdigest()[:16]
 
 
 def flips(data: bytes, theta: Sequence[float], u: Sequence[float], known: Past | None) -> list[int]:

@@ -112,6 +112,16 @@ def test_the_plain_reader_of_coupled_payloads_agrees(known: dict[str, Any], case
         assert coupling_reader.net_flips(data, theta, uniforms, past) == case["net"]
 
 
+def test_an_update_of_coupled_names_its_reference_mask() -> None:
+    (known,) = cases("coupling")
+    theta = [float.fromhex(t) for t in known["theta"]]
+    u = counter.uniform(int(known["streams"][0]), known["d"]).tolist()
+    assert coupling_reader.reference_name(theta, u) == known["reference"]
+    (update,) = (c for c in cases("payload") if c["metadata"].get("method") == "coupled")
+    assert update["metadata"]["reference"] == known["reference"]
+    assert bytes(update["arrays"]["flips.coupled"]["values"]).hex() == known["cases"][0]["hex"]
+
+
 def test_the_coupled_cases_use_models_and_none() -> None:
     kinds = {(case["kind"], case["history"], bytes.fromhex(case["hex"])[4]) for _, case in coupled_cases()}
     assert {("flips", known, model) for known in (False, True) for model in (0, 1)} <= kinds

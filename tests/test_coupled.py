@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from typing import Any
 
@@ -261,6 +262,20 @@ def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names
         if round_ > 1:
             keys = [counter.key(3, "uniforms", round_, device) for device in DEVICES]
             assert fleet.ask("a").arrays["streams"].tolist() == keys
+
+
+def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
+    fleet = Fleet(Coupled())
+    play_rounds(fleet, 2)
+    theta, u = fleet.theta(), counter.uniform(counter.key(3, "uniforms", 3, "a"), MASKED)
+    fleet.play("a")
+    update = fleet.local["a"].update
+    assert update.meta == {"reference": hashlib.sha256(np.packbits(u < theta, bitorder="little")).hexdigest()[:16]}
+    a = fleet.task("a", 3).assignment
+    for other in ("0" * 16, None):
+        meta = {"reference": other} if other else {}
+        with pytest.raises(PayloadError, match=f"reference mask {other!r}.*start the client again"):
+            fleet.method.read_update(a, fleet.state, {}, Payload(update.arrays, meta))
 
 
 def test_net_flips_without_their_streams_are_a_payload_error() -> None:

@@ -167,3 +167,21 @@ def test_a_checksum_is_that_of_packed_masks_and_of_32_bit_counts_however_they_ar
     ones = np.array([2, 0, 258], np.uint32)
     four_each = b"\2\0\0\0\0\0\0\0\2\1\0\0"
     assert coupling.checksum([ones]) == zlib.crc32(four_each) == coupling.checksum([ones[:1], ones[1:].astype(int)])
+
+
+def test_a_reader_with_other_net_flips_but_the_same_reference_is_found_out_by_the_checksum() -> None:
+    rng = np.random.default_rng(0)
+    theta = np.clip(rng.beta(0.4, 0.4, 6000), 0.01, 0.99)
+    u, net = rng.random(6000), (rng.integers(-3, 4, 6000) * (rng.random(6000) < 0.2)).astype(np.int32)
+    moved = np.clip(theta + 0.1 * rng.standard_normal(6000), 0.01, 0.99)
+    flips = (u < moved) ^ (u < theta)
+    data = coupling.encode_flips(flips, theta, u, coupling.history(net, [(60, 100)]))
+    said = []
+    for _ in range(300):
+        other, two = net.copy(), rng.integers(0, 6000, 2)
+        other[two] = other[two[::-1]]
+        try:  # where it decodes, the two are in bins that they would have been in anyway
+            assert (coupling.decode_flips(data, theta, u, coupling.history(other, [(60, 100)])) == flips).all()
+        except CodecError as error:
+            said.append(str(error))
+    assert any("checksum" in words for words in said)  # to which the codec itself had nothing to object

@@ -234,6 +234,7 @@ def test_flips_and_net_flips_of_coupled(explained: Callable[..., str], written: 
     assert 0 < n < 64  # so that they are coded without a model
     check_set(said, "flips.coupled", "coupled", n, d, len(data))
     assert f"checksum {int.from_bytes(data[:4], 'little'):08x}" in line_of(said, "flips.coupled")
+    assert f"changes to the reference mask {run.up.meta['reference']} (" in said
     said = explained(run.down, run.d)
     net = run.down.arrays["net_long.coupled-net"]
     line = line_of(said, "net_long.coupled-net")

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from edge_kernels import counter
+from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
+from edge_client.methods import Assignment, Local, Method, Personal, Task, Total, bits_digest
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training.gates import BernoulliSigmoid, sigmoid
@@ -351,6 +351,17 @@ def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
     if data.dtype != np.uint8 or data.ndim != 1:
         raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
     return data.tobytes()
+
+
+def check_reference(a: Assignment, update: Payload, reference: Bits) -> None:
+    """Raise PayloadError unless the update changes the reference mask bool[masked] that the server has."""
+    said, named = update.meta.get("reference"), bits_digest(bits.pack(reference))
+    if said != named:
+        raise PayloadError(
+            f"the changes of device {a.device!r} in round {a.round} are to reference mask {said!r}, the server's is "
+            f"{named!r}: start the client again to train the round anew; if that does not help, update maskfleet on "
+            "the device"
+        )
 
 
 def u8(data: bytes) -> NDArray[np.uint8]:

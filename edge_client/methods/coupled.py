@@ -13,8 +13,10 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
   told the counts themselves, at most log2(masks + 1) bits each. Before the first masks nothing is sent.
 - A probed head goes down once to each device.
 
-Whether a device holds the last counts, its record says: the round of its last acknowledged update. Checksums of the
-flips and counts travel along, so two sides that differ find out instead of averaging noise.
+Whether a device holds the last counts, its record says: the round of its last acknowledged update. An update names its
+reference mask by a hash, and checksums of the mask and of the counts travel along, so two sides that differ find out
+instead of averaging noise: in their reference by the hash; by the checksum in what else the flips are decoded with,
+their distances and the last net flips, of which the same reference says nothing.
 
 A device whose state is lost, or an old one, cannot read what builds on the last counts. It sits that round out: its
 update is empty but for `resync`, the server forgets its record, and the next downlink is whole again. After the last
@@ -40,8 +42,8 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Personal, Task, Total
-from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, coded, count, logistic, u8
+from edge_client.methods import Assignment, Local, Personal, Task, Total, bits_digest
+from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, check_reference, coded, count, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
 # Coded arrays are named after what they hold and their codec.
@@ -151,12 +153,14 @@ class Coupled(BernoulliMasks):
             return {}
         theta = self.theta(a.model, a.seed, state)
         u = counter.uniform(self.stream(a, a.device), theta.size)
+        reference = u < theta
+        check_reference(a, update, reference)
         past = self.past(a.model, state["net"]) if _knows_net(a, state, record) else None
         try:
             flips = coupling.decode_flips(coded(update, FLIPS), theta, u, past)
         except CodecError as error:
             raise PayloadError(f"the flips of device {a.device!r} in round {a.round}: {error}") from None
-        return {"mask": bits.pack((u < theta) ^ flips)}
+        return {"mask": bits.pack(reference ^ flips)}
 
     def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Add the mask to the counts, and the device's uniforms to what devices will know of the round."""
@@ -286,13 +290,14 @@ class Coupled(BernoulliMasks):
         theta, buffers = self.theta(a.model, a.seed, known.tally), self.statistics(a, kept)
         scores, loss, moments = self.train_scores(task, kept, theta, known.head, buffers)
         u = counter.uniform(self.stream(a, a.device), theta.size)
-        mask = u < logistic(scores)
+        reference, mask = u < theta, u < logistic(scores)
         past = None if known.net is None else self.past(a.model, known.net)
-        flips = u8(coupling.encode_flips(mask ^ (u < theta), theta, u, past))
+        flips = u8(coupling.encode_flips(mask ^ reference, theta, u, past))
         keep = {**known.tally, "head": known.head, "buffers": buffers, **moments}
         if known.net is not None:
             keep["net"] = known.net
-        return Local(keep, Payload({FLIPS: flips}), self.masked_model(a, known.head, mask, buffers), loss)
+        update = Payload({FLIPS: flips}, {"reference": bits_digest(bits.pack(reference))})
+        return Local(keep, update, self.masked_model(a, known.head, mask, buffers), loss)
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The global model, with the device's own batch-norm statistics. Raises Lost in a round it must sit out."""

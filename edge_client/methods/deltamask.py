@@ -31,7 +31,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task, bits_digest
-from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, coded, logistic, u8
+from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, check_reference, coded, logistic, u8
 from edge_client.protocol.payload import Arrays, Payload
 
 
@@ -94,13 +94,7 @@ class DeltaMask(BernoulliMasks):
         theta = self.global_theta(a, state).astype(np.float64)
         u = self.uniforms(a, theta.size)
         reference = u < theta
-        named = bits_digest(bits.pack(reference))
-        if update.meta.get("reference") != named:
-            raise PayloadError(
-                f"the changes of device {a.device!r} in round {a.round} are to reference mask "
-                f"{update.meta.get('reference')!r}, the server's is {named!r}: start the client again "
-                "to fetch theta and train the round anew; if that does not help, update maskfleet on the device"
-            )
+        check_reference(a, update, reference)
         try:
             flips = codecs.decode_mask(self.codec, coded(update, self.changes), theta.size, self.contexts(theta, u))
         except CodecError as error:

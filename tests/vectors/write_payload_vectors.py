@@ -40,16 +40,19 @@ def described(content: Payload, data: str, foreign: bool = False) -> dict[str, A
 
 
 def read_cases() -> list[dict[str, Any]]:
-    """Nothing, words alone, every dtype, no elements, no dimensions; and a header as another language writes it."""
+    """Nothing, words alone, every dtype, no elements, no dimensions, an update of Coupled; and a foreign header."""
     every = {name: (np.arange(6) % 2).astype(code).reshape(2, 3) for name, code in CODES.items()}
     words: dict[str, Any] = {"text": "h\u00e9 \"\U0001f600\"\n\x7f", "least": 5e-324, "small": 1e-05, "large": 1e16,
                              "minus": -0.0, "whole": 100000.0, "integer": 2**53 - 1, "list": [0, -7],
                              "none": []}  # fmt: skip
+    (coupled,) = json.loads((HERE / "coupling.json").read_text())
+    flips = np.frombuffer(bytes.fromhex(coupled["cases"][0]["hex"]), np.uint8)
     contents = [
         Payload(),
         Payload({}, words),
         Payload(every, META),
         Payload({"none": np.zeros((0, 4), np.float32), "one": np.array(3, np.int64)}),
+        Payload({"flips.coupled": flips}, {**META, "method": "coupled", "reference": coupled["reference"]}),
     ]
     cases = [described(content, encode(content).hex()) for content in contents]
     header = {"z": BYTES, "a": {"shape": [], "data_offsets": [4, 5], "dtype": "BOOL"}, "__metadata__": {FORMAT: "{}"}}

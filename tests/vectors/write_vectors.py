@@ -5,6 +5,7 @@ Each file holds a list of cases: the input, the parameters and the payload's byt
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,10 @@ def coupling_cases() -> list[dict[str, Any]]:
     before = np.rint(6 * pull).astype(np.int32)
     past = coupling.history(before, shapes)
     flips, few = masks[0] ^ (uniforms[0] < theta), np.arange(d) % 101 == 7
+    packed = np.packbits(uniforms[0] < theta, bitorder="little")
     known = {"d": d, "theta": [float(t).hex() for t in theta], "streams": [str(s) for s in streams],
-             "shapes": shapes, "past": before.tolist()}  # fmt: skip
+             "shapes": shapes, "past": before.tolist(),
+             "reference": hashlib.sha256(packed).hexdigest()[:16]}  # fmt: skip
     out: list[dict[str, Any]] = []
     for history in (None, past):
         for what in (flips, few):
