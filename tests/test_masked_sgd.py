@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.training.compiled_sgd import CompiledMaskedSgd
+from edge_client.training.compiled import CompiledMaskedSgd
 from edge_client.training.gates import SigmoidThreshold, group_lasso
 from edge_client.training.masked_sgd import MaskedSgd, masked_sgd
 from edge_client.training.sgd import Sgd
@@ -108,5 +108,5 @@ def test_far_scores_move_as_far_as_the_sigmoid_is_steep() -> None:
 def test_without_numba_the_step_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     given = np.ones(4, np.float32), np.ones(4, np.float32), np.empty(4, np.float32), (2, 2), 0.1, 0.9
     assert type(masked_sgd(*given)) is STEPS[-1]
-    monkeypatch.setitem(sys.modules, "edge_client.training.compiled_sgd", None)
+    monkeypatch.setitem(sys.modules, "edge_client.training.compiled", None)
     assert type(masked_sgd(*given)) is MaskedSgd

@@ -34,7 +34,7 @@ from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.training import open_trainer
-from edge_client.training.compiled_sgd import CompiledMaskedSgd
+from edge_client.training.compiled import CompiledMaskedSgd
 from edge_client.training.masked_sgd import MaskedSgd
 from edge_client.training.sgd import Sgd
 

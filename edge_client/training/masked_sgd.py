@@ -24,7 +24,7 @@ from edge_client.training.gates import (
 )
 
 if TYPE_CHECKING:
-    from edge_client.training.compiled_sgd import CompiledMaskedSgd
+    from edge_client.training.compiled import CompiledMaskedSgd
 
 BLOCK = 1 << 19  # values per pass: the calls of a shorter one cost more than the cache gives back
 _FEW = 64  # when fewer than one in so many groups of eight weights changed, only those groups are written
@@ -184,7 +184,7 @@ def masked_sgd(
 ) -> MaskedSgd | CompiledMaskedSgd:
     """The step of one layer, compiled where numba is installed: equal to rounding, a third of the time."""
     try:
-        from edge_client.training.compiled_sgd import CompiledMaskedSgd as Step
+        from edge_client.training.compiled import CompiledMaskedSgd as Step
     except ImportError:  # the base install, or a numba that does not know this numpy
         return MaskedSgd(weights, scores, effective, shape, lr, momentum, lasso)
     return Step(weights, scores, effective, shape, lr, momentum, lasso)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GAMMA = 0x9E3779B97F4A7C15
+MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BLOCK = 1 << 15  # numbers mixed at a time: the five passes stay in the cache
 
 
@@ -31,9 +31,9 @@ def key(*words: int | str) -> int:
     for word in words:
         if isinstance(word, str):
             word = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little")
-        z = ((k ^ (word & _MASK)) + _GAMMA) & _MASK
-        z = ((z ^ (z >> 30)) * _A) & _MASK
-        z = ((z ^ (z >> 27)) * _B) & _MASK
+        z = ((k ^ (word & _MASK)) + GAMMA) & _MASK
+        z = ((z ^ (z >> 30)) * MIX_A) & _MASK
+        z = ((z ^ (z >> 27)) * MIX_B) & _MASK
         k = z ^ (z >> 31)
     return k
 
@@ -43,8 +43,8 @@ def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
     out = np.empty(count, np.uint64)
     for low in range(0, count, _BLOCK):
         z = out[low : low + _BLOCK]
-        base = (stream + (start + low + 1) * _GAMMA) & _MASK
-        np.multiply(np.arange(len(z), dtype=np.uint64), np.uint64(_GAMMA), out=z)
+        base = (stream + (start + low + 1) * GAMMA) & _MASK
+        np.multiply(np.arange(len(z), dtype=np.uint64), np.uint64(GAMMA), out=z)
         z += np.uint64(base)
         _mix(z)
     return out
@@ -53,16 +53,16 @@ def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
 def _mix(z: NDArray[np.uint64]) -> None:
     """SplitMix64's finaliser, in place."""
     z ^= z >> np.uint64(30)
-    z *= np.uint64(_A)
+    z *= np.uint64(MIX_A)
     z ^= z >> np.uint64(27)
-    z *= np.uint64(_B)
+    z *= np.uint64(MIX_B)
     z ^= z >> np.uint64(31)
 
 
 def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The numbers of the stream at indices that need not follow each other, uint64[len(where)]."""
     z: NDArray[np.uint64] = where + np.uint64(1)
-    z *= np.uint64(_GAMMA)
+    z *= np.uint64(GAMMA)
     z += np.uint64(stream & _MASK)
     _mix(z)
     return z

@@ -1,19 +1,22 @@
-"""The step of masked_sgd.py compiled by numba (extra `fast`): two passes over a layer instead of ten.
+"""The steps of masked_sgd.py and sampled_adam.py compiled by numba (extra `fast`): one or two passes instead of ten.
 
-A row of the layer is taken at a time, so that what a pass leaves for the next is in the first-level cache. Loops are
-written one operation after the other over few vectors because that is what LLVM turns into vector instructions.
-Nothing here is imported unless numba is installed.
+A row of a layer, or a block, is taken at a time, so that what one loop leaves for the next is in the first-level cache.
+Loops are short and over few vectors because those are what LLVM turns into vector instructions. Nothing here is
+imported unless numba is installed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from edge_kernels import counter
 from numba import njit
+from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.training.gates import NEAR, SIGMOID_NEAR, SigmoidThreshold
+from edge_client.training.sgd import Adam
 
 # numpy's division, as Python's checks every divisor; a product and a sum may be one operation, as in any BLAS.
 _compiled = njit(cache=True, error_model="numpy", fastmath={"contract"})
@@ -28,6 +31,10 @@ _ROUND, _LOG2E = _F(12582912.0), _F(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = _F(0.693145751953125), _F(1.4286068e-6)
 _P0, _P1, _P2, _P3, _P4 = map(_F, (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1))
 _EXP_MIN = _F(-87)
+_U = np.uint64
+_GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
+_ADAM = 1 << 11
+_WORDS = 1 << 10  # numbers of the stream drawn at a time: two draws each
 
 
 class CompiledMaskedSgd:
@@ -60,6 +67,29 @@ class CompiledMaskedSgd:
             self._weights, self._scores, self._velocity, self._effective, gradient.reshape(self._scores.shape),
             self._move, self._lr, self._momentum, self._row_scale, self._column_scale.reshape(-1),
         )  # fmt: skip
+
+
+class CompiledSampledAdam:
+    """What `SampledAdam` is, with the same arguments."""
+
+    def __init__(self, weights: F32, scores: F32, lr: float, ste: Literal["identity", "ref"] = "identity") -> None:
+        self.adam = Adam(scores.size, lr)
+        self._weights, self._scores, self._ref = weights, scores, ste == "ref"
+        self._pull: F32 = np.empty_like(scores)
+        self._words: NDArray[np.uint64] = np.empty(_WORDS, np.uint64)
+
+    def sample(self, stream: int, out: F32) -> None:
+        """Write the weights under the draw that the stream makes into `out`, float32[n]."""
+        _sample(_U(stream), self._words, self._scores, self._weights, out, self._pull, self._ref)
+
+    def step(self, gradient: F32) -> None:
+        """One step against `gradient`, float32[n], with respect to the weights of the last draw."""
+        adam = self.adam
+        adam.steps += 1
+        b1, b2 = adam.betas
+        keep = np.array([b1, 1 - b1, b2, 1 - b2], np.float32)
+        rate, root = _F(adam.lr / (1 - b1**adam.steps)), _F((1 - b2**adam.steps) ** -0.5)
+        _adam(self._scores, gradient, self._pull, adam.mean, adam.square, keep, rate, root, _F(adam.eps))
 
 
 @_compiled
@@ -158,3 +188,62 @@ def _step(
         else:
             _write_move(w[i], s[i], g[i], move, lr, row_scale[i], column_scale, True)
         _apply(w[i], s[i], v[i], out[i], move, momentum)
+
+
+@_compiled
+def _fill(words: Any, start: Any) -> None:
+    """Numbers of the stream whose key is `start` less one step of the generator; see counter.py."""
+    for i in range(words.size):
+        z = start + _U(i) * _GAMMA
+        z = (z ^ (z >> _U(30))) * _MIX_A
+        z = (z ^ (z >> _U(27))) * _MIX_B
+        words[i] = z ^ (z >> _U(31))
+
+
+@_compiled
+def _draw(words: Any, s: Any, w: Any, out: Any, pull: Any) -> None:
+    for j in range(s.size):
+        soft, slope = _sigmoid(s[j], True)
+        uniform = _F(_I(words[j] >> np.uint32(8))) * _F(2**-24)
+        out[j] = w[j] if uniform < soft else _ZERO
+        pull[j] = w[j] * slope
+
+
+@_compiled
+def _times_sigmoid(s: Any, pull: Any) -> None:
+    for j in range(s.size):
+        soft, _ = _sigmoid(s[j], True)
+        pull[j] *= soft
+
+
+@_compiled
+def _sample(stream: Any, words: Any, s: Any, w: Any, out: Any, pull: Any, ref: Any) -> None:
+    halves = words.view(np.uint32)
+    for low in range(0, s.size, halves.size):
+        high = min(low + halves.size, s.size)
+        _fill(words, stream + _U(low // 2 + 1) * _GAMMA)
+        _draw(halves[: high - low], s[low:high], w[low:high], out[low:high], pull[low:high])
+        if ref:
+            _times_sigmoid(s[low:high], pull[low:high])
+
+
+@_compiled
+def _adam(s: Any, g: Any, pull: Any, mean: Any, square: Any, keep: Any, rate: Any, root: Any, eps: Any) -> None:
+    for low in range(0, s.size, _ADAM):
+        block = slice(low, min(low + _ADAM, s.size))
+        _move_moments(g[block], pull[block], mean[block], square[block], keep[0], keep[1], keep[2], keep[3])
+        _apply_moments(s[block], mean[block], square[block], rate, root, eps)
+
+
+@_compiled
+def _move_moments(g: Any, pull: Any, mean: Any, square: Any, b1: Any, c1: Any, b2: Any, c2: Any) -> None:
+    for j in range(g.size):
+        gradient = g[j] * pull[j]
+        mean[j] = b1 * mean[j] + c1 * gradient
+        square[j] = b2 * square[j] + c2 * gradient * gradient
+
+
+@_compiled
+def _apply_moments(s: Any, mean: Any, square: Any, rate: Any, root: Any, eps: Any) -> None:
+    for j in range(s.size):
+        s[j] -= rate * mean[j] / (np.sqrt(square[j]) * root + eps)
