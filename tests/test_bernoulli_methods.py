@@ -16,11 +16,12 @@ from numpy_mlp import NumpyMlp, assignment, mlp, model, task
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import BernoulliMasks, draw, logistic, posterior_theta
+from edge_client.methods.bernoulli import BernoulliMasks, logistic, posterior_theta
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
 from edge_client.protocol.payload import Arrays, Payload, encode
+from edge_client.training.sampled_adam import draw
 
 
 def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:

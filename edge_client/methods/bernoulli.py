@@ -33,9 +33,10 @@ from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task, Total, bits_digest
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload
-from edge_client.training.gates import BernoulliSigmoid, sigmoid
+from edge_client.training.gates import sigmoid
 from edge_client.training.loop import train
-from edge_client.training.sgd import Adam, Sgd
+from edge_client.training.sampled_adam import sampled_adam
+from edge_client.training.sgd import Sgd
 
 Bits = NDArray[np.bool_]
 F64 = NDArray[np.float64]
@@ -67,14 +68,6 @@ def spans(m: Manifest, names: set[str]) -> Spans:
     """The tensors called `names`."""
     chosen = tuple(t.span for t in m.parameters if t.name in names)
     return Spans(chosen, sum(s.stop - s.start for s in chosen))
-
-
-def draw(stream: int, probability: F32) -> Bits:
-    """Independent bits, one with the probability of each, from 24-bit uniforms: two to a number of the stream."""
-    n = probability.size
-    words = counter.uint64(stream, (n + 1) // 2).astype("<u8", copy=False).view("<u4")[:n]
-    bits: Bits = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < probability
-    return bits
 
 
 def posterior_theta(successes: NDArray[np.number], masks: int, prior: float, posterior: str, clip: float) -> F64:
@@ -281,28 +274,23 @@ class BernoulliMasks(Method):
         values: F32 = a.model.parameters.copy()
         self.probed(m).scatter(head, values)
         scores = np.log(theta / (1 - theta)).astype(np.float32)
-        adam = Adam(part.size, self.lr)
+        steps = sampled_adam(weights, scores, self.lr, self.ste)
+        adam = steps.adam
         if self.persistent and "adam_steps" in kept:
             adam.mean, adam.square = kept["adam_mean"].copy(), kept["adam_square"].copy()
             adam.steps = int(kept["adam_steps"][0])
-        probability, effective = np.empty(part.size, np.float32), np.empty(part.size, np.float32)
-        gate = BernoulliSigmoid(np.ones(0, np.bool_))
+        effective = np.empty(part.size, np.float32)
         batches = 0
 
         def sampled() -> F32:
-            nonlocal gate, batches
-            sigmoid(scores, probability)
-            stream = counter.key(a.seed, "training masks", a.device, a.round, batches)
-            gate = BernoulliSigmoid(draw(stream, probability), self.ste)
+            nonlocal batches
+            steps.sample(counter.key(a.seed, "training masks", a.device, a.round, batches), effective)
             batches += 1
-            gate.effective(weights, scores, effective)
             part.scatter(effective, values)
             return values
 
         def step(gradient: F32) -> None:
-            own = part.gather(gradient)
-            gate.score_gradient(weights, scores, own, own)
-            adam.step(scores, own)
+            steps.step(part.gather(gradient))
 
         loss = train(task, buffers, sampled, step, self.epochs, self.batch)
         moments: Arrays = {}
