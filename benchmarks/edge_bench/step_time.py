@@ -2,15 +2,16 @@
 
 For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the
 gradient, the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient,
-gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned, each
-compiled (extra `fast`) and by numpy alone. The
-scores start anew every 45 steps, as many as a HAR device makes in a round. All variants are interleaved in bursts of
-a few steps, the first of which is not counted (in training too a step finds the state of the one before in the cache);
-the clock is the process's CPU time, so that another process's share is not counted; figures are medians, and what
-counts are the ratios:
+gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
+scores start anew every 45 steps, as many as a HAR device makes in a round. Then a plain step with Adam and that of the
+Bernoulli methods (draw, gradient, gate's backward, Adam on the scores). Masked steps are compiled (extra `fast`), or
+by numpy alone (`_numpy`). All variants are interleaved in bursts of a few steps, the first of which is not counted (in
+training too a step finds the state of the one before in the cache); the clock is the process's CPU time, so that
+another process's share is not counted; figures are medians, and what counts are the ratios:
 
     onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
-    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned), `_numpy`
+    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned)
+    sampled_over_plain_adam  Bernoulli step / plain step with Adam
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.training import open_trainer
-from edge_client.training.compiled import CompiledMaskedSgd
+from edge_client.training.compiled import CompiledMaskedSgd, CompiledSampledAdam
 from edge_client.training.masked_sgd import MaskedSgd
-from edge_client.training.sgd import Sgd
+from edge_client.training.sampled_adam import SampledAdam
+from edge_client.training.sgd import Adam, Sgd
 
 BURST = 4  # steps of one variant in a row, as in training: the state of all of them together overflows the cache
 ROUND = 45  # steps between two fresh starts of the scores
@@ -91,7 +93,29 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
 
         return step
 
+    adam, moved = Adam(d, 0.001), frozen.copy()
+
+    def adam_step() -> None:
+        adam.step(moved, trainer.gradient(moved, model.buffers, x, y).parameters)
+
+    def sampled_step(steps_of: type[SampledAdam] | type[CompiledSampledAdam]) -> Callable[[], object]:
+        effective, span = frozen.copy(), slice(layers[0].span.start, layers[-1].span.stop)
+        scores = np.random.default_rng(0).standard_normal(span.stop - span.start).astype(np.float32)
+        sampled = steps_of(frozen[span], scores, 0.1)
+        own, done = effective[span], 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            sampled.sample(done, own)
+            sampled.step(trainer.gradient(effective, model.buffers, x, y).parameters[span].copy())
+
+        return step
+
     return {
+        "plain_adam": adam_step,
+        "sampled": sampled_step(CompiledSampledAdam),
+        "sampled_numpy": sampled_step(SampledAdam),
         "gradient": lambda: trainer.gradient(model.parameters, model.buffers, x, y),
         "plain": plain_step,
         **{
@@ -132,6 +156,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     for b in BACKENDS:
         for kind in (kind + suffix for kind, _, _ in KINDS for suffix in ("", "_numpy")):
             ratios[f"{b}.{kind}_over_plain"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain"]
+        for kind in ("sampled", "sampled_numpy"):
+            ratios[f"{b}.{kind}_over_plain_adam"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain_adam"]
     return {
         "parameters": bundle.manifest.d,
         "batch": size,
