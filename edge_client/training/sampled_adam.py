@@ -78,7 +78,7 @@ def draw(stream: int, probability: F32, start: int = 0) -> NDArray[np.bool_]:
     n = probability.size
     words = counter.uint64(stream, (n + 1) // 2, start // 2).astype("<u8", copy=False).view("<u4")[:n]
     words >>= np.uint32(8)
-    uniform = words.astype(np.float32)
+    uniform = words.view("<i4").astype(np.float32)  # signed integers are converted faster
     uniform *= np.float32(2**-24)
     bits: NDArray[np.bool_] = uniform < probability
     return bits

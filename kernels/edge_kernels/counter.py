@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 _MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK = 1 << 15  # numbers mixed at a time: the five passes stay in the cache
+_BLOCK = 1 << 14  # numbers mixed at a time: the passes stay in the cache
+_STEPS = np.arange(_BLOCK, dtype=np.uint64) * np.uint64(GAMMA)
 
 
 def key(*words: int | str) -> int:
@@ -40,23 +41,22 @@ def key(*words: int | str) -> int:
 
 def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:
     """Numbers `start` .. `start + count - 1` of the stream, uint64[count]."""
-    out = np.empty(count, np.uint64)
+    out, spare = np.empty(count, np.uint64), np.empty(min(count, _BLOCK), np.uint64)
     for low in range(0, count, _BLOCK):
         z = out[low : low + _BLOCK]
         base = (stream + (start + low + 1) * GAMMA) & _MASK
-        np.multiply(np.arange(len(z), dtype=np.uint64), np.uint64(GAMMA), out=z)
-        z += np.uint64(base)
-        _mix(z)
+        np.add(_STEPS[: len(z)], np.uint64(base), out=z)
+        _mix(z, spare[: len(z)])
     return out
 
 
-def _mix(z: NDArray[np.uint64]) -> None:
-    """SplitMix64's finaliser, in place."""
-    z ^= z >> np.uint64(30)
+def _mix(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
+    """SplitMix64's finaliser, in place; `spare` is as long as `z`."""
+    z ^= np.right_shift(z, np.uint64(30), out=spare)
     z *= np.uint64(MIX_A)
-    z ^= z >> np.uint64(27)
+    z ^= np.right_shift(z, np.uint64(27), out=spare)
     z *= np.uint64(MIX_B)
-    z ^= z >> np.uint64(31)
+    z ^= np.right_shift(z, np.uint64(31), out=spare)
 
 
 def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -64,7 +64,7 @@ def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z: NDArray[np.uint64] = where + np.uint64(1)
     z *= np.uint64(GAMMA)
     z += np.uint64(stream & _MASK)
-    _mix(z)
+    _mix(z, np.empty_like(z))
     return z
 
 
