@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -103,6 +105,14 @@ def test_far_scores_move_as_far_as_the_sigmoid_is_steep() -> None:
     step.step(np.ones(4001, np.float32))
     e = np.exp(-np.abs(before))
     np.testing.assert_allclose(step._velocity.ravel(), 1e6 * e / (1 + e) ** 2, rtol=2e-6, atol=1e-30)
+
+
+def test_it_compiles_where_no_cache_can_be_written() -> None:
+    step = "CompiledMaskedSgd(w, w.copy(), w.copy(), (2, 2), 1.0, 0.5, 1.0).step(w)"
+    made = f"import numpy as np; from edge_client.training.compiled import *; w = np.ones(4, np.float32); {step}"
+    nowhere = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    nowhere.pop("NUMBA_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", made], env=nowhere, check=True)
 
 
 def test_without_numba_the_step_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:

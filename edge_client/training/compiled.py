@@ -7,7 +7,8 @@ imported unless numba is installed.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from edge_kernels import counter
@@ -18,8 +19,7 @@ from edge_client.bundle import F32
 from edge_client.training.gates import NEAR, SIGMOID_NEAR, SigmoidThreshold
 from edge_client.training.sgd import Adam
 
-# numpy's division, as Python's checks every divisor; a product and a sum may be one operation, as in any BLAS.
-_compiled = njit(cache=True, error_model="numpy", fastmath={"contract"})
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _F, _I = np.float32, np.int32
 _ZERO, _HALF, _ONE = _F(0), _F(0.5), _F(1)
 _C, _H, _B, _D = map(_F, SIGMOID_NEAR)
@@ -35,6 +35,24 @@ _U = np.uint64
 _GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
 _ADAM = 1 << 11
 _WORDS = 1 << 10  # numbers of the stream drawn at a time: two draws each
+
+
+def _compiler(*freedoms: str) -> Callable[[_Function], _Function]:
+    """A decorator that compiles; numpy's division, as Python's checks every divisor."""
+
+    def compiled(function: _Function) -> _Function:
+        options: dict[str, Any] = {"error_model": "numpy", "fastmath": set(freedoms)}
+        try:
+            made: _Function = njit(cache=True, **options)(function)
+        except RuntimeError:  # nowhere to write a cache: compile anew in every process
+            made = njit(**options)(function)
+        return made
+
+    return compiled
+
+
+_compiled = _compiler("contract")  # a product and a sum may be one operation, as in any BLAS
+_compiled_sum = _compiler("contract", "reassoc")  # a sum may be taken in lanes
 
 
 class CompiledMaskedSgd:
@@ -132,7 +150,7 @@ def _add_squares(scores: Any, soft: Any, columns: Any, far: Any) -> None:
         columns[j] += o * o
 
 
-@njit(cache=True, fastmath={"reassoc", "contract"})  # a sum in lanes
+@_compiled_sum
 def _square_sum(values: Any) -> Any:
     total = _ZERO
     for j in range(values.size):
