@@ -2,24 +2,39 @@
 
 The closing is journalled behind, because a coordinator that dies first folds the same acknowledged updates to the same
 bits. Nothing else is taken in before it is on disk, so devices can already fetch the next round while the disk works.
-How values are folded is in `values`.
+A small round is closed before that: in the transaction that takes in the last of its updates, so that a round costs one
+commit less and nothing is left behind. How values are folded is in `values`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 
-from coord_server import events
+from coord_server import engine, events
+from coord_server.aggregation import Checked
 from coord_server.journal import Journal
 from coord_server.refusals import Refusal
-from coord_server.values import NothingUsable, Values
+from coord_server.store.tables import ClosedRound
+from coord_server.values import Folded, NothingUsable, Values
 from edge_client.errors import MaskfleetError
 
 log = logging.getLogger("maskfleet")
 
 RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to aggregate while something is in the way
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """A small round folded before its last updates are journalled, the rows to go with them, and what follows."""
+
+    folded: Folded
+    rows: ClosedRound
+    state: engine.State
+    decisions: tuple[events.Decision, ...]
 
 
 class Closing:
@@ -32,11 +47,35 @@ class Closing:
 
     def begin(self) -> None:
         """Sweep what an earlier process left, ahead of any aggregation."""
-        self._journal.spawn(self._sweep_first())
+        self._journal.spawn(self._sweep_later(first=True))
 
     def aggregate(self, decision: events.Aggregate) -> None:
         """Begin to fold a round; the engine hears of its end."""
         self._journal.spawn(self._until_closed(decision))
+
+    def at_once(self, state: engine.State, decision: events.Aggregate, taken: Mapping[str, Checked]) -> AtOnce | None:
+        """Fold a small round whose last updates, `taken`, are about to be journalled; `state` is what they lead to.
+
+        Blocks; the lock is held. None when `aggregate` is to do it: it is not small, or something is in the way.
+        """
+        now, journal = self._clock(), self._journal
+        try:
+            folded = self._values.fold_at_once(decision, taken)
+        except Exception:  # `aggregate` will meet it again, say so, and go on trying
+            log.debug("%s: round %d is not closed at once", journal.id, decision.round, exc_info=True)
+            return None
+        if folded is None:
+            return None
+        after, decisions = engine.apply(journal.config, state, events.Aggregated(now, decision.round))
+        return AtOnce(folded, self._values.rows(folded, now - state.opened), after, decisions)
+
+    def adopt(self, done: AtOnce) -> None:
+        """Go on from a round that was closed at once and is in the journal."""
+        self._values.written(done.rows)
+        self._values.adopt(done.folded)
+        self.fault = None
+        if self._values.large:
+            self._journal.spawn(self._sweep_later())
 
     async def _until_closed(self, decision: events.Aggregate) -> None:
         """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
@@ -79,19 +118,25 @@ class Closing:
             await journal.uninterrupted(lambda: journal.step(event, journal.save))
             return
         now = self._clock()
+
+        @cache
+        def rows() -> ClosedRound:
+            return values.rows(folded, now - opened)
+
         await journal.uninterrupted(
             lambda: journal.step(
                 events.Aggregated(now, round_),
-                lambda state: values.journal(folded, now - opened, state),
+                lambda state: values.journal(rows(), state),
                 lambda: values.adopt(folded),
+                lambda: values.written(rows()),
                 # Records are read back from the journal for the next downlinks, so they have to be in it.
                 behind=not folded.kept,
             )
         )
 
-    async def _sweep_first(self) -> None:
+    async def _sweep_later(self, first: bool = False) -> None:
         async with self._folding:
-            await asyncio.to_thread(self._sweep, True)
+            await asyncio.to_thread(self._sweep, first)
 
     def _sweep(self, first: bool = False) -> None:
         state = self._journal.state

@@ -57,8 +57,8 @@ class LiveFederation:
         self._journal = Journal(store, row.id, self.config, engine.load(row.state), followers)
         self.members = Members(store, self._journal, self._roster, clock)
         self.polls = Polls(self._journal, self._values, self._roster, clock)
-        self.intake = Intake(store, self._journal, self._values, self._roster, clock)
         self._closing = Closing(self._journal, self._values, clock)
+        self.intake = Intake(store, self._journal, self._values, self._roster, self._closing, clock)
         self._deadline = Deadline(self._journal, clock)
 
     # --- life

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Course
+from coord_server.closing import AtOnce, Closing
 from coord_server.journal import Journal
 from coord_server.refusals import Refusal
 from coord_server.roster import Roster
@@ -25,11 +26,17 @@ class Intake:
     """The updates of one federation on their way in. Coroutines may be called concurrently."""
 
     def __init__(
-        self, store: Store, journal: Journal, values: Values, roster: Roster, clock: Callable[[], float]
+        self,
+        store: Store,
+        journal: Journal,
+        values: Values,
+        roster: Roster,
+        closing: Closing,
+        clock: Callable[[], float],
     ) -> None:
         self.id = journal.id
         self._store, self._journal, self._values = store, journal, values
-        self._roster, self._clock = roster, clock
+        self._roster, self._closing, self._clock = roster, closing, clock
         self._uploads: list[Upload] = []
         self._turns = Turns()
 
@@ -38,25 +45,30 @@ class Intake:
 
         Raises Refusal otherwise.
         """
-        state = self._journal.state
-        if round_ < state.round or state.phase in ("finished", "stopped"):
-            found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
-            if found is not None and found[0] == sha256:
-                return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
         event = events.Updated(self._clock(), round_, device, lease, sha256)
+        if self._over(round_):
+            size = await asyncio.to_thread(self._size_in_journal, event)
+            if size is not None:
+                return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=size)
         _, decisions = engine.apply(self._journal.config, self._journal.state, event)
         first = decisions[0]
         if isinstance(first, events.Refuse):
             raise Refusal(first.kind, first.detail)
         if isinstance(first, events.Acknowledge) and first.duplicate:
-            return await self._receipt(round_, device, sha256)
+            size = await asyncio.to_thread(self._size_in_journal, event)
+            if size is None:
+                raise Refusal("internal-error", f"the update of {device!r} in round {round_} is not in the journal")
+            return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=size)
         return None
 
-    async def _receipt(self, round_: int, device: str, sha256: str) -> Receipt:
-        found = await asyncio.to_thread(self._store.metadata.acknowledged, self.id, round_, device)
-        if found is None:
-            raise Refusal("internal-error", f"the update of {device!r} in round {round_} is not in the journal")
-        return Receipt(federation=self.id, round=round_, device=device, sha256=sha256, size=found[1])
+    def _over(self, round_: int) -> bool:
+        """Whether the engine no longer remembers which updates of a round it has."""
+        return round_ < self._journal.state.round or self._journal.state.phase in ("finished", "stopped")
+
+    def _size_in_journal(self, event: events.Updated) -> int | None:
+        """The size of exactly this update, when it was acknowledged. Blocks. Raises StateError."""
+        found = self._store.metadata.acknowledged(self.id, event.round, event.device)
+        return found[1] if found is not None and found[0] == event.sha256 else None
 
     async def limit(self) -> int:
         """The most bytes an update may have."""
@@ -102,7 +114,7 @@ class Intake:
         try:
             await self._journal.flush()
             course, arrays = await self._values.ready()
-            batch = await asyncio.to_thread(self._write, course, arrays, uploads)
+            batch, closed = await asyncio.to_thread(self._write, course, arrays, uploads)
         except BaseException as error:
             for upload in uploads:
                 upload.answered(error if isinstance(error, Exception) else StateError("going down; send it again"))
@@ -113,21 +125,42 @@ class Intake:
         def adopt() -> None:
             for row, checked in batch.taken:
                 self._roster.written(row.device, row.seen)
-                self._values.remember(row.device, checked)
+                if closed is None:
+                    self._values.remember(row.device, checked)
+            if closed is not None:
+                self._closing.adopt(closed)
 
-        self._journal.adopt(batch.state, tuple(batch.decisions), adopt)
+        if closed is None:
+            self._journal.adopt(batch.state, tuple(batch.decisions), adopt)
+        else:
+            self._journal.adopt(closed.state, closed.decisions, adopt)
         for upload, answer in batch.answers:
             upload.answered(answer)
 
-    def _write(self, course: Course, arrays: Arrays, uploads: list[Upload]) -> Batch:
-        """Check uploads, ask the engine about each in turn, and journal those it takes. Blocks. Raises StateError."""
+    def _write(self, course: Course, arrays: Arrays, uploads: list[Upload]) -> tuple[Batch, AtOnce | None]:
+        """Check uploads, ask the engine about each in turn, and journal those it takes. Blocks. Raises StateError.
+
+        When they complete a small round it is closed together with them.
+        """
         journal = self._journal
         batch = weigh(
             journal.config, journal.state, uploads, lambda u: self._validate(course, arrays, u), self._roster.seen()
         )
+        closed: AtOnce | None = None
+        for i, (upload, answer) in enumerate(batch.answers):
+            if isinstance(answer, Refusal) and self._over(upload.event.round):
+                # The write that took it in, and closed its round, may have failed only to say so.
+                batch.answers[i] = upload, self._size_in_journal(upload.event) or answer
         if batch.taken:
-            rows = [row for row, _ in batch.taken]
+            taken = {row.device: checked for row, checked in batch.taken}
+            for decision in batch.decisions:  # at most one
+                if isinstance(decision, events.Aggregate):
+                    closed = self._closing.at_once(batch.state, decision, taken)
+            rows, final = [row for row, _ in batch.taken], batch.state if closed is None else closed.state
             journal.write(
-                lambda state: self._store.metadata.acknowledge(self.id, rows, state), engine.dump(batch.state)
+                lambda state: self._store.metadata.acknowledge(
+                    self.id, rows, state, None if closed is None else closed.rows
+                ),
+                engine.dump(final),
             )
-        return batch
+        return batch, closed

@@ -78,13 +78,14 @@ class Journal:
         event: events.Event,
         write: Callable[[str], None],
         adopt: Callable[[], None] = lambda: None,
+        written: Callable[[], None] = lambda: None,
         behind: bool = False,
     ) -> tuple[events.Decision, ...]:
         """Ask the engine, journal its new state, adopt it and carry out its decisions. The lock is held.
 
-        `write` gets the state as JSON and runs in a thread, with `behind` at the next `flush`; `adopt` changes what
-        else memory holds. Raises Refusal when the engine refuses, StateError when the disk takes nothing: then nothing
-        has changed.
+        `write` gets the state as JSON and runs in a thread, with `behind` at the next `flush`; then `written`, once the
+        journal has it, even when `write` could not say so. `adopt` changes what else memory holds. Raises Refusal when
+        the engine refuses, StateError when the disk takes nothing: then nothing has changed.
         """
         await self.flush()
         state, decisions = engine.apply(self.config, self.state, event)
@@ -93,10 +94,15 @@ class Journal:
                 raise Refusal(decision.kind, decision.detail)
         if state != self.state:
             text = engine.dump(state)
+
+            def journalled() -> None:
+                self.write(write, text)
+                written()
+
             if behind:
-                self._behind = lambda: self.write(write, text)
+                self._behind = journalled
             else:
-                await asyncio.to_thread(self.write, write, text)
+                await asyncio.to_thread(journalled)
         self.adopt(state, decisions, adopt)
         return decisions
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from coord_server import aggregation, events
 from coord_server.aggregation import Checked, Closed, Contribution, Course, UnusableUpdate
 from coord_server.bundles import load_model
 from coord_server.store import Store
-from coord_server.store.tables import INLINE, Content, FederationRow
+from coord_server.store.tables import INLINE, ClosedRound, Content, FederationRow
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import MaskfleetError, PayloadError, StateError
 from edge_client.methods import make_method
@@ -26,6 +27,7 @@ log = logging.getLogger("maskfleet")
 
 IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
 FRESH = 32 << 20  # bytes of checked updates kept for the fold; those beyond are read back
+AT_ONCE = 4 << 20  # bytes of checked updates folded while the last of them waits: some milliseconds
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Downlink:
     size: int
     sizes: dict[str, int]
     data: bytes | None
+
+
+def _size(arrays: Arrays) -> int:
+    return sum(a.nbytes for a in arrays.values())
 
 
 class NothingUsable(MaskfleetError):
@@ -55,6 +61,11 @@ class Folded:
     closed: Closed
     kept: dict[str, bytes]
     downlink: Downlink | None
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The new global state as it is stored."""
+        return aggregation.pack(self.closed.state)
 
 
 class Values:
@@ -108,7 +119,7 @@ class Values:
 
     async def downlink(self, round_: int, device: str) -> Downlink:
         """What `device` fetches in `round_`."""
-        key = (round_, "" if self.method.shared_downlink else device)
+        key = self._downlink_key(round_, device)
         found = self._downlinks.get(key)
         if found is not None:
             return found
@@ -120,6 +131,9 @@ class Values:
                 if self._arrays is arrays:
                     self._downlinks[key] = found
             return found
+
+    def _downlink_key(self, round_: int, device: str) -> tuple[int, str]:
+        return round_, "" if self.method.shared_downlink else device
 
     def _make_downlink(self, course: Course, arrays: Arrays, round_: int, device: str) -> Downlink:
         shared = self.method.shared_downlink
@@ -147,7 +161,7 @@ class Values:
 
     def remember(self, device: str, checked: Checked) -> None:
         """Keep an acknowledged update for the fold, while there is room."""
-        size = sum(a.nbytes for a in checked.arrays.values())
+        size = _size(checked.arrays)
         if size <= self._room:
             self._room -= size
             self._fresh[device] = checked
@@ -167,6 +181,25 @@ class Values:
         else:
             downs = {d: (await self.downlink(round_, d)).sizes for d in devices}
         return await asyncio.to_thread(self._fold, course, arrays, decision, downs, dict(self._fresh))
+
+    def fold_at_once(self, decision: events.Aggregate, taken: Mapping[str, Checked]) -> Folded | None:
+        """Fold a small round while its last updates, `taken`, wait to be journalled. Blocks.
+
+        None when it is not small: when anything has to be read for it, or made, or would not lie in its row.
+        """
+        fresh, course, arrays = {**self._fresh, **taken}, self._course, self._arrays
+        downs = {d: self._downlinks.get(self._downlink_key(decision.round, d)) for d in decision.devices}
+        if course is None or arrays is None or not decision.devices:
+            return None
+        if not fresh.keys() >= downs.keys() or _size(arrays) > INLINE:
+            return None
+        if sum(_size(fresh[d].arrays) for d in decision.devices) > AT_ONCE:
+            return None
+        sizes = {d: down.sizes for d, down in downs.items() if down is not None}
+        if len(sizes) < len(downs):
+            return None
+        folded = self._fold(course, arrays, decision, sizes, fresh)
+        return folded if all(len(data) <= INLINE for data in (folded.packed, *folded.kept.values())) else None
 
     def _fold(
         self,
@@ -209,18 +242,21 @@ class Values:
             raise StateError(f"the update of {device!r} in round {round_} is not in the database")
         return self._read(self.updates_shelf(round_), found)
 
-    def journal(self, folded: Folded, seconds: float, state: str) -> None:
-        """Write a folded round down, with the engine's state after it. Blocks. Raises StateError."""
+    def rows(self, folded: Folded, seconds: float) -> ClosedRound:
+        """A folded round as it is written down; what is too large for its row is durable now. Blocks."""
         record = folded.closed.record.model_copy(update={"seconds": seconds})
-        total = self._keep(self._state_shelf, aggregation.pack(folded.closed.state))
-        rows = {device: self._keep(self._record_shelf(device), data) for device, data in folded.kept.items()}
-        try:
-            self._store.metadata.close_round(self.id, record.round, record.model_dump_json(), total, rows, state)
-        except StateError:  # the commit may have failed only to say so
-            if self._store.metadata.state(self.id) != state:
-                raise
-        self._global = total
-        self._records.update({device: content.sha256 for device, content in rows.items()})
+        total = self._keep(self._state_shelf, folded.packed)
+        kept = {device: self._keep(self._record_shelf(device), data) for device, data in folded.kept.items()}
+        return ClosedRound(record.round, record.model_dump_json(), total, kept)
+
+    def journal(self, closed: ClosedRound, state: str) -> None:
+        """Write a closed round down, with the engine's state after it. Blocks. Raises StateError."""
+        self._store.metadata.close_round(self.id, closed, state)
+
+    def written(self, closed: ClosedRound) -> None:
+        """A closed round is in the journal."""
+        self._global = closed.total
+        self._records.update({device: content.sha256 for device, content in closed.kept.items()})
 
     def adopt(self, folded: Folded) -> None:
         """Go on from a folded round."""

@@ -713,8 +713,16 @@ def test_a_credential_that_one_federation_removed_still_opens_what_another_one_s
 # --- faults
 
 
-@pytest.mark.parametrize("d", [D, 2 * ((INLINE // 8) + 100)])
-def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
+@pytest.mark.parametrize(
+    ("d", "at_once"), [(D, False), (D, True), (2 * ((INLINE // 8) + 100), False)], ids=["small", "at once", "large"]
+)
+def test_a_full_disk_gives_507_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int, at_once: bool
+) -> None:
+    """A round's closing is journalled with its last update when both are small, else behind it."""
+    if not at_once:
+        monkeypatch.setattr("coord_server.values.AT_ONCE", 0)
+
     async def script(fleet: Fleet) -> bytes:
         await fleet.federation("a", "bb", d=d)
         work = await fleet.work("a", 10)
@@ -734,14 +742,15 @@ def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: py
         assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
         with monkeypatch.context() as m:
             m.setattr(os, "fsync", full)
-            m.setattr("coord_server.store.metadata.Metadata.close_round", locked)
-            assert (await fleet.train("bb")).status_code == (201 if d == D else 507)
-            if d == D:  # the round is folded, the disk full: nothing more is taken until it is written
+            m.setattr(f"coord_server.store.metadata.Metadata.{'_close' if at_once else 'close_round'}", locked)
+            behind = d == D and not at_once
+            assert (await fleet.train("bb")).status_code == (201 if behind else 507)
+            if behind:  # the round is folded, the disk full: nothing more is taken until it is written
                 found = await until_round(fleet, lambda f: f["fault"] is not None)
                 assert "disk is full" in found["fault"]
                 refused(await fleet.train("a"), "storage-full")
                 refused(await fleet.operator("GET", "/v1/federations/fed/state"), "storage-full")
-        if d != D:
+        if not behind:
             assert (await fleet.train("bb")).status_code == 201
         await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
         return await whole(fleet, "a", "bb", rounds=1)
@@ -753,10 +762,13 @@ def test_a_full_disk_gives_507_and_loses_nothing(tmp_path: Path, monkeypatch: py
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 
-@pytest.mark.parametrize("write", ["acknowledge", "close_round"])
+@pytest.mark.parametrize(("write", "at_once"), [("acknowledge", True), ("acknowledge", False), ("close_round", False)])
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journal_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, at_once: bool, rounds: int
 ) -> None:
+    if not at_once:
+        monkeypatch.setattr("coord_server.values.AT_ONCE", 0)
     journal, state = getattr(Metadata, write), Metadata.state
 
     def unsaid(*given: Any) -> None:
@@ -772,7 +784,7 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
         return state(*given)
 
     async def script(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb")
+        await fleet.federation("a", "bb", rounds=rounds)
         assert (await fleet.train("a")).status_code == 201
         work = await fleet.work("bb")
         body = trained(await fleet.fetch("bb", work), "bb")
@@ -781,12 +793,13 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
         first = await fleet.upload("bb", 1, work["lease"], body)
         assert first.status_code == (507 if write == "acknowledge" else 201)
         assert (await fleet.upload("bb", 1, work["lease"], body)).status_code in (200, 201)
-        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
-        return await whole(fleet, "a", "bb", rounds=1)
+        if rounds == 2:
+            await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        return await whole(fleet, "a", "bb", rounds=rounds - 1)
 
     async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb")
-        return await whole(fleet, "a", "bb")
+        await fleet.federation("a", "bb", rounds=rounds)
+        return await whole(fleet, "a", "bb", rounds=rounds)
 
     blind: list[int] = []
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)

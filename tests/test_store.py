@@ -12,7 +12,7 @@ from coord_server import auth
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, FolderIncoming
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import Acknowledged, Content, FederationRow, Seen
+from coord_server.store.tables import Acknowledged, ClosedRound, Content, FederationRow, Seen
 from edge_client.bundle import digest
 from edge_client.errors import StateError
 
@@ -152,12 +152,38 @@ def test_closing_a_round_drops_the_small_contents_and_switches_state_and_records
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0)
     data.acknowledge("fed", [Acknowledged(1, "a", Content("f" * 64, b"update"), 6, 3.0, Seen(3.0))], "s2")
     for n, record in enumerate((b"first", b"second"), 1):
-        data.close_round("fed", n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)}, "s3")
+        closed = ClosedRound(n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)})
+        data.close_round("fed", closed, "s3")
     (row,) = data.all_federations()
     assert (row.state, row.global_state, row.global_content) == ("s3", "e" * 64, None)
     assert data.update_content("fed", 1, "a") == Content("f" * 64, None)
     assert data.record("fed", "a") == Content("d" * 64, b"second")
     assert data.all_rounds("fed") == ['{"round":1}', '{"round":2}']
+
+
+def test_the_last_update_of_a_round_and_its_closing_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    data = database(tmp_path)
+    data.add_token("u" * 64, "fed", 2, 9.0)
+    for device in ("a", "b"):
+        assert data.enrol("fed", device, device * 64, "u" * 64, 2.0)
+
+    def row(device: str, round_: int = 1) -> Acknowledged:
+        return Acknowledged(round_, device, Content("f" * 64, b"update"), 6, 3.0, Seen(3.0))
+
+    data.acknowledge("fed", [row("a")], "s1")
+    closed = ClosedRound(1, '{"round":1}', Content("e" * 64, b"total"), {})
+    with pytest.raises(StateError, match="UNIQUE"):
+        data.acknowledge("fed", [row("a")], "s2", closed)
+    assert (data.state("fed"), data.all_rounds("fed")) == ("s1", [])
+    data.acknowledge("fed", [row("b")], "s2", closed)
+    (federation,) = data.all_federations()
+    assert (federation.state, federation.global_content) == ("s2", b"total")
+    assert data.all_rounds("fed") == ['{"round":1}']
+    for device in ("a", "b"):  # still the same receipt, but the bytes are in the total now
+        assert data.acknowledged("fed", 1, device) == ("f" * 64, 6)
+        assert data.update_content("fed", 1, device) == Content("f" * 64, None)
+    with pytest.raises(StateError, match="UNIQUE"):  # a round is closed once
+        data.acknowledge("fed", [row("a", 2)], "s3", closed)
 
 
 def test_a_token_is_used_up_by_enrolments_that_succeed_only(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from coord_server.store.tables import (
     METADATA,
     Acknowledged,
+    ClosedRound,
     Content,
     DeviceRow,
     FederationRow,
@@ -237,19 +238,29 @@ class Metadata:
 
     # --- rounds
 
-    def acknowledge(self, federation: str, rows: Sequence[Acknowledged], state: str) -> None:
-        """Journal updates that are about to be acknowledged, each of a device of its own, in one transaction."""
+    def acknowledge(
+        self, federation: str, rows: Sequence[Acknowledged], state: str, closed: ClosedRound | None = None
+    ) -> None:
+        """Journal updates that are about to be acknowledged, each of a device of its own, in one transaction.
+
+        With `closed` they are the last ones of that round, which is closed in the same transaction: they are in its
+        total, and nobody asks for their content any more.
+        """
         with self._write() as c:
             bodies, counts = [], []
             for r in rows:
                 key = {"federation": federation, "round": r.round, "device": r.device}
-                body = {"sha256": r.body.sha256, "content": r.body.data, "size": r.size, "received_at": r.at}
+                content = None if closed is not None and closed.round == r.round else r.body.data
+                body = {"sha256": r.body.sha256, "content": content, "size": r.size, "received_at": r.at}
                 bodies.append({**key, **body})
                 seen = {"b_size": r.size, "b_down": r.seen.bytes_down, "b_at": r.seen.at, "b_messages": r.seen.messages}
                 counts.append({"b_federation": federation, "b_device": r.device, **seen})
             c.execute(_ADD_UPDATE, bodies)
             c.execute(_COUNT_UPDATE, counts)
-            self._state(c, federation, state)
+            if closed is None:
+                self._state(c, federation, state)
+            else:
+                self._close(c, federation, closed, state)
 
     def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
         """SHA-256 and size of the update that was acknowledged, None when none was."""
@@ -265,20 +276,21 @@ class Metadata:
             row = c.execute(select(updates.c.sha256, updates.c.content).where(mine)).first()
             return None if row is None else Content(row[0], row[1])
 
-    def close_round(
-        self, federation: str, round_: int, record: str, total: Content, kept: Mapping[str, Content], state: str
-    ) -> None:
+    def close_round(self, federation: str, closed: ClosedRound, state: str) -> None:
         """Journal a round's record, the new global state, the devices' new records and the engine's state."""
         with self._write() as c:
-            c.execute(_ADD_ROUND, {"federation": federation, "round": round_, "record": record})
-            for device, content in kept.items():
-                mine = (records.c.federation == federation) & (records.c.device == device)
-                new = {"sha256": content.sha256, "content": content.data}
-                if c.execute(update(records).where(mine).values(new)).rowcount == 0:
-                    c.execute(insert(records).values(federation=federation, device=device, **new))
-            c.execute(_DROP_CONTENTS, {"b_federation": federation, "b_round": round_})
-            new_state = {"b_state": state, "b_global": total.sha256, "b_content": total.data}
-            c.execute(_SAVE_ROUND, {"b_id": federation, **new_state})
+            self._close(c, federation, closed, state)
+
+    def _close(self, c: Connection, federation: str, closed: ClosedRound, state: str) -> None:
+        c.execute(_ADD_ROUND, {"federation": federation, "round": closed.round, "record": closed.record})
+        for device, content in closed.kept.items():
+            mine = (records.c.federation == federation) & (records.c.device == device)
+            new = {"sha256": content.sha256, "content": content.data}
+            if c.execute(update(records).where(mine).values(new)).rowcount == 0:
+                c.execute(insert(records).values(federation=federation, device=device, **new))
+        c.execute(_DROP_CONTENTS, {"b_federation": federation, "b_round": closed.round})
+        new_state = {"b_state": state, "b_global": closed.total.sha256, "b_content": closed.total.data}
+        c.execute(_SAVE_ROUND, {"b_id": federation, **new_state})
 
     def all_records(self, federation: str) -> dict[str, str]:
         """Each device's record by its digest."""

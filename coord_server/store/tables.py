@@ -6,6 +6,7 @@ ones lie in the blob store and the row's content is NULL.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -156,3 +157,13 @@ class Acknowledged:
     size: int
     at: float
     seen: Seen
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """A round about to be closed: its record as JSON, the new global state, the devices' new records."""
+
+    round: int
+    record: str
+    total: Content
+    kept: Mapping[str, Content]
