@@ -230,6 +230,27 @@ def test_auto_is_one_byte_larger_than_the_best(mask: NDArray[np.bool_], with_con
     assert one_byte_over_the_best(mask, contexts)
 
 
+def test_auto_is_one_byte_larger_than_the_best_for_every_set_out_of_eight() -> None:
+    for number in range(256):
+        mask = np.unpackbits(np.array([number], np.uint8)).view(np.bool_)
+        assert one_byte_over_the_best(mask)
+        assert over_estimate(mask) < 1
+
+
+@QUICK
+@given(masks(), st.booleans())
+def test_an_estimate_of_the_size_of_entropy_is_above_it_by_less_than_an_eighth_and_a_byte(
+    mask: NDArray[np.bool_], with_contexts: bool
+) -> None:
+    assert over_estimate(mask, (np.arange(len(mask)) % 3).astype(np.uint8) if with_contexts else None) < 1
+
+
+def over_estimate(mask: NDArray[np.bool_], contexts: NDArray[np.uint8] | None = None) -> float:
+    """Bytes by which an estimate is above nine eighths of the size."""
+    prepared = entropy.prepare(np.flatnonzero(mask).astype(np.uint32), len(mask), contexts)
+    return prepared.size() - 1.125 * len(prepared.to_bytes())
+
+
 def one_byte_over_the_best(mask: NDArray[np.bool_], contexts: NDArray[np.uint8] | None = None) -> bool:
     d = len(mask)
     best = min(len(codecs.encode(name, mask, d, contexts)) for name in EXACT if name != "auto")

@@ -12,7 +12,7 @@ from edge_kernels.codecs import bits, entropy, rice
 from edge_kernels.codecs.sets import CodecError, Contexts, Positions
 
 _TAGS = ("bits", "rice", "entropy")
-_DOUBT = 1.125  # an estimate of the size of `entropy` is off by less
+_DOUBT = 1.125  # an estimate of the size of `entropy` is above it by less than an eighth and a byte
 
 
 def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> bytes:
@@ -22,7 +22,7 @@ def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> by
     prepared = entropy.prepare(positions, d, contexts)
     if prepared.size() <= _DOUBT * least:
         coded = prepared.to_bytes()
-        if len(coded) <= least:
+        if len(coded) <= least:  # sizes are whole: at `least` - 1 or less, the estimate is below _DOUBT * least
             return b"\2" + coded
     return b"\0" + bits.encode(positions, d) if plain <= gaps else b"\1" + rice.encode(positions, d)
 

@@ -75,9 +75,10 @@ class Prepared:
     raw: Bits
 
     def size(self) -> float:
-        """About the bytes of :meth:`to_bytes`: what the symbols cost, which the coder's rounding of 32-bit states
+        """About the bytes of :meth:`to_bytes`, by what the symbols cost.
 
-        changes by some thousandths, and by less than a tenth where the symbols of a lane repeat.
+        The coder's rounding of 32-bit states changes that by some thousandths, and by a few hundredths where the
+        symbols of a lane repeat; of a few bytes, that they are whole changes more.
         """
         counts = np.bincount(self.entries, minlength=len(self.tables.freqs))
         symbols = float(counts @ (rans.SCALE - np.log2(self.tables.freqs)))
