@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -185,3 +187,30 @@ def test_a_reader_with_other_net_flips_but_the_same_reference_is_found_out_by_th
         except CodecError as error:
             said.append(str(error))
     assert any("checksum" in words for words in said)  # to which the codec itself had nothing to object
+
+
+@pytest.mark.parametrize("d", [1, 100, 3000, 6000, 20_000, 300_000])
+@pytest.mark.parametrize("share", [0.03, 0.5, 1.0])
+def test_decoding_allocates_four_times_what_it_decodes_to_and_two_megabytes_at_every_d(d: int, share: float) -> None:
+    rng = np.random.default_rng(d)
+    theta, u = np.clip(rng.random(d), 0.01, 0.99), rng.random(d)
+    cohort = Cohort.empty(d)
+    cohort.add(theta, u)
+    net = (rng.choice([-2, -1, 1, 2, 3], d) * (rng.random(d) < share)).astype(np.int32)
+    flips, past = rng.random(d) < share, coupling.history(net, [(d,)])
+    data = coupling.encode_flips(flips, theta, u, past)
+    constant, members = 2 << 20, max(int(flips.sum()), 1)
+    assert peak(lambda: coupling.decode_flips(data, theta, u, past)) <= 4 * max(d, 4 * members) + constant
+    coded = coupling.encode_net(net, theta, cohort, past)
+    positions = 4 * int(np.count_nonzero(net))  # where they are not 0, four bytes each, beside the net flips
+    assert peak(lambda: coupling.decode_net(coded, theta, cohort, past, 5)) <= 4 * 4 * d + positions + constant
+
+
+def peak(call: Callable[[], object]) -> int:
+    """The most bytes allocated at a time."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

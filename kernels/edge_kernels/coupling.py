@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from edge_kernels import bits, codecs
 from edge_kernels.codecs import CodecError
+from edge_kernels.codecs.sets import Positions, positions_of
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 Bits = NDArray[np.bool_]
-Where = slice | NDArray[np.int64]
+Where = slice | Positions
 Terms = Callable[[Where], list[F64]]
 """The model's terms at some of the positions, the constant first; all float64 and equally long."""
 
@@ -121,7 +122,7 @@ def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History
     """A cohort's net flips int32[d] as bytes: where there are any, which way, and how many more than one."""
     parts: list[bytes] = []
     size = np.abs(net)
-    sparse = np.flatnonzero(net)
+    sparse = positions_of(net != 0)
     parts.append(_encode(net != 0, _moved_terms(theta, cohort, past)))
     parts.append(_encode(net[sparse] > 0, _subset(_way_terms(theta, cohort, past), sparse)))
     while len(sparse):
@@ -146,14 +147,15 @@ def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, ma
     if int(ends[-1]) != len(data):
         raise CodecError(f"the parts of the net flips end at byte {ends[-1]} of {len(data)}; the payload is damaged")
     parts = [data[a:b] for a, b in zip([low, *ends[:-1]], ends, strict=True)]
-    sparse = np.flatnonzero(_decode(parts[0], d, _moved_terms(theta, cohort, past)))
+    sparse = positions_of(_decode(parts[0], d, _moved_terms(theta, cohort, past)))
     upward = _decode(parts[1], len(sparse), _subset(_way_terms(theta, cohort, past), sparse))
     net = np.zeros(d, np.int32)
-    net[sparse] = np.where(upward, 1, -1)
+    for s in _tiles(len(sparse)):  # numpy indexes with an int64 copy
+        net[sparse[s]] = np.where(upward[s], 1, -1)
     for part in parts[2:]:
-        more = _decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))
-        sparse = sparse[more]
-        net[sparse] += np.sign(net[sparse])
+        sparse = sparse[_decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))]
+        for s in _tiles(len(sparse)):
+            net[sparse[s]] += np.sign(net[sparse[s]])
     if len(sparse) or _guard(_count_tiles(cohort, net)) != data[:_CRC]:
         raise CodecError("the counts do not match their checksum: the two sides' states differ")
     return net
@@ -202,7 +204,7 @@ def _way_terms(theta: F64, cohort: Cohort, past: History | None) -> Terms:
     return terms
 
 
-def _subset(terms: Terms, positions: NDArray[np.int64]) -> Terms:
+def _subset(terms: Terms, positions: Positions) -> Terms:
     """The terms of some of the positions, numbered anew."""
     return lambda s: terms(positions[s])
 
