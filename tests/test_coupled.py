@@ -67,7 +67,15 @@ def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
 def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
     fleet = Fleet(Coupled(**settings))
     for r in range(6):
-        fleet.play(*(DEVICES if r % 3 else DEVICES[:2]))
+        took_part = DEVICES if r % 3 else DEVICES[:2]
+        before = {name: fleet.state[name].copy() for name in ("ones", "masks")}
+        fleet.play(*took_part)
+        first_mask_round = 0 if fleet.method.probing else -1
+        if r > first_mask_round:  # the counts are those of the devices' own masks, added up here
+            ones = np.sum([own_mask(fleet, d) for d in took_part], axis=0)
+            reset = settings.get("reset_every", 1) == 1 or (r - first_mask_round - 1) % settings["reset_every"] == 0
+            assert (fleet.state["ones"] == (ones if reset else before["ones"] + ones)).all()
+            assert int(fleet.state["masks"][0]) == len(took_part) + (0 if reset else int(before["masks"][0]))
         for d in DEVICES:
             agrees(fleet, d)
 

@@ -67,8 +67,14 @@ def test_the_configurations_name_settings_that_exist(name: str) -> None:
     from edge_client.methods import make_method
 
     config = read_config(read_toml(CONFIGS / f"{name}.toml"))
+    text = (CONFIGS / f"{name}.toml").read_text()
+    labels = [line[len("[methods.") : -1].strip('"') for line in text.splitlines() if line.startswith("[methods.")]
+    assert list(config.methods) == labels
     for label, table in config.methods.items():
-        make_method({"name": label, **table})
+        made = make_method({"name": label, **table}).model_dump(mode="json")
+        for key, value in table.items():
+            if key != "name":
+                assert made[key] == value, (label, key)
 
 
 def test_a_summary_takes_the_mean_over_seeds() -> None:
