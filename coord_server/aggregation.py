@@ -15,10 +15,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from edge_client.bundle import Model
-from edge_client.errors import MaskfleetError, PayloadError
+from edge_client.errors import MaskfleetError, PayloadError, first_fault
 from edge_client.methods import Assignment, Method, Total, origin
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic, first_fault
+from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
 from edge_client.protocol.payload import Arrays, Payload
 
 HEADER = "header"  # the kind under which a payload's bytes outside its arrays are counted
@@ -113,8 +113,7 @@ def metrics(content: Payload) -> DeviceMetrics:
     try:
         return DeviceMetrics.model_validate(said)
     except ValidationError as error:
-        where, value, why = first_fault(error)
-        raise PayloadError(f"the update's metadata, {where}{value}: {why}; train the round again") from None
+        raise PayloadError(f"the update's metadata, {first_fault(error)}; train the round again") from None
 
 
 def check_update(course: Course, round_: int, device: str, state: Arrays, record: Arrays, data: bytes) -> Checked:

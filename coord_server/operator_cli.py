@@ -16,8 +16,8 @@ from rich.table import Table
 
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator_client import Operator
-from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest, first_fault
+from edge_client.errors import ConfigError, first_fault
+from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,8 +67,7 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
     try:
         return FederationConfig.model_validate(settings)
     except ValidationError as error:
-        name, value, why = first_fault(error)
-        raise ConfigError(f"{where}, {name or 'settings'}{value}: {why}") from None
+        raise ConfigError(f"{where}, {first_fault(error, 'settings')}") from None
 
 
 def _print(found: BaseModel) -> None:

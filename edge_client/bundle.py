@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from edge_client.errors import BundleError
+from edge_client.errors import BundleError, first_fault
 
 F32 = NDArray[np.float32]
 MANIFEST = "manifest.json"
@@ -184,9 +184,8 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"]) or "manifest"
-        raise BundleError(f"the manifest is malformed at {where}: {first['msg']}; export the bundle again") from None
+        fault = first_fault(error, "manifest")
+        raise BundleError(f"the manifest is malformed at {fault}; export the bundle again") from None
 
 
 def digest(data: bytes) -> str:

@@ -15,6 +15,13 @@ A message says what happened, with which value, and what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from reprlib import Repr
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 
 class MaskfleetError(Exception):
     """Base of all errors raised on purpose; its text is meant for the person at the keyboard."""
@@ -62,3 +69,25 @@ class ServerError(MaskfleetError):
         super().__init__(message)
         self.status = status
         self.kind = kind
+
+
+# --- what others found wrong, in the same form
+
+_SHOWN = Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
+
+
+class Faults(Protocol):
+    """What pydantic, or FastAPI, found wrong."""
+
+    def errors(self) -> Sequence[ErrorDetails]:
+        """One entry a fault, at least one."""
+        ...
+
+
+def first_fault(error: Faults, whole: str = "message") -> str:
+    """What was refused first: "FIELD = value: why". `whole` is said when it is no single field."""
+    first = error.errors()[0]
+    where = ".".join(str(p) for p in first["loc"]) or whole
+    value = "" if first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
+    return f"{where}{value}: {first['msg']}"

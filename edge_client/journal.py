@@ -36,7 +36,7 @@ from typing import IO, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import digest
-from edge_client.errors import ConfigError, StateError
+from edge_client.errors import ConfigError, StateError, first_fault
 from edge_client.files import disk, make_folder, write_new, write_whole
 from edge_client.protocol.messages import Enrolled, Report
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
@@ -275,5 +275,5 @@ class Journal:
         try:
             return kind.model_validate_json(data)
         except ValidationError as error:
-            what = error.errors()[0]["msg"]
-            raise StateError(f"{path} is damaged ({what}); remove {self.folder} and join again") from None
+            fault = first_fault(error)
+            raise StateError(f"{path} is damaged ({fault}); remove {self.folder} and join again") from None

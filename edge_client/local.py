@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import Local, Method, Personal, Task, origin
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.payload import Arrays, Payload
@@ -54,10 +54,9 @@ def run_round(method: Method, task: Task, kept: Arrays, downlink: Payload) -> Ou
     try:
         metrics = _figures(method, task, kept, downlink, local)
     except ValidationError as error:
-        first = error.errors()[0]
         raise ConfigError(
-            f"round {task.assignment.round} cannot be reported: {first['loc'][0]} = {first['input']!r}: "
-            f"{first['msg']}; if the training diverges, the operator should lower the learning rate of {method.name!r}"
+            f"round {task.assignment.round} cannot be reported: {first_fault(error)}; if the training diverges, the "
+            f"operator should lower the learning rate of {method.name!r}"
         ) from None
     meta = {**local.update.meta, **origin(method, task.assignment), **metrics.model_dump()}
     return Outcome(local.kept, replace(local.update, meta=meta), metrics)

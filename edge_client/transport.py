@@ -25,7 +25,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from edge_client.bundle import Part, digest
-from edge_client.errors import BundleError, ConfigError, PayloadError, ServerError, UnreachableError
+from edge_client.errors import BundleError, ConfigError, PayloadError, ServerError, UnreachableError, first_fault
 from edge_client.events import Event, OnEvent
 from edge_client.files import disk, write_whole
 
@@ -225,8 +225,7 @@ class Transport:
             try:
                 return adapter.validate_json(response.content)
             except ValidationError as error:
-                where = ".".join(map(str, error.errors()[0]["loc"]))
-                raise _Transient(f"its answer is not a coordinator's ({where}: {error.errors()[0]['msg']})") from None
+                raise _Transient(f"its answer is not a coordinator's ({first_fault(error, 'answer')})") from None
 
         return self._persist(what, send)
 

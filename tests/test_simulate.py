@@ -137,9 +137,9 @@ def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rounds": 0}, "'rounds' = 0"),
+        ({"rounds": 0}, "rounds = 0"),
         ({"methods": {}}, "methods"),
-        ({"speed": 9}, "'speed' = 9"),
+        ({"speed": 9}, "speed = 9"),
         ({"data": {"name": "imagenet"}}, "imagenet"),
     ],
 )

@@ -23,11 +23,11 @@ from coord_server.aggregation import Contribution, Course
 from edge_bench.datasets import DataConfig
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, first_fault
 from edge_client.local import accuracy, run_round
 from edge_client.methods import Method, Personal, Task, make_method
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, FederationConfig, Round, first_fault
+from edge_client.protocol.messages import Accuracy, FederationConfig, Round
 from edge_client.protocol.payload import Arrays
 from edge_client.training import Trainer, open_trainer
 
@@ -81,8 +81,7 @@ def read_config(data: Mapping[str, Any]) -> SimulationConfig:
     try:
         return SimulationConfig.model_validate(data)
     except ValidationError as error:
-        where, value, why = first_fault(error)
-        raise ConfigError(f"simulation setting {where!r}{value}: {why}") from None
+        raise ConfigError(f"simulation setting {first_fault(error, 'table')}") from None
 
 
 def find_bundle(name: str) -> Bundle:

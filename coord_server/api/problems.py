@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coord_server.refusals import STATUS, Refusal
-from edge_client.errors import StateError
+from edge_client.errors import StateError, first_fault
 from edge_client.protocol.messages import Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -78,9 +78,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
     sent_as = request.headers.get("content-type")
     if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
         return problem("bad-message", f"the message was sent as {sent_as}; send Content-Type: application/json")
-    where = ".".join(str(p) for p in first["loc"])
-    value = "" if first["type"] in ("missing", "json_invalid") else f" = {str(first.get('input'))[:100]!r}"
-    return problem("bad-message", f"{where}{value}: {first['msg']}; correct it and send again")
+    return problem("bad-message", f"{first_fault(error)}; correct it and send again")
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import F32, Model, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, first_fault
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.training import Trainer
 
@@ -177,7 +177,5 @@ def make_method(config: dict[str, Any]) -> Method:
     try:
         method: Method = found[name].load()(**settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise ConfigError(f"method {name!r}, setting {where!r} = {first['input']!r}: {first['msg']}") from None
+        raise ConfigError(f"method {name!r}, setting {first_fault(error)}") from None
     return method

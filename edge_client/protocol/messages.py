@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -17,13 +17,6 @@ MAX_LOSS = 1e6  # of either sign; the mean loss over a federation stays finite
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-
-
-def first_fault(error: ValidationError) -> tuple[str, str, str]:
-    """Of what pydantic refused first: the field's name ("" for the whole), " = value" unless it is missing, and why."""
-    first = error.errors()[0]
-    value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-    return ".".join(str(p) for p in first["loc"]), value, first["msg"]
 
 
 class Message(BaseModel):
