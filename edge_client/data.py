@@ -7,11 +7,10 @@ a writer's page) are never on both sides of that split.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import is_zipfile
 
 import numpy as np
 from edge_kernels import counter
@@ -69,21 +68,20 @@ def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int)
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
-    arrays: dict[str, NDArray[Any]] = {}
+    advice = "write x and y with numpy.savez(path, x=..., y=...)"
+    if not path.exists():
+        raise DataError(f"there is no data file {path}; {advice}")
+    if not is_zipfile(path):
+        raise DataError(f"{path} is not a readable .npz file: it is no zip archive of arrays; {advice}")
     try:
-        opened = np.load(path, allow_pickle=False)
-        if isinstance(opened, np.ndarray):
-            raise DataError(f"{path} holds a single array; write x and y with numpy.savez(path, x=..., y=...)")
-        with opened as z:
-            for name in z.files:
-                arrays[name] = z[name]
-                if not isinstance(arrays[name], np.ndarray):
-                    raise DataError(f"{path} holds {name!r}, which is not an array; write it with numpy.savez")
-    except FileNotFoundError:
-        raise DataError(f"there is no data file {path}; write one with numpy.savez(path, x=..., y=...)") from None
-    except (OSError, ValueError, BadZipFile, EOFError, NotImplementedError, MemoryError, zlib.error) as error:
-        raise DataError(f"{path} is not a readable .npz file: {error}") from None
-    return arrays
+        with np.load(path, allow_pickle=False) as z:
+            found = {name: z[name] for name in z}
+    except Exception as error:  # zipfile, its decompressors and numpy's parser raise nearly anything on a bad file
+        raise DataError(f"{path} is not a readable .npz file ({type(error).__name__}: {error}); {advice}") from None
+    for name, array in found.items():
+        if not isinstance(array, np.ndarray):
+            raise DataError(f"{path} holds {name!r}, which is not an array; {advice}")
+    return found
 
 
 def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -93,12 +94,57 @@ def test_a_missing_a_broken_and_a_pickled_file_are_refused(tmp_path: Path) -> No
 def test_a_single_array_and_a_zip_of_other_things_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "one.npz").open("wb") as file:
         np.save(file, X)
-    with pytest.raises(DataError, match="holds a single array"):
+    with pytest.raises(DataError, match=r"no zip archive of arrays; write x and y with numpy\.savez"):
         load(tmp_path / "one.npz", small_manifest())
     with zipfile.ZipFile(tmp_path / "zip.npz", "w") as z:
         z.writestr("x", b"text")
     with pytest.raises(DataError, match="'x', which is not an array"):
         load(tmp_path / "zip.npz", small_manifest())
+
+
+def test_a_file_that_lies_about_itself_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    """Each makes another part of the readers raise something else."""
+
+    def archive(change: Callable[[bytearray], None]) -> Path:
+        data = bytearray(saved(tmp_path, x=X, y=Y).read_bytes())
+        change(data)
+        (tmp_path / "lies.npz").write_bytes(bytes(data))
+        return tmp_path / "lies.npz"
+
+    def directory(offset: int, value: int) -> Callable[[bytearray], None]:
+        def change(data: bytearray) -> None:
+            for magic, shift in ((b"PK\x03\x04", -2), (b"PK\x01\x02", 0)):
+                data[data.index(magic) + offset + shift] = value
+
+        return change
+
+    def header(old: bytes, new: bytes) -> Callable[[bytearray], None]:
+        def change(data: bytearray) -> None:
+            at = data.index(old)
+            data[at : at + len(new)] = new
+
+        return change
+
+    lies = (
+        directory(8, 1),  # encrypted
+        directory(10, 99),  # compressed as nothing is
+        directory(10, 14),  # LZMA that is none
+        header(b"(20, 3)", b"(1<<70,"),
+        header(b"\x93NUMPY\x01", b"\x93NUMPY\x09"),
+        header(b"{'descr'", b"{'\xff\xfe\xfd'"),
+    )
+    for change in lies:
+        with pytest.raises(DataError, match="is not a readable"):
+            load(archive(change), small_manifest())
+
+
+def test_a_header_that_promises_more_than_memory_is_refused(tmp_path: Path) -> None:
+    head = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000, 1000000, 1000000), }"
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as z:
+        for name in ("x.npy", "y.npy"):
+            z.writestr(name, b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)
+    with pytest.raises(DataError, match="is not a readable"):
+        load(tmp_path / "huge.npz", small_manifest())
 
 
 @given(at=st.integers(0, 10_000), byte=st.integers(1, 255))
