@@ -278,7 +278,15 @@ class Values:
         return f"{self.id}/downlinks/{round_}"
 
     def _read(self, shelf: str, content: Content) -> bytes:
-        return self._store.blobs.read(shelf, content.sha256) if content.data is None else content.data
+        """Content as it was written. Blocks. Raises StateError when it is damaged, wherever it lies."""
+        if content.data is None:
+            return self._store.blobs.read(shelf, content.sha256)
+        if sha256_of(content.data) != content.sha256:
+            raise StateError(
+                f"the database's {shelf} is damaged: it has not SHA-256 {content.sha256}; check the coordinator's disk "
+                "and restore its data folder"
+            )
+        return content.data
 
     def _keep(self, shelf: str, data: bytes) -> Content:
         """Make `data` ready for its row: small, it goes into it; large, it is durable in the blob store now."""

@@ -48,9 +48,9 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, elsewhere: str = "choose another folder with --state") -> None:
     """Make a private folder, and those above it that are missing, safe from a power cut. Raises StateError."""
-    with disk(path):
+    with disk(path, elsewhere):
         missing = [p for p in (path, *path.parents) if not p.exists()]
         for folder in reversed(missing):
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -47,6 +47,35 @@ def test_a_received_blob_is_what_was_written_under_its_digest(tmp_path: Path, si
     assert os.listdir(tmp_path / "incoming") == []
 
 
+def test_a_blob_whose_byte_was_flipped_on_disk_is_refused_with_its_address(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    sha256 = blobs.put("fed/state", b"global").sha256
+    (tmp_path / "fed" / "state" / sha256).write_bytes(b"glocal")
+    with pytest.raises(StateError, match=f"blob fed/state/{sha256} is damaged: its SHA-256 is {digest(b'glocal')}"):
+        blobs.read("fed/state", sha256)
+
+
+def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_whoever_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    for module in ("edge_client.files", "coord_server.store.blobs"):
+        monkeypatch.setattr(f"{module}.sync_folder", synced.append)
+    root = tmp_path / "data" / "blobs"
+    blobs = FolderBlobs(root)
+    assert synced == [tmp_path, tmp_path / "data"]
+    blobs.put("fed/downlinks/1", b"can be made again", durable=False)
+    assert len(synced) == 2
+    blobs.put("fed/downlinks/1", b"cannot")
+    shelf = root / "fed" / "downlinks" / "1"
+    assert synced[2:] == [root, root / "fed", root / "fed" / "downlinks", shelf]
+    blobs.put("fed/downlinks/1", b"nor can this")
+    assert synced[6:] == [shelf]
+    blobs.drop("fed/downlinks/1")
+    blobs.put("fed/downlinks/1", b"a new folder of the old name")
+    assert synced[7:] == [root / "fed" / "downlinks", shelf]
+
+
 def test_a_discarded_or_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
     given_up, cut_off = blobs.receive("s"), blobs.receive("s")

@@ -16,6 +16,7 @@ from pathlib import Path
 from coord_server.store.blobs import Blobs, FolderBlobs
 from coord_server.store.metadata import Metadata
 from edge_client.errors import StateError
+from edge_client.files import make_folder
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Store:
 
 def open_store(folder: Path, database: str | None = None) -> Store:
     """Open or create the data folder. Raises StateError when it cannot be used or another coordinator uses it."""
+    make_folder(folder, "name another folder with --data")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise StateError(f"{folder} cannot be used: {error.strerror}; name a folder that can be written") from None

@@ -20,7 +20,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from edge_client.errors import StateError
-from edge_client.files import sync_folder
+from edge_client.files import make_folder, sync_folder
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 
@@ -67,16 +67,17 @@ class Blobs(Protocol):
     def put(self, shelf: str, data: bytes, durable: bool = True, indexed: bool = False) -> Stored:
         """Store `data`; with `durable` it survives a power cut once this returns. Raises StateError.
 
-        `indexed` when a row will say that it is there.
+        `indexed` when a row will say that it is there. Not durable is what can be made again: after a power cut it is
+        there, gone, or torn, which `read` tells.
         """
         ...
 
     def read(self, shelf: str, sha256: str) -> bytes:
-        """All bytes of a blob. Raises StateError when it is not there."""
+        """All bytes of a blob. Raises StateError when it is not there, or no longer what its address says."""
         ...
 
     def stream(self, shelf: str, sha256: str, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes `start` .. `stop - 1`, a chunk at a time."""
+        """Bytes `start` .. `stop - 1`, a chunk at a time, as they lie there: whoever gets all of them checks them."""
         ...
 
     def size(self, shelf: str, sha256: str) -> int | None:
@@ -179,9 +180,11 @@ class FolderBlobs:
     def __init__(self, root: Path) -> None:
         """Open, or create, the store in `root`; what a crash left half-written is removed. Raises StateError."""
         self._root, self._temporary, self._naming = root, root / "incoming", Lock()
+        self._named: set[Path] = set()  # folders whose names are known to be on disk
         try:
             shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary.mkdir(parents=True)
+            make_folder(root, "name another folder with --data")
+            self._temporary.mkdir()
         except OSError as error:
             raise _full(f"{root} cannot be used", error) from None
 
@@ -204,10 +207,13 @@ class FolderBlobs:
         sync_folder(folder)
 
     def _ensure(self, folder: Path) -> None:
-        if not folder.is_dir():
-            self._ensure(folder.parent)
-            folder.mkdir(exist_ok=True)
-            sync_folder(folder.parent)
+        """Make a shelf whose name survives a power cut, also when it is there already: nobody may have synced it."""
+        if folder == self._root or (folder in self._named and folder.is_dir()):
+            return
+        self._ensure(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+        self._named.add(folder)
 
     def receive(self, shelf: str) -> FolderIncoming:
         return FolderIncoming(self, shelf)
@@ -234,11 +240,18 @@ class FolderBlobs:
 
     def read(self, shelf: str, sha256: str) -> bytes:
         try:
-            return self._path(shelf, sha256).read_bytes()
+            data = self._path(shelf, sha256).read_bytes()
         except OSError as error:
             raise StateError(
                 f"blob {shelf}/{sha256} cannot be read: {error.strerror}; restore the coordinator's data folder"
             ) from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != sha256:
+            raise StateError(
+                f"blob {shelf}/{sha256} is damaged: its SHA-256 is {found}; check the coordinator's disk and restore "
+                "its data folder"
+            )
+        return data
 
     def stream(self, shelf: str, sha256: str, start: int, stop: int) -> Iterator[bytes]:
         with self._path(shelf, sha256).open("rb") as file:
@@ -267,4 +280,5 @@ class FolderBlobs:
                 path.unlink(missing_ok=True)
 
     def drop(self, shelf: str) -> None:
+        self._named.discard(self._root / shelf)
         shutil.rmtree(self._root / shelf, ignore_errors=True)
