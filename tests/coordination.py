@@ -93,8 +93,11 @@ class Fleet:
         self.http = http
         self.join = ""
 
-    async def operator(self, method: str, path: str, **more: Any) -> httpx.Response:
-        return await self.http.request(method, path, headers=bearer(OPERATOR), **more)
+    async def operator(
+        self, method: str, path: str, more: dict[str, str] | None = None, **given: Any
+    ) -> httpx.Response:
+        """The operator's request; `more` are headers."""
+        return await self.http.request(method, path, headers={**bearer(OPERATOR), **(more or {})}, **given)
 
     async def bundle(self, d: int = D) -> str:
         content = manifest(d).to_bytes()

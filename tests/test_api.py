@@ -33,17 +33,18 @@ from coordination import (
 
 from coord_server import aggregation
 from coord_server.api import create_app
-from coord_server.api.wire import JSON_LIMIT
+from coord_server.api.wire import JSON_DEPTH, JSON_LIMIT
 from coord_server.coordinator import Coordinator
 from coord_server.refusals import STATUS
 from coord_server.store import open_store
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import INLINE
+from coord_server.values import Values
 from edge_client.bundle import Model, digest, generate
 from edge_client.errors import StateError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
-from edge_client.protocol.messages import Problem
+from edge_client.protocol.messages import FederationConfig, Problem
 
 Script = Callable[[Fleet], Awaitable[Any]]
 
@@ -82,6 +83,11 @@ async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
             assert (await fleet.train(device)).status_code == 201
     assert (await fleet.work(devices[0], 10))["status"] == "finish"
     return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+
+
+def flipped(data: bytes) -> bytes:
+    """The same with one bit changed."""
+    return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]
 
 
 # --- a federation from end to end
@@ -543,6 +549,55 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b"[" * (JSON_DEPTH + 1) + b"]" * (JSON_DEPTH + 1),
+            f"deeper than {JSON_DEPTH} levels: line 1 column 202",
+        ),
+        (b'{"a":' * 50_000, f"nests deeper than {JSON_DEPTH} levels"),
+        (b'{"token": "t", "device"', "EOF while parsing an object at line 1 column 23"),
+        (b'{"uses": ' + b"9" * 5000 + b"}", "number out of range"),
+        (b'{"uses": 1,\n "uses" 2}', "expected `:` at line 2 column 9"),
+        (b"\xff\xfe{}", "expected value at line 1 column 1"),
+        (b"{}" + b" " * JSON_LIMIT, f"a message has at most {JSON_LIMIT} bytes, this one more; shorten it"),
+    ],
+    ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "huge"],
+)
+def test_a_message_whose_json_cannot_be_read_is_told_what_where_and_which_limit(
+    tmp_path: Path, body: bytes, said: str
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        fed, mine, json_ = "/v1/federations/fed", bearer(credential("a")), {"Content-Type": "application/json"}
+        kind = "too-large" if "at most" in said else "bad-message"
+        for answer in (
+            await fleet.http.post("/v1/enrol", content=body, headers=json_),
+            await fleet.http.put(f"{fed}/devices/a/report", content=body, headers={**mine, **json_}),
+            await fleet.operator("POST", "/v1/federations", content=body, more=json_),
+            await fleet.operator("POST", f"{fed}/tokens", content=body, more=json_),
+        ):
+            detail = refused(answer, kind)
+            assert said in detail
+            assert kind == "too-large" or detail.endswith("; correct it and send it again")
+
+    play(tmp_path, script)
+
+
+def test_a_message_as_deep_as_the_limit_is_read(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        depth = JSON_DEPTH - 1
+        body = b'{"token":' + b"[" * depth + b"]" * depth + b"}"
+        detail = refused(
+            await fleet.http.post("/v1/enrol", content=body, headers={"Content-Type": "application/json"}),
+            "bad-message",
+        )
+        assert "body.token = [[[[[[[...]]]]]]]: Input should be a valid string" in detail
+
+    play(tmp_path, script)
+
+
 def test_a_failure_of_the_coordinator_itself_is_a_problem_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -914,6 +969,72 @@ def test_a_round_of_which_no_update_can_be_folded_is_run_again_with_other_device
 
     bad: list[str] = []
     play(tmp_path, script)
+
+
+def test_an_update_that_was_damaged_on_disk_is_in_no_round(tmp_path: Path) -> None:
+    """The coordinator was restarted since, so it reads the update back before it folds it."""
+    large = 2 * ((INLINE // 8) + 100)
+
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=large)
+        assert (await fleet.train("a")).status_code == 201
+
+    async def second(fleet: Fleet) -> bytes:
+        (blob,) = (tmp_path / "x" / "blobs" / "fed" / "updates" / "1").iterdir()
+        good = blob.read_bytes()
+        blob.write_bytes(flipped(good))
+        assert (await fleet.train("bb")).status_code == 201
+        found = await until_round(fleet, lambda f: f["fault"] is not None)
+        assert "is damaged: its SHA-256 is" in found["fault"]
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds")).json() == []
+        blob.write_bytes(good)
+        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    async def undisturbed(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=large)
+        return await whole(fleet, "a", "bb")
+
+    play(tmp_path / "x", first)
+    assert play(tmp_path / "x", second) == play(tmp_path / "y", undisturbed)
+
+
+def test_a_global_state_that_was_damaged_on_disk_reaches_nobody(tmp_path: Path) -> None:
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+
+    async def second(fleet: Fleet) -> None:
+        for answer in (
+            await fleet.operator("GET", "/v1/federations/fed/state"),
+            await fleet.http.get("/v1/federations/fed/work", headers=bearer(credential("a"))),
+        ):
+            assert "the database's fed/state is damaged" in refused(answer, "storage-full")
+
+    play(tmp_path, first)
+    with closing(sqlite3.connect(tmp_path / "coordinator.db")) as database, database:
+        (content,) = database.execute("SELECT global_content FROM federations").fetchone()
+        database.execute("UPDATE federations SET global_content = ?", (flipped(content),))
+    play(tmp_path, second)
+
+
+def test_what_is_taken_from_the_journal_anew_still_knows_of_large_values(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+
+    play(tmp_path, script)
+    store = open_store(tmp_path)
+    (row,) = store.metadata.all_federations()
+
+    async def reload() -> None:
+        values = Values(store, row, FederationConfig.model_validate_json(row.config), {})
+        store.blobs.put(values.updates_shelf(1), b"large")
+        values.sweep(1, over=False, first=True)
+        await values.reload(row, {})
+        values.sweep(2, over=False)
+        assert store.blobs.shelves("fed/updates") == []
+
+    asyncio.run(reload())
+    store.close()
 
 
 def test_updates_and_downlinks_of_closed_rounds_are_swept(tmp_path: Path) -> None:

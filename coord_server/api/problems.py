@@ -17,7 +17,7 @@ from edge_client.protocol.messages import Problem
 
 MEDIA_TYPE = "application/problem+json"
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
-             408: "too-slow", 413: "too-large"}  # fmt: skip
+             408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
 
 log = logging.getLogger("maskfleet")
 

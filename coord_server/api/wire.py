@@ -10,6 +10,8 @@ from base64 import b64decode
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +19,7 @@ from coord_server.refusals import Refusal
 from coord_server.store.blobs import Blobs
 
 JSON_LIMIT = 256 * 1024  # bytes of a JSON message
+JSON_DEPTH = 201  # objects and lists within each other that the parser takes
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
 IMMUTABLE = "private, max-age=31536000, immutable"
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
@@ -28,7 +31,7 @@ _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/ro
 class BoundedBody:
     """ASGI middleware: a body that stands still for `patience` seconds is given up with 408.
 
-    One that is not an upload has at most JSON_LIMIT bytes, announced or not.
+    One that is not an upload is a message: at most JSON_LIMIT bytes, announced or not, of JSON that can be read.
     """
 
     def __init__(self, app: ASGIApp, patience: float) -> None:
@@ -39,6 +42,7 @@ class BoundedBody:
             await self._app(scope, receive, send)
             return
         size, whole, upload = 0, False, _UPLOADS.match(scope["path"]) is not None
+        said = bytearray()
 
         async def bounded() -> Message:
             nonlocal size, whole
@@ -47,16 +51,35 @@ class BoundedBody:
             try:
                 message = await _within(self._patience, receive)
             except asyncio.TimeoutError:
-                said = f"nothing of the body came for {self._patience:g} s; send it again"
-                raise HTTPException(408, said, {"Connection": "close"}) from None
+                text = f"nothing of the body came for {self._patience:g} s; send it again"
+                raise HTTPException(408, text, {"Connection": "close"}) from None
             if message["type"] == "http.request":
                 whole = not message.get("more_body", False)
                 size += len(message.get("body", b""))
-                if size > JSON_LIMIT and not upload:
-                    raise HTTPException(413, f"a message has at most {JSON_LIMIT} bytes; this one has more")
+                if not upload:
+                    if size > JSON_LIMIT:
+                        raise HTTPException(413, f"a message has at most {JSON_LIMIT} bytes, this one more; shorten it")
+                    said.extend(message.get("body", b""))
+                    if whole and said and _is_json(scope):
+                        _check_json(bytes(said))
             return message
 
         await self._app(scope, bounded, send)
+
+
+def _is_json(scope: Scope) -> bool:
+    return Headers(scope=scope).get("content-type", "").startswith("application/json")
+
+
+def _check_json(message: bytes) -> None:
+    """Refuse what is no JSON, or JSON that not every reader takes, before anybody unpacks it. Raises HTTPException."""
+    try:
+        from_json(message)
+    except ValueError as error:
+        why = str(error)
+        if why.startswith("recursion limit"):
+            why = f"it nests deeper than {JSON_DEPTH} levels: {why.partition(' at ')[2]}"
+        raise HTTPException(422, f"the message's JSON cannot be read: {why}; correct it and send it again") from None
 
 
 async def _within(seconds: float, receive: Receive) -> Message:
