@@ -85,8 +85,8 @@ class Closing:
                 async with self._folding:
                     if journal.unsure:
                         await journal.uninterrupted(journal.flush)
-                        if (journal.state.stage, journal.state.round) != ("aggregating", decision.round):
-                            return  # it was closed, although the journal could not say so
+                        # It may have been closed, although the journal could not say so.
+                        folded = (journal.state.stage, journal.state.round) != ("aggregating", decision.round)
                     if not folded:
                         await self._fold_and_step(decision)
                         folded = True
