@@ -108,18 +108,12 @@ def test_a_mask_on_words_is_not_copied_and_not_changed() -> None:
     assert np.array_equal(mask, before)
 
 
-@pytest.mark.parametrize("count", [2, 7, 16, 23, 38, 61])
-def test_two_tallies_merge_into_their_sum(count: int) -> None:
-    masks = random_masks(300, count, 5)
-    parts = [Tally(300), Tally(300)]
-    for i, mask in enumerate(masks):
-        parts[i % 3 % 2].add(pack(mask), 1 + i % 4)
-    other = parts[1].counts().tolist()
-    parts[0].merge(parts[1])
-    assert parts[0].counts().tolist() == np.sum([m * (1 + i % 4) for i, m in enumerate(masks)], axis=0).tolist()
-    assert parts[1].counts().tolist() == other
-    with pytest.raises(ValueError, match="cannot join"):
-        parts[0].merge(Tally(301))
+def test_a_weight_that_is_no_integer_is_refused_before_anything_is_counted() -> None:
+    tally = Tally(3)
+    with pytest.raises(TypeError):
+        tally.add(np.uint8([0b101]), 1.5)  # type: ignore[arg-type]
+    assert tally.total == 0
+    assert tally.counts().tolist() == [0, 0, 0]
 
 
 def test_a_mask_that_does_not_fit_is_refused() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_client.training import compiled, gates
 from edge_client.training.compiled import CompiledMaskedSgd
 from edge_client.training.gates import SigmoidThreshold, group_lasso
 from edge_client.training.masked_sgd import MaskedSgd, masked_sgd
@@ -107,12 +110,45 @@ def test_far_scores_move_as_far_as_the_sigmoid_is_steep() -> None:
     np.testing.assert_allclose(step._velocity.ravel(), 1e6 * e / (1 + e) ** 2, rtol=2e-6, atol=1e-30)
 
 
-def test_it_compiles_where_no_cache_can_be_written() -> None:
+def step_in_a_process(**environment: str) -> None:
     step = "CompiledMaskedSgd(w, w.copy(), w.copy(), (2, 2), 1.0, 0.5, 1.0).step(w)"
     made = f"import numpy as np; from edge_client.training.compiled import *; w = np.ones(4, np.float32); {step}"
-    nowhere = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
-    nowhere.pop("NUMBA_CACHE_DIR", None)
-    subprocess.run([sys.executable, "-c", made], env=nowhere, check=True)
+    clean = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", made], env=clean | environment, check=True)
+
+
+def test_it_compiles_where_no_cache_can_be_written() -> None:
+    step_in_a_process(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
+    step_in_a_process(NUMBA_CACHE_DIR="/dev/full/of/nothing")
+
+
+def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
+    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
+    kept = sorted(path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc"))
+    assert kept
+    for i, path in enumerate(kept):
+        path.write_bytes(b"" if i % 2 else path.read_bytes()[:20])
+    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
+    written = {path: path.read_bytes() for path in kept}
+    assert min(map(len, written.values())) > 20
+    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
+    assert {path: path.read_bytes() for path in kept} == written  # what is whole is used
+
+
+def test_a_change_of_what_is_compiled_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gates.SIGMOID_NEAR in compiled._CONSTANTS
+    assert counter.GAMMA in compiled._CONSTANTS
+    step, keys = compiled._step, []
+    for constants in (compiled._CONSTANTS, (1,)):
+        monkeypatch.setattr(compiled, "_CONSTANTS", constants)
+        keys.append(step._cache._index_key((), step.targetctx.codegen()))
+    assert keys[0] != keys[1]
+
+
+def test_vectors_that_would_have_to_be_copied_are_refused() -> None:
+    wide = np.ones((4, 2), np.float32)
+    with pytest.raises(ValueError, match="contiguous"):
+        CompiledMaskedSgd(wide[:, 0], wide[:, 1].copy(), np.ones(4, np.float32), (2, 2), 0.1, 0.9)
 
 
 def test_without_numba_the_step_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,22 @@ imported unless numba is installed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from contextlib import suppress
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from edge_kernels import counter
 from numba import njit
+from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.training.gates import NEAR, SIGMOID_NEAR, SigmoidThreshold
 from edge_client.training.sgd import Adam
+
+log = logging.getLogger("maskfleet")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _F, _I = np.float32, np.int32
@@ -33,20 +38,41 @@ _P0, _P1, _P2, _P3, _P4 = map(_F, (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 
 _EXP_MIN = _F(-87)
 _U = np.uint64
 _GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
+_CONSTANTS = (NEAR, SIGMOID_NEAR, counter.GAMMA, counter.MIX_A, counter.MIX_B)  # compiled in, from other files
 _ADAM = 1 << 11
-_WORDS = 1 << 10  # numbers of the stream drawn at a time: two draws each
+_WORDS = 1 << 11  # draws made at a time, two of a number of the stream
+
+
+class _Cache(FunctionCache):
+    """numba's cache of one function on disk, of which no fault is worth more than compiling again."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            log.debug("a damaged cache of compiled code is begun anew: %s", self.cache_path, exc_info=True)
+            with suppress(Exception):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception:
+            log.debug("compiled code is not kept: %s", self.cache_path, exc_info=True)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _CONSTANTS)
 
 
 def _compiler(*freedoms: str) -> Callable[[_Function], _Function]:
     """A decorator that compiles; numpy's division, as Python's checks every divisor."""
 
     def compiled(function: _Function) -> _Function:
-        options: dict[str, Any] = {"error_model": "numpy", "fastmath": set(freedoms)}
-        try:
-            made: _Function = njit(cache=True, **options)(function)
-        except RuntimeError:  # nowhere to write a cache: compile anew in every process
-            made = njit(**options)(function)
-        return made
+        made: Any = njit(error_model="numpy", fastmath=set(freedoms))(function)
+        with suppress(RuntimeError):  # nowhere to write a cache: compile anew in every process
+            made._cache = _Cache(function)
+        return cast(_Function, made)
 
     return compiled
 
@@ -68,6 +94,8 @@ class CompiledMaskedSgd:
         momentum: float,
         lasso: float = 0.0,
     ) -> None:
+        if not all(v.flags.c_contiguous for v in (weights, scores, effective)):
+            raise ValueError("weights, scores and effective weights are worked on where they lie: contiguous vectors")
         SigmoidThreshold().effective(weights, scores, effective)
         rows = (shape[0], scores.size // shape[0])
         self._weights, self._scores, self._effective = (v.reshape(rows) for v in (weights, scores, effective))
@@ -76,14 +104,16 @@ class CompiledMaskedSgd:
         self._row_scale: F32 = np.zeros(rows[0], np.float32)
         self._column_scale: F32 = np.zeros((shape[1], rows[1] // shape[1]), np.float32)
         self._move: F32 = np.empty(rows[1], np.float32)
+        self._near: NDArray[np.bool_] = np.empty(rows[0], np.bool_)
 
     def step(self, gradient: F32) -> None:
         """One step against `gradient`, float32[n], with respect to the effective weights."""
         if self._lasso:
-            _write_scales(self._scores, self._move, self._lasso, self._row_scale, self._column_scale)
+            _write_scales(self._scores, self._move, self._near, self._lasso, self._row_scale, self._column_scale)
         _step(
             self._weights, self._scores, self._velocity, self._effective, gradient.reshape(self._scores.shape),
-            self._move, self._lr, self._momentum, self._row_scale, self._column_scale.reshape(-1),
+            self._move, self._near, bool(self._lasso), self._lr, self._momentum, self._row_scale,
+            self._column_scale.reshape(-1),
         )  # fmt: skip
 
 
@@ -94,7 +124,7 @@ class CompiledSampledAdam:
         self.adam = Adam(scores.size, lr)
         self._weights, self._scores, self._ref = weights, scores, ste == "ref"
         self._pull: F32 = np.empty_like(scores)
-        self._words: NDArray[np.uint64] = np.empty(_WORDS, np.uint64)
+        self._words: NDArray[np.uint32] = np.empty(_WORDS, np.uint32)
 
     def sample(self, stream: int, out: F32) -> None:
         """Write the weights under the draw that the stream makes into `out`, float32[n]."""
@@ -164,12 +194,16 @@ def _scale(square: Any, lasso: Any) -> Any:
 
 
 @_compiled
-def _write_scales(scores: Any, soft: Any, lasso: Any, rows: Any, columns: Any) -> None:
-    """Lasso over the norm of every row, float32[rows], and column, float32[columns, kernel]; 0 where all is dead."""
+def _write_scales(scores: Any, soft: Any, near: Any, lasso: Any, rows: Any, columns: Any) -> None:
+    """Lasso over the norm of every row, float32[rows], and column, float32[columns, kernel]; 0 where all is dead.
+
+    Also which rows are near, bool[rows].
+    """
     places = columns.reshape(-1)
     places[:] = 0
     for i in range(scores.shape[0]):
-        if _is_near(scores[i]):
+        near[i] = _is_near(scores[i])
+        if near[i]:
             _add_squares(scores[i], soft, places, None)
         else:
             _add_squares(scores[i], soft, places, True)
@@ -197,11 +231,27 @@ def _apply(w: Any, s: Any, v: Any, out: Any, move: Any, momentum: Any) -> None:
 
 @_compiled
 def _step(
-    w: Any, s: Any, v: Any, out: Any, g: Any, move: Any, lr: Any, momentum: Any, row_scale: Any, column_scale: Any
+    w: Any,
+    s: Any,
+    v: Any,
+    out: Any,
+    g: Any,
+    move: Any,
+    near: Any,
+    known: Any,
+    lr: Any,
+    momentum: Any,
+    row_scale: Any,
+    column_scale: Any,
 ) -> None:
-    """All arrays float32[rows, width] but `move` and `column_scale`, [width], and `row_scale`, [rows]."""
+    """All arrays float32[rows, width] but `move` and `column_scale`, [width], `row_scale` and `near`, [rows].
+
+    With `known`, `near` says already which rows are near.
+    """
     for i in range(s.shape[0]):
-        if _is_near(s[i]):
+        if not known:
+            near[i] = _is_near(s[i])
+        if near[i]:
             _write_move(w[i], s[i], g[i], move, lr, row_scale[i], column_scale, None)
         else:
             _write_move(w[i], s[i], g[i], move, lr, row_scale[i], column_scale, True)
@@ -210,12 +260,14 @@ def _step(
 
 @_compiled
 def _fill(words: Any, start: Any) -> None:
-    """Numbers of the stream whose key is `start` less one step of the generator; see counter.py."""
-    for i in range(words.size):
+    """Halves of numbers, the low one first, of the stream whose key is `start` less one step; see counter.py."""
+    for i in range(words.size // 2):
         z = start + _U(i) * _GAMMA
         z = (z ^ (z >> _U(30))) * _MIX_A
         z = (z ^ (z >> _U(27))) * _MIX_B
-        words[i] = z ^ (z >> _U(31))
+        z ^= z >> _U(31)
+        words[2 * i] = np.uint32(z)
+        words[2 * i + 1] = np.uint32(z >> _U(32))
 
 
 @_compiled
@@ -236,11 +288,10 @@ def _times_sigmoid(s: Any, pull: Any) -> None:
 
 @_compiled
 def _sample(stream: Any, words: Any, s: Any, w: Any, out: Any, pull: Any, ref: Any) -> None:
-    halves = words.view(np.uint32)
-    for low in range(0, s.size, halves.size):
-        high = min(low + halves.size, s.size)
+    for low in range(0, s.size, words.size):
+        high = min(low + words.size, s.size)
         _fill(words, stream + _U(low // 2 + 1) * _GAMMA)
-        _draw(halves[: high - low], s[low:high], w[low:high], out[low:high], pull[low:high])
+        _draw(words[: high - low], s[low:high], w[low:high], out[low:high], pull[low:high])
         if ref:
             _times_sigmoid(s[low:high], pull[low:high])
 

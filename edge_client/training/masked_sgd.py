@@ -185,7 +185,7 @@ def masked_sgd(
     """The step of one layer, compiled where numba is installed: equal to rounding, a third of the time."""
     try:
         from edge_client.training.compiled import CompiledMaskedSgd as Step
-    except ImportError:  # the base install, or a numba that does not know this numpy
+    except (ImportError, OSError):  # the base install, or a numba that does not fit what is installed
         return MaskedSgd(weights, scores, effective, shape, lr, momentum, lasso)
     return Step(weights, scores, effective, shape, lr, momentum, lasso)
 

@@ -65,7 +65,7 @@ def sampled_adam(
     """The steps, compiled where numba is installed: equal to rounding, a third of the time."""
     try:
         from edge_client.training.compiled import CompiledSampledAdam as Steps
-    except ImportError:  # the base install, or a numba that does not know this numpy
+    except (ImportError, OSError):  # the base install, or a numba that does not fit what is installed
         return SampledAdam(weights, scores, lr, ste)
     return Steps(weights, scores, lr, ste)
 

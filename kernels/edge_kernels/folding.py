@@ -10,6 +10,7 @@ codec `bits`: ``np.packbits(mask, bitorder="little")``.
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -53,11 +54,11 @@ class Tally:
 
         Float weights are the caller's to scale to integers: sample counts are integers already. `mask` is kept, not
         copied, until sixteen have come or the counts are read: whoever adds it may not change it any more. Raises
-        ValueError for a mask of another length.
+        ValueError for a mask of another length, TypeError for a weight that is no integer.
         """
+        weight = operator.index(weight)
         if weight < 0:
             raise ValueError(f"a mask's weight is {weight}; weights are whole numbers from 0 on")
-        _check(mask, self.d)
         _check(mask, self.d)
         if where is not None:
             _check(where, self.d)
@@ -82,18 +83,6 @@ class Tally:
                 self._fold()
         elif self._copies and self._copies[-1] is words:
             self._free.append(self._copies.pop())
-
-    def merge(self, other: Tally) -> None:
-        """Add all that `other` has counted, e.g. on another thread."""
-        if other.d != self.d:
-            raise ValueError(f"a tally of {other.d} positions cannot join one of {self.d}")
-        other._settle()
-        self.total += other.total
-        self._tail += other._tail
-        for level, total in enumerate(other._sums):
-            self._push(level, total)
-        for level, waiting in other._waiting.items():
-            self._push(level, waiting)
 
     def counts(self) -> NDArray[np.unsignedinteger[Any]]:
         """The counts, uint8[d] where the total allows it, else the next wider dtype."""
