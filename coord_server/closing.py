@@ -79,23 +79,19 @@ class Closing:
 
     async def _until_closed(self, decision: events.Aggregate) -> None:
         """Fold the round until it is done: a full disk is waited out, nothing is lost meanwhile."""
-        journal, delay, folded = self._journal, RETRY_FIRST, False
+        journal, delay = self._journal, RETRY_FIRST
         while True:
             try:
                 async with self._folding:
-                    if journal.unsure:
-                        await journal.uninterrupted(journal.flush)
-                        # It may have been closed, although the journal could not say so.
-                        folded = (journal.state.stage, journal.state.round) != ("aggregating", decision.round)
-                    if not folded:
+                    if await journal.uninterrupted(lambda: self._due(decision)):
                         await self._fold_and_step(decision)
-                        folded = True
-                    await journal.uninterrupted(journal.flush)
+                        await journal.uninterrupted(journal.flush)
                     self.fault = None
                     if self._values.large:
                         await asyncio.to_thread(self._sweep)
                 return
             except Refusal as refused:  # stopped meanwhile
+                self.fault = None
                 log.info("%s: round %d is not counted: %s", journal.id, decision.round, refused)
                 return
             except MaskfleetError as error:
@@ -106,6 +102,17 @@ class Closing:
             log.error("%s: %s; trying again in %.0f s", journal.id, self.fault, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, RETRY_MOST)
+
+    async def _due(self, decision: events.Aggregate) -> bool:
+        """Whether the round is still to be folded, once memory and disk agree. The lock is held. Raises StateError.
+
+        An earlier attempt may have closed it without being able to say so, and whoever wrote next have found that out.
+        """
+        await self._journal.flush()
+        due = engine.pending(self._journal.state)
+        return any(
+            isinstance(d, events.Aggregate) and (d.round, d.attempt) == (decision.round, decision.attempt) for d in due
+        )
 
     async def _fold_and_step(self, decision: events.Aggregate) -> None:
         journal, values, round_ = self._journal, self._values, decision.round

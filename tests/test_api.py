@@ -863,6 +863,51 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 
+@pytest.mark.parametrize("first", ["the closing", "another"])
+def test_a_round_that_was_closed_unseen_is_not_folded_again_whoever_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Its large updates are swept: to fold it again would be a fault that nothing ends."""
+    monkeypatch.setattr("coord_server.closing.RETRY_FIRST", 0.3)
+    fold, close, state = FedAvg.fold, Metadata.close_round, Metadata.state
+
+    def keeping(self: FedAvg, a: Any, *rest: Any) -> Any:
+        folded.append((a.round, a.device))
+        return fold(self, a, *rest)[0], {"seen": np.array([a.round])}  # with records it is journalled at once
+
+    def unsaid(*given: Any) -> None:
+        close(*given)
+        blind.append(1)
+        monkeypatch.setattr(Metadata, "close_round", close)
+        raise StateError("disk I/O error")
+
+    def unseen(*given: Any) -> Any:
+        if blind:
+            blind.pop()
+            raise StateError("disk I/O error")
+        return state(*given)
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=2 * ((INLINE // 8) + 100))
+        assert (await fleet.train("a")).status_code == 201
+        monkeypatch.setattr(Metadata, "close_round", unsaid)
+        monkeypatch.setattr(Metadata, "state", unseen)
+        assert (await fleet.train("bb")).status_code == 201
+        found = await until_round(fleet, lambda f: f["fault"] is not None)
+        assert "disk I/O error" in found["fault"]
+        if first == "another":
+            assert (await fleet.operator("GET", "/v1/federations/fed/state")).status_code == 200
+            assert (await fleet.operator("GET", "/v1/federations/fed")).json()["round"] == 2
+        await until_round(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        await whole(fleet, "a", "bb", rounds=1)
+        assert folded == [(r, device) for r in (1, 2) for device in ("a", "bb")]
+
+    folded: list[tuple[int, str]] = []
+    blind: list[int] = []
+    monkeypatch.setattr(FedAvg, "fold", keeping)
+    play(tmp_path, script)
+
+
 def test_a_restart_goes_on_in_the_same_round_with_the_updates_that_were_acknowledged(tmp_path: Path) -> None:
     async def first(fleet: Fleet) -> dict[str, Any]:
         await fleet.federation("a", "bb")
