@@ -55,7 +55,7 @@ class LiveFederation:
         self._values = Values(store, row, self.config, records)
         followers = Followers(self._moved, self._carry_out, self._reload)
         self._journal = Journal(store, row.id, self.config, engine.load(row.state), followers)
-        self.members = Members(store, self._journal, self._roster, clock)
+        self.members = Members(store, self._journal, self._values, self._roster, clock)
         self.polls = Polls(self._journal, self._values, self._roster, clock)
         self._closing = Closing(self._journal, self._values, clock)
         self.intake = Intake(store, self._journal, self._values, self._roster, self._closing, clock)

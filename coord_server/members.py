@@ -14,16 +14,19 @@ from coord_server.refusals import Refusal
 from coord_server.roster import Roster
 from coord_server.store import Store
 from coord_server.store.tables import Seen
-from coord_server.values import Downlink
+from coord_server.values import Downlink, Values
 from edge_client.protocol.messages import Device, Enrol, Enrolled, Report
 
 
 class Members:
     """Who takes part in one federation. Coroutines may be called concurrently."""
 
-    def __init__(self, store: Store, journal: Journal, roster: Roster, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, journal: Journal, values: Values, roster: Roster, clock: Callable[[], float]
+    ) -> None:
         self.id = journal.id
-        self._metadata, self._journal, self._roster, self._clock = store.metadata, journal, roster, clock
+        self._metadata, self._journal, self._values = store.metadata, journal, values
+        self._roster, self._clock = roster, clock
 
     async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float) -> Enrolled:
         """Register a device; the same request again gets the same answer. Raises Refusal, StateError.
@@ -65,10 +68,10 @@ class Members:
         """Remember that a device called and how many payload bytes it fetched; written with its next update."""
         self._roster.note(device, self._clock(), bytes_down)
 
-    def fetched(self, device: str, down: Downlink, size: int) -> None:
-        """Account for an answer that carried `size` bytes of a downlink."""
+    def fetched(self, device: str, down: Downlink, size: int, to_the_end: bool) -> None:
+        """Account for an answer that carried `size` bytes of a downlink, its last byte among them or not."""
         self.note(device, size)
-        if down.round > self._journal.config.rounds and size:
+        if down.round > self._journal.config.rounds and to_the_end:
             self._roster.has_last(device, down.sizes)
 
     def last_downlinks(self) -> dict[str, int]:
@@ -100,7 +103,15 @@ class Members:
         await self._journal.uninterrupted(leave)
 
     async def report(self, device: str, report: Report) -> None:
-        """Keep a device's last word, and what it fetched up to now: no update of its will come to write that with."""
+        """Keep a device's last word, and what it fetched up to now: no update of its will come to write that with.
+
+        Raises StateError.
+        """
+        state, rounds = self._journal.state, self._journal.config.rounds
+        if state.phase == "finished" and not self._roster.has_fetched_last(device):
+            # It reports on the last downlink, so it has fetched it: a coordinator that died since knew of it.
+            down = await self._values.downlink(rounds + 1, device)
+            self.fetched(device, down, down.size, to_the_end=True)
 
         async def keep() -> None:
             seen, text = self._roster.seen().get(device, Seen(self._clock())), report.model_dump_json()

@@ -96,6 +96,10 @@ class Roster:
         """A device has fetched the downlink after the last round; `sizes` are its bytes by kind."""
         self._messages.setdefault(device, _read(None))["last"] = dict(sizes)
 
+    def has_fetched_last(self, device: str) -> bool:
+        """Whether a device has fetched the downlink after the last round, as far as is known here."""
+        return bool(self._messages.get(device, _read(None))["last"])
+
     def last(self) -> dict[str, int]:
         """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once."""
         return sum_kinds(messages["last"] for messages in self._messages.values())

@@ -168,6 +168,69 @@ def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_o
     play(tmp_path, later)
 
 
+def test_a_report_tells_of_the_last_downlink_that_a_coordinator_that_died_knew_of(tmp_path: Path) -> None:
+    report = {"accuracy": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+    path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
+
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+
+    async def last_down(fleet: Fleet) -> dict[str, int]:
+        found = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()["traffic"]["last_down"]
+        return {str(kind): int(size) for kind, size in found.items()}
+
+    async def second(fleet: Fleet) -> int:
+        assert await last_down(fleet) == {}
+        size = int((await fleet.work("a"))["downlink_size"])
+        before = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
+        for _ in range(2):  # said twice, it was fetched once
+            assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+        with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:
+            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said)["last"] == await last_down(fleet)
+        assert (sum((await last_down(fleet)).values()), down) == (size, before + size)
+        return size
+
+    async def third(fleet: Fleet) -> int:
+        return sum((await last_down(fleet)).values())
+
+    play(tmp_path, first)
+    with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal, journal:  # what a kill leaves behind
+        journal.execute("update devices set messages = null, report = null")
+    assert play(tmp_path, second) == play(tmp_path, third)
+
+
+def test_a_report_before_the_last_round_tells_of_no_last_downlink(tmp_path: Path) -> None:
+    report = {"accuracy": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=1)
+        path = "/v1/federations/fed/devices/a/report"
+        assert (await fleet.http.put(path, json=report, headers=bearer(credential("a")))).status_code == 204
+        await whole(fleet, "a", "bb", rounds=1)
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/1")).json()["traffic"]["last_down"] == {}
+
+    play(tmp_path, script)
+
+
+def test_a_part_of_the_last_downlink_counts_once_it_reaches_the_end(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        work = await fleet.work("a")
+        size = work["downlink_size"]
+        for asked, counted in (("0-0", 0), (f"0-{size - 2}", 0), (f"{size - 1}-", size)):
+            headers = {**bearer(credential("a")), "Range": f"bytes={asked}"}
+            part = await fleet.http.get(f"/v1/federations/fed/payloads/{work['downlink']}", headers=headers)
+            assert part.status_code == 206
+            found = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()
+            assert sum(found["traffic"]["last_down"].values()) == counted
+
+    play(tmp_path, script)
+
+
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)

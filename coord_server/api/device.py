@@ -137,7 +137,7 @@ async def payload(
     answer = await wire.immutable(
         request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.members.fetched(calling.device, down, _length(answer))
+    calling.live.members.fetched(calling.device, down, _length(answer), wire.to_the_end(answer, down.size))
     return answer
 
 
