@@ -2,8 +2,8 @@
 
 The closing is journalled behind, because a coordinator that dies first folds the same acknowledged updates to the same
 bits. Nothing else is taken in before it is on disk, so devices can already fetch the next round while the disk works.
-A small round is closed before that: in the transaction that takes in the last of its updates, so that a round costs one
-commit less and nothing is left behind. How values are folded is in `values`.
+A small round, one that folds fast, is closed before that: in the transaction that takes in the last of its updates, so
+that a round costs one commit less and nothing is left behind. How values are folded is in `values`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 
 from coord_server import aggregation, events
 from coord_server.aggregation import Checked, Closed, Contribution, Course, UnusableUpdate
@@ -27,7 +29,7 @@ log = logging.getLogger("maskfleet")
 
 IN_MEMORY = 8 << 20  # a downlink that all devices share stays in memory up to this size
 FRESH = 32 << 20  # bytes of checked updates kept for the fold; those beyond are read back
-AT_ONCE = 4 << 20  # bytes of checked updates folded while the last of them waits: some milliseconds
+AT_ONCE = 0.02  # seconds that the last fold took at most, for the next one to be done while an acknowledgement waits
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Values:
         self._downlinks: dict[tuple[int, str], Downlink] = {}
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
+        self._fold_took = math.inf  # nothing is known of the first fold: nobody waits for it
         self.large = False
         """Whether anything was ever too large for its row, so that there are blobs to sweep."""
 
@@ -185,20 +188,19 @@ class Values:
     def fold_at_once(self, decision: events.Aggregate, taken: Mapping[str, Checked]) -> Folded | None:
         """Fold a small round while its last updates, `taken`, wait to be journalled. Blocks.
 
-        None when it is not small: when anything has to be read for it, or made, or would not lie in its row.
+        None when it is not small: when the last one took long, a downlink has to be made again, or something would
+        not lie in its row.
         """
-        fresh, course, arrays = {**self._fresh, **taken}, self._course, self._arrays
-        downs = {d: self._downlinks.get(self._downlink_key(decision.round, d)) for d in decision.devices}
+        course, arrays = self._course, self._arrays
         if course is None or arrays is None or not decision.devices:
             return None
-        if not fresh.keys() >= downs.keys() or _size(arrays) > INLINE:
+        if self._fold_took > AT_ONCE or _size(arrays) > INLINE:
             return None
-        if sum(_size(fresh[d].arrays) for d in decision.devices) > AT_ONCE:
-            return None
+        downs = {d: self._downlinks.get(self._downlink_key(decision.round, d)) for d in decision.devices}
         sizes = {d: down.sizes for d, down in downs.items() if down is not None}
         if len(sizes) < len(downs):
             return None
-        folded = self._fold(course, arrays, decision, sizes, fresh)
+        folded = self._fold(course, arrays, decision, sizes, {**self._fresh, **taken})
         return folded if all(len(data) <= INLINE for data in (folded.packed, *folded.kept.values())) else None
 
     def _fold(
@@ -209,6 +211,7 @@ class Values:
         downs: dict[str, dict[str, int]],
         fresh: dict[str, Checked],
     ) -> Folded:
+        began = perf_counter()
         kept, devices, skipped = dict[str, bytes](), list(decision.devices), list[str]()
 
         def contributions() -> Iterator[Contribution]:
@@ -234,6 +237,7 @@ class Values:
         following = None
         if self.method.shared_downlink:
             following = self._make_downlink(course, closed.state, decision.round + 1, decision.devices[0])
+        self._fold_took = perf_counter() - began
         return Folded(closed, kept, following)
 
     def _acknowledged(self, round_: int, device: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import re
 import sqlite3
@@ -35,6 +36,7 @@ from coord_server import aggregation
 from coord_server.api import create_app
 from coord_server.api.wire import JSON_DEPTH, JSON_LIMIT
 from coord_server.coordinator import Coordinator
+from coord_server.intake import Intake
 from coord_server.refusals import STATUS
 from coord_server.store import open_store
 from coord_server.store.metadata import Metadata
@@ -838,8 +840,7 @@ def test_a_full_disk_gives_507_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int, at_once: bool
 ) -> None:
     """A round's closing is journalled with its last update when both are small, else behind it."""
-    if not at_once:
-        monkeypatch.setattr("coord_server.values.AT_ONCE", 0)
+    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf if at_once else 0.0)
 
     async def script(fleet: Fleet) -> bytes:
         await fleet.federation("a", "bb", d=d)
@@ -885,8 +886,7 @@ def test_a_full_disk_gives_507_and_loses_nothing(
 def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journal_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, at_once: bool, rounds: int
 ) -> None:
-    if not at_once:
-        monkeypatch.setattr("coord_server.values.AT_ONCE", 0)
+    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf if at_once else 0.0)
     journal, state = getattr(Metadata, write), Metadata.state
 
     def unsaid(*given: Any) -> None:
@@ -924,6 +924,109 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
     blind: list[int] = []
     failed: list[int] = []
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
+
+
+def closed_with_an_update(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rounds that are closed in the transaction of their last update; the list grows."""
+    acknowledge, rounds = Metadata.acknowledge, list[int]()
+
+    def watched(self: Metadata, federation: str, rows: Any, state: str, closed: Any = None) -> None:
+        acknowledge(self, federation, rows, state, closed)
+        if closed is not None:
+            rounds.append(closed.round)
+
+    monkeypatch.setattr(Metadata, "acknowledge", watched)
+    return rounds
+
+
+def test_a_round_is_closed_with_its_last_update_once_the_one_before_it_folded_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold, now, slow = FedAvg.fold, [0.0], {2, 3, 5}
+
+    def timed(self: FedAvg, a: Any, *rest: Any) -> Any:
+        now[0] += 0.011 if a.round in slow else 0.009  # two devices: 22 and 18 ms
+        return fold(self, a, *rest)
+
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", rounds=7)
+        return await whole(fleet, "a", "bb", rounds=7)
+
+    with monkeypatch.context() as m:
+        m.setattr("coord_server.values.AT_ONCE", 0.0)
+        expected = play(tmp_path / "never", script)
+    rounds = closed_with_an_update(monkeypatch)
+    monkeypatch.setattr("coord_server.values.perf_counter", lambda: now[0])
+    monkeypatch.setattr(FedAvg, "fold", timed)
+    assert play(tmp_path / "x", script) == expected
+    assert rounds == [2, 5, 7]  # of the first nothing is known; 3, 4 and 6 come after slow ones
+    rounds.clear()
+    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf)
+    monkeypatch.setattr("coord_server.values.FRESH", 0)  # what was not kept in memory is read back
+    assert play(tmp_path / "always", script) == expected
+    assert rounds == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("large", ["state", "records"])
+def test_a_round_with_a_large_value_is_closed_after_its_last_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: str
+) -> None:
+    """It needs syncs of its own, for which no acknowledgement waits."""
+    fold, folded = FedAvg.fold, list[tuple[int, str]]()
+
+    def keeping(self: FedAvg, a: Any, *rest: Any) -> Any:
+        folded.append((a.round, a.device))
+        total, record = fold(self, a, *rest)
+        return total, {"kept": np.zeros(INLINE, np.uint8)} if large == "records" else record
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=2 * ((INLINE // 8) + 100) if large == "state" else D)
+        await whole(fleet, "a", "bb")
+
+    monkeypatch.setattr(FedAvg, "fold", keeping)
+    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf)
+    rounds = closed_with_an_update(monkeypatch)
+    play(tmp_path, script)
+    assert rounds == []
+    if large == "state":  # known beforehand: it is not even tried
+        assert folded == [(r, device) for r in (1, 2) for device in ("a", "bb")]
+
+
+def test_small_updates_are_checked_under_the_lock_only_while_that_is_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, write, now = Values.check, Intake._write, [0.0]
+    locked, where = list[bool](), list[tuple[int, str, bool]]()
+
+    def timed(self: Values, course: Any, arrays: Any, round_: int, device: str, data: bytes) -> Any:
+        where.append((round_, device, bool(locked)))
+        now[0] += 0.003 if round_ == 2 else 0.001
+        return check(self, course, arrays, round_, device, data)
+
+    def writing(*given: Any) -> Any:
+        locked.append(True)
+        try:
+            return write(*given)
+        finally:
+            locked.pop()
+
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", rounds=4)
+        for r in (1, 2, 3, 4):
+            work = await fleet.work("a", 10)
+            refused(await fleet.upload("a", r, work["lease"], b"nonsense"), "bad-payload")
+            for device in ("a", "bb"):
+                assert (await fleet.train(device)).status_code == 201
+        return await whole(fleet, "a", "bb", rounds=0)
+
+    expected = play(tmp_path / "x", script)
+    monkeypatch.setattr("coord_server.intake.thread_time", lambda: now[0])
+    monkeypatch.setattr(Values, "check", timed)
+    monkeypatch.setattr(Intake, "_write", writing)
+    assert play(tmp_path / "y", script) == expected
+    turns = [(r, device, i) for r in (1, 2, 3, 4) for i, device in enumerate(("a", "a", "bb"))]
+    outside = {(1, "a", 0), (2, "a", 1), (2, "bb", 2), (3, "a", 0)}  # nothing is known, or the last one was slow
+    assert where == [(r, device, (r, device, i) not in outside) for r, device, i in turns]
 
 
 @pytest.mark.parametrize("first", ["the closing", "another"])
