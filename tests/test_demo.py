@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -142,6 +143,22 @@ def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None
     assert b"every process of the demo has ended" in out
     assert not [p for p in family if p.is_running()]
     assert not list(tmp_path.glob("maskfleet-demo-*"))
+
+
+def test_ctrl_c_while_a_process_is_started_ends_that_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, begun = subprocess.Popen, []
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        begun.append(popen(*given, **more))
+        os.kill(os.getpid(), signal.SIGINT)
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), children() as start:
+        start("the coordinator", ["serve", "--port", "0", "--data", str(tmp_path / "c")], tmp_path / "log", {})
+    assert begun[0].poll() is not None
 
 
 def test_a_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:

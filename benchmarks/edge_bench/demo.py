@@ -109,6 +109,21 @@ def _end(processes: list[Process]) -> None:
 
 
 @contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block ends: no process is started that nobody knows of."""
+    caught: list[int] = []
+    heard = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, _: caught.append(number)) for s in heard}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], Process]]:
     """Give a function that starts ``maskfleet ARGUMENTS`` with a log; all such processes end with the block.
 
@@ -118,7 +133,7 @@ def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], P
 
     def start(what: str, arguments: list[str], log: Path, extra: Mapping[str, str]) -> Process:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as out:
+        with log.open("wb") as out, _interrupts_later():
             popen = subprocess.Popen(
                 [sys.executable, "-m", "edge_client.cli", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -127,7 +142,7 @@ def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], P
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, **extra},
                 start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others in order
             )
-        started.append(Process(what, popen, log))
+            started.append(Process(what, popen, log))
         return started[-1]
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:
