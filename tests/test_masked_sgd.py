@@ -110,29 +110,60 @@ def test_far_scores_move_as_far_as_the_sigmoid_is_steep() -> None:
     np.testing.assert_allclose(step._velocity.ravel(), 1e6 * e / (1 + e) ** 2, rtol=2e-6, atol=1e-30)
 
 
-def step_in_a_process(**environment: str) -> None:
-    step = "CompiledMaskedSgd(w, w.copy(), w.copy(), (2, 2), 1.0, 0.5, 1.0).step(w)"
-    made = f"import numpy as np; from edge_client.training.compiled import *; w = np.ones(4, np.float32); {step}"
+STEPS_IN_A_PROCESS = """
+import hashlib
+import numpy as np
+from edge_client.training.compiled import CompiledMaskedSgd, CompiledSampledAdam
+rng = np.random.default_rng(0)
+w, g = rng.standard_normal((2, 5000)).astype(np.float32)
+s, out = rng.normal(0, 0.4, 5000).astype(np.float32), np.empty(5000, np.float32)
+masked, sampled = CompiledMaskedSgd(w, s.copy(), out, (50, 100), 1.0, 0.5, 0.1), CompiledSampledAdam(w, s, 0.1)
+for i in range(3):
+    masked.step(g)
+    sampled.sample(i, out)
+    sampled.step(g)
+parts = masked._scores, masked._velocity, s, sampled.adam.mean, sampled.adam.square
+print(hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest())
+"""
+
+
+def steps_in_a_process(**environment: str) -> bytes:
     clean = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
-    subprocess.run([sys.executable, "-c", made], env=clean | environment, check=True)
+    words = [sys.executable, "-c", STEPS_IN_A_PROCESS]
+    return subprocess.run(words, env=clean | environment, check=True, stdout=subprocess.PIPE).stdout
+
+
+def test_whoever_compiles_gets_the_same_bits_as_whoever_loads_and_a_damaged_cache_is_begun_anew(
+    tmp_path: Path,
+) -> None:
+    fresh = steps_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
+    assert steps_in_a_process(NUMBA_CACHE_DIR=str(tmp_path)) == fresh
+    kept = sorted(path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc"))
+    assert kept
+    whole = {path: path.read_bytes() for path in kept}
+    for i, path in enumerate(kept):  # code with a hole would not raise, it would crash
+        hole = whole[path][:400] + bytes(400) + whole[path][800:]
+        path.write_bytes(hole if path.suffix == ".nbc" else b"" if i % 2 else whole[path][:20])
+    assert steps_in_a_process(NUMBA_CACHE_DIR=str(tmp_path)) == fresh
+    assert all(len(path.read_bytes()) > 20 for path in kept)
+    again = {path: path.read_bytes() for path in kept}
+    assert steps_in_a_process(NUMBA_CACHE_DIR=str(tmp_path)) == fresh
+    assert {path: path.read_bytes() for path in kept} == again  # what is whole is used
 
 
 def test_it_compiles_where_no_cache_can_be_written() -> None:
-    step_in_a_process(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
-    step_in_a_process(NUMBA_CACHE_DIR="/dev/full/of/nothing")
+    nowhere = steps_in_a_process(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
+    assert steps_in_a_process(NUMBA_CACHE_DIR="/dev/full/of/nothing") == nowhere
 
 
-def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
-    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
-    kept = sorted(path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc"))
-    assert kept
-    for i, path in enumerate(kept):
-        path.write_bytes(b"" if i % 2 else path.read_bytes()[:20])
-    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
-    written = {path: path.read_bytes() for path in kept}
-    assert min(map(len, written.values())) > 20
-    step_in_a_process(NUMBA_CACHE_DIR=str(tmp_path))
-    assert {path: path.read_bytes() for path in kept} == written  # what is whole is used
+def test_a_hole_in_machine_code_is_seen(tmp_path: Path) -> None:
+    file = compiled._CheckedFile(str(tmp_path), "step", 1)
+    file.save("key", bytes(1000))
+    assert file.load("key") == bytes(1000)
+    code = next(tmp_path.glob("*.nbc"))
+    code.write_bytes(code.read_bytes()[:500] + b"?" + code.read_bytes()[501:])
+    with pytest.raises(ValueError, match="damaged"):
+        file.load("key")
 
 
 def test_a_change_of_what_is_compiled_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

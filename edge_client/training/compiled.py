@@ -7,15 +7,18 @@ imported unless numba is installed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from edge_kernels import counter
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
@@ -43,8 +46,28 @@ _ADAM = 1 << 11
 _WORDS = 1 << 11  # draws made at a time, two of a number of the stream
 
 
+class _CheckedFile(IndexDataCacheFile):
+    """numba's file of machine code, behind its SHA-256: damaged code would not raise but crash."""
+
+    def _save_data(self, name: str, data: Any) -> None:
+        body = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(body).digest() + body)
+
+    def _load_data(self, name: str) -> Any:
+        whole = Path(self._data_path(name)).read_bytes()
+        if hashlib.sha256(whole[32:]).digest() != whole[:32]:
+            raise ValueError(f"{name} is damaged")
+        return pickle.loads(whole[32:])
+
+
 class _Cache(FunctionCache):
     """numba's cache of one function on disk, of which no fault is worth more than compiling again."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -66,7 +89,7 @@ class _Cache(FunctionCache):
 
 
 def _compiler(*freedoms: str) -> Callable[[_Function], _Function]:
-    """A decorator that compiles; numpy's division, as Python's checks every divisor."""
+    """A decorator that compiles. Division is numpy's, as Python's checks every divisor."""
 
     def compiled(function: _Function) -> _Function:
         made: Any = njit(error_model="numpy", fastmath=set(freedoms))(function)
@@ -77,8 +100,9 @@ def _compiler(*freedoms: str) -> Callable[[_Function], _Function]:
     return compiled
 
 
-_compiled = _compiler("contract")  # a product and a sum may be one operation, as in any BLAS
-_compiled_sum = _compiler("contract", "reassoc")  # a sum may be taken in lanes
+# Every compilation on a machine gives the same bits. A product and a sum may be one operation only where no other
+# product could be taken into that sum instead.
+_compiled, _fused = _compiler(), _compiler("contract")
 
 
 class CompiledMaskedSgd:
@@ -140,7 +164,7 @@ class CompiledSampledAdam:
         _adam(self._scores, gradient, self._pull, adam.mean, adam.square, keep, rate, root, _F(adam.eps))
 
 
-@_compiled
+@_fused
 def _sigmoid(score: Any, far: Any) -> Any:
     """The sigmoid of one score and its slope, both 0 at -inf.
 
@@ -172,20 +196,30 @@ def _is_near(scores: Any) -> Any:
     return most <= _NEAR_BITS
 
 
-@_compiled
-def _add_squares(scores: Any, soft: Any, columns: Any, far: Any) -> None:
+@_fused
+def _add_squares(scores: Any, squares: Any, columns: Any, far: Any) -> None:
     for j in range(scores.size):
         o, _ = _sigmoid(scores[j], far)
-        soft[j] = o
-        columns[j] += o * o
+        square = o * o
+        squares[j] = square
+        columns[j] += square
 
 
-@_compiled_sum
-def _square_sum(values: Any) -> Any:
-    total = _ZERO
-    for j in range(values.size):
-        total += values[j] * values[j]
-    return total
+@_compiled
+def _add(to: Any, more: Any) -> None:
+    for j in range(to.size):
+        to[j] += more[j]
+
+
+@_compiled
+def _sum(values: Any) -> Any:
+    """The sum, half upon half, so that its order does not depend on the processor; `values` is overwritten."""
+    n = values.size
+    while n > 1:
+        half = n // 2
+        _add(values[:half], values[n - half : n])
+        n -= half
+    return values[0]
 
 
 @_compiled
@@ -194,7 +228,7 @@ def _scale(square: Any, lasso: Any) -> Any:
 
 
 @_compiled
-def _write_scales(scores: Any, soft: Any, near: Any, lasso: Any, rows: Any, columns: Any) -> None:
+def _write_scales(scores: Any, squares: Any, near: Any, lasso: Any, rows: Any, columns: Any) -> None:
     """Lasso over the norm of every row, float32[rows], and column, float32[columns, kernel]; 0 where all is dead.
 
     Also which rows are near, bool[rows].
@@ -204,10 +238,10 @@ def _write_scales(scores: Any, soft: Any, near: Any, lasso: Any, rows: Any, colu
     for i in range(scores.shape[0]):
         near[i] = _is_near(scores[i])
         if near[i]:
-            _add_squares(scores[i], soft, places, None)
+            _add_squares(scores[i], squares, places, None)
         else:
-            _add_squares(scores[i], soft, places, True)
-        rows[i] = _scale(_square_sum(soft), lasso)
+            _add_squares(scores[i], squares, places, True)
+        rows[i] = _scale(_sum(squares), lasso)
     for i in range(columns.shape[0]):
         columns[i] = _scale(columns[i].sum(), lasso)
 
@@ -219,7 +253,7 @@ def _write_move(w: Any, s: Any, g: Any, move: Any, lr: Any, row: Any, columns: A
         move[j] = (lr * g[j] * w[j] + o * (row + columns[j])) * slope
 
 
-@_compiled
+@_fused
 def _apply(w: Any, s: Any, v: Any, out: Any, move: Any, momentum: Any) -> None:
     for j in range(s.size):
         velocity = v[j] * momentum + move[j]
