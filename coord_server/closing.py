@@ -38,12 +38,17 @@ class AtOnce:
 
 
 class Closing:
-    """The closing of one federation's rounds. `fault` says what is in its way, None when nothing is."""
+    """The closing of one federation's rounds."""
 
     def __init__(self, journal: Journal, values: Values, clock: Callable[[], float]) -> None:
-        self.fault: str | None = None
+        self._faults: dict[events.Aggregate, str] = {}  # what is in the way of each that is tried again
         self._journal, self._values, self._clock = journal, values, clock
         self._folding = asyncio.Lock()  # a sweep must not meet the blobs of a round that is being folded
+
+    @property
+    def fault(self) -> str | None:
+        """What is in the way of the newest round that cannot be closed; None when nothing is."""
+        return next(reversed(self._faults.values()), None)
 
     def begin(self) -> None:
         """Sweep what an earlier process left, ahead of any aggregation."""
@@ -73,7 +78,6 @@ class Closing:
         """Go on from a round that was closed at once and is in the journal."""
         self._values.written(done.rows)
         self._values.adopt(done.folded)
-        self.fault = None
         if self._values.large:
             self._journal.spawn(self._sweep_later())
 
@@ -86,20 +90,20 @@ class Closing:
                     if await journal.uninterrupted(lambda: self._due(decision)):
                         await self._fold_and_step(decision)
                         await journal.uninterrupted(journal.flush)
-                    self.fault = None
+                    self._faults.pop(decision, None)
                     if self._values.large:
                         await asyncio.to_thread(self._sweep)
                 return
             except Refusal as refused:  # stopped meanwhile
-                self.fault = None
+                self._faults.pop(decision, None)
                 log.info("%s: round %d is not counted: %s", journal.id, decision.round, refused)
                 return
             except MaskfleetError as error:
-                self.fault = f"round {decision.round} cannot be aggregated: {error}"
+                self._faults[decision] = f"round {decision.round} cannot be aggregated: {error}"
             except Exception:
-                self.fault = f"round {decision.round} cannot be aggregated: see the coordinator's log"
+                self._faults[decision] = f"round {decision.round} cannot be aggregated: see the coordinator's log"
                 log.exception("%s: aggregating round %d failed", journal.id, decision.round)
-            log.error("%s: %s; trying again in %.0f s", journal.id, self.fault, delay)
+            log.error("%s: %s; trying again in %.0f s", journal.id, self._faults[decision], delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, RETRY_MOST)
 
