@@ -881,6 +881,47 @@ def test_a_full_disk_gives_507_and_loses_nothing(
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 
+def test_an_old_attempt_that_finds_its_round_closed_leaves_a_newer_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coord_server.closing.RETRY_FIRST", 0.5)
+    close, state, fold, blind = Metadata.close_round, Metadata.state, FedAvg.fold, list[int]()
+
+    def unsaid(*given: Any) -> None:
+        close(*given)
+        blind.append(1)
+        monkeypatch.setattr(Metadata, "close_round", close)
+        raise StateError("disk I/O error")
+
+    def unseen(*given: Any) -> Any:
+        if blind:
+            blind.pop()
+            raise StateError("disk I/O error")
+        return state(*given)
+
+    def broken_later(method: FedAvg, a: Any, *given: Any) -> Any:
+        if a.round == 2:
+            raise RuntimeError("broken")
+        return fold(method, a, *given)
+
+    async def script(fleet: Fleet) -> set[str | None]:
+        await fleet.federation("a", "bb", rounds=3)
+        monkeypatch.setattr(Metadata, "close_round", unsaid)
+        monkeypatch.setattr(Metadata, "state", unseen)
+        monkeypatch.setattr(FedAvg, "fold", broken_later)
+        for _ in range(2):
+            assert (await fleet.train("a")).status_code == 201
+            assert (await fleet.train("bb")).status_code == 201
+        await until_round(fleet, lambda f: "round 2" in (f["fault"] or ""))
+        seen = set()
+        for _ in range(35):  # the attempt at round 1 wakes up meanwhile
+            seen.add((await fleet.operator("GET", "/v1/federations/fed")).json()["fault"])
+            await asyncio.sleep(0.02)
+        return seen
+
+    assert len(play(tmp_path, script)) == 1
+
+
 @pytest.mark.parametrize(("write", "at_once"), [("acknowledge", True), ("acknowledge", False), ("close_round", False)])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journal_later(
