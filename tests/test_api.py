@@ -79,6 +79,30 @@ async def until_round(fleet: Fleet, done: Callable[[dict[str, Any]], bool]) -> d
     raise AssertionError(found)
 
 
+def unsure_once(monkeypatch: pytest.MonkeyPatch, write: str) -> list[str]:
+    """Let the next `write` of the database land and not say so, and the next look at the state fail.
+
+    The list has "unsaid" and then "unseen" once that has happened.
+    """
+    journal, state, met = getattr(Metadata, write), Metadata.state, list[str]()
+
+    def unsaid(*given: Any) -> None:
+        journal(*given)
+        met.append("unsaid")
+        monkeypatch.setattr(Metadata, write, journal)
+        raise StateError("disk I/O error")
+
+    def unseen(*given: Any) -> Any:
+        if met == ["unsaid"]:
+            met.append("unseen")
+            raise StateError("disk I/O error")
+        return state(*given)
+
+    monkeypatch.setattr(Metadata, write, unsaid)
+    monkeypatch.setattr(Metadata, "state", unseen)
+    return met
+
+
 async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
     for _ in range(rounds):
         for device in devices:
@@ -885,19 +909,7 @@ def test_an_old_attempt_that_finds_its_round_closed_leaves_a_newer_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coord_server.closing.RETRY_FIRST", 0.5)
-    close, state, fold, blind = Metadata.close_round, Metadata.state, FedAvg.fold, list[int]()
-
-    def unsaid(*given: Any) -> None:
-        close(*given)
-        blind.append(1)
-        monkeypatch.setattr(Metadata, "close_round", close)
-        raise StateError("disk I/O error")
-
-    def unseen(*given: Any) -> Any:
-        if blind:
-            blind.pop()
-            raise StateError("disk I/O error")
-        return state(*given)
+    fold = FedAvg.fold
 
     def broken_later(method: FedAvg, a: Any, *given: Any) -> Any:
         if a.round == 2:
@@ -906,8 +918,7 @@ def test_an_old_attempt_that_finds_its_round_closed_leaves_a_newer_fault(
 
     async def script(fleet: Fleet) -> set[str | None]:
         await fleet.federation("a", "bb", rounds=3)
-        monkeypatch.setattr(Metadata, "close_round", unsaid)
-        monkeypatch.setattr(Metadata, "state", unseen)
+        unsure_once(monkeypatch, "close_round")
         monkeypatch.setattr(FedAvg, "fold", broken_later)
         for _ in range(2):
             assert (await fleet.train("a")).status_code == 201
@@ -928,32 +939,17 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, at_once: bool, rounds: int
 ) -> None:
     monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf if at_once else 0.0)
-    journal, state = getattr(Metadata, write), Metadata.state
-
-    def unsaid(*given: Any) -> None:
-        journal(*given)
-        blind.append(1)
-        failed.append(1)
-        monkeypatch.setattr(Metadata, write, journal)
-        raise StateError("disk I/O error")
-
-    def unseen(*given: Any) -> Any:
-        if blind:
-            blind.pop()
-            raise StateError("disk I/O error")
-        return state(*given)
 
     async def script(fleet: Fleet) -> bytes:
         await fleet.federation("a", "bb", rounds=rounds)
         assert (await fleet.train("a")).status_code == 201
         work = await fleet.work("bb")
         body = trained(await fleet.fetch("bb", work), "bb")
-        monkeypatch.setattr(Metadata, write, unsaid)
-        monkeypatch.setattr(Metadata, "state", unseen)
+        met = unsure_once(monkeypatch, write)
         first = await fleet.upload("bb", 1, work["lease"], body)
         assert first.status_code == (507 if write == "acknowledge" else 201)
         assert (await fleet.upload("bb", 1, work["lease"], body)).status_code in (200, 201)
-        await until_round(fleet, lambda f: bool(failed) and not blind and f["fault"] is None)
+        await until_round(fleet, lambda f: met == ["unsaid", "unseen"] and f["fault"] is None)
         if rounds == 2:
             await until_round(fleet, lambda f: f["round"] == 2)
         return await whole(fleet, "a", "bb", rounds=rounds - 1)
@@ -962,8 +958,6 @@ def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journ
         await fleet.federation("a", "bb", rounds=rounds)
         return await whole(fleet, "a", "bb", rounds=rounds)
 
-    blind: list[int] = []
-    failed: list[int] = []
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 
@@ -1076,7 +1070,7 @@ def test_a_round_that_was_closed_unseen_is_not_folded_again_whoever_finds_out(
 ) -> None:
     """Its large updates are swept: to fold it again would be a fault that nothing ends."""
     monkeypatch.setattr("coord_server.closing.RETRY_FIRST", 1.0 if first == "a later round" else 0.3)
-    fold, close, state = FedAvg.fold, Metadata.close_round, Metadata.state
+    fold = FedAvg.fold
 
     def keeping(self: FedAvg, a: Any, *rest: Any) -> Any:
         if a.round == 2 and first == "a later round" and not failed:
@@ -1085,23 +1079,10 @@ def test_a_round_that_was_closed_unseen_is_not_folded_again_whoever_finds_out(
         folded.append((a.round, a.device))
         return fold(self, a, *rest)[0], {"seen": np.array([a.round])}  # with records it is journalled at once
 
-    def unsaid(*given: Any) -> None:
-        close(*given)
-        blind.append(1)
-        monkeypatch.setattr(Metadata, "close_round", close)
-        raise StateError("disk I/O error")
-
-    def unseen(*given: Any) -> Any:
-        if blind:
-            blind.pop()
-            raise StateError("disk I/O error")
-        return state(*given)
-
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", d=2 * ((INLINE // 8) + 100))
         assert (await fleet.train("a")).status_code == 201
-        monkeypatch.setattr(Metadata, "close_round", unsaid)
-        monkeypatch.setattr(Metadata, "state", unseen)
+        unsure_once(monkeypatch, "close_round")
         assert (await fleet.train("bb")).status_code == 201
         found = await until_round(fleet, lambda f: f["fault"] is not None)
         assert "disk I/O error" in found["fault"]
@@ -1114,7 +1095,6 @@ def test_a_round_that_was_closed_unseen_is_not_folded_again_whoever_finds_out(
         assert folded == [(r, device) for r in (1, 2) for device in ("a", "bb")]
 
     folded: list[tuple[int, str]] = []
-    blind: list[int] = []
     failed: list[int] = []
     monkeypatch.setattr(FedAvg, "fold", keeping)
     play(tmp_path, script)
