@@ -138,6 +138,30 @@ def test_a_loss_that_diverges_is_an_error_and_not_an_update() -> None:
         FedAvg().local_round(task(M, data=wild), {}, FedAvg().downlink(assignment(M), FedAvg().start(model(M), 0), {}))
 
 
+@pytest.mark.parametrize("method", [FedAvg, Standalone])
+def test_plain_sgd_has_the_momentum_and_the_epochs_it_is_given(method: type[FedAvg] | type[Standalone]) -> None:
+    # Velocities 1, 1.5, 1.75 in three epochs of one batch: lr times 4.25 in all.
+    trainer = Fixed(M, np.ones(M.d, np.float32))
+    chosen = method(lr=0.25, momentum=0.5, epochs=3, batch=64)
+    down = chosen.downlink(assignment(M), chosen.start(model(M), 0), {})
+    local = chosen.local_round(replace(task(M), trainer=trainer), {}, down)
+    assert np.allclose(local.trained.parameters, model(M).parameters - 0.25 * 4.25, atol=1e-6)
+
+
+def test_every_epoch_is_trained_and_fedmask_prunes_in_one_more() -> None:
+    # 40 samples in batches of 16 are three steps an epoch.
+    for method, steps in (
+        (FedMask(epochs=4, batch=16), 3 * (1 + 4)),
+        (FedMask(epochs=4, batch=16, prune_layers=0), 3 * 4),
+        (FedAvg(epochs=4, batch=16), 3 * 4),
+        (Standalone(epochs=4, batch=16), 3 * 4),
+    ):
+        engine = NumpyMlp(M)
+        down = method.downlink(assignment(M), method.start(model(M), 0), {})
+        method.local_round(replace(task(M), trainer=engine), {}, down)
+        assert engine.calls == steps
+
+
 # --- FedMask: who owns which parameter
 
 
@@ -286,6 +310,21 @@ def test_the_group_lasso_pulls_at_every_score_of_a_live_group() -> None:
         local = method.local_round(Task(a, Fixed(m, np.zeros(6, np.float32)), clusters(m, 1)), {}, down)
         moved = 2 * lasso * (3**-0.5 + 2**-0.5) * slope
         assert local.kept["scores"].tolist() == pytest.approx([0.1 - moved] * 6, rel=1e-4)
+
+
+def test_scores_and_what_is_trained_beside_them_have_the_momentum_they_are_given() -> None:
+    # Velocities g, 1.5 g, 1.75 g in three epochs of one batch. Steps this small leave the sigmoid's slope as it is.
+    m = mlp(3, 2)
+    a = Assignment(Model(m, np.ones(8, np.float32), np.zeros(0, np.float32)), seed=0, rounds=1, round=1, device="a")
+    method = FedMask(
+        prune_layers=0, group_lasso=0, restart="latent", lr=1e-3, local_lr=0.25, momentum=0.5, epochs=3, batch=64
+    )
+    down = method.downlink(a, method.start(a.model, 0), {})
+    local = method.local_round(Task(a, Fixed(m, np.ones(8, np.float32)), clusters(m, 1)), {}, down)
+    slope = 1 / (1 + np.exp(-0.1)) / (1 + np.exp(0.1))
+    moved = np.float32(0.1) - local.kept["scores"]
+    assert moved.tolist() == pytest.approx([1e-3 * 4.25 * slope] * 6, rel=1e-3)
+    assert local.kept["local"].tolist() == pytest.approx([1 - 0.25 * 4.25] * 2)
 
 
 def test_pruned_elements_stay_zero_and_frozen_weights_stay_as_drawn() -> None:
@@ -511,6 +550,20 @@ def _malformed() -> list[tuple[str, Payload, str]]:
 def test_fedmask_refuses(what: str, payload: Payload, word: str) -> None:
     with pytest.raises(PayloadError, match=word):
         HALF.read_update(assignment(SIX), HALF.start(model(SIX), 0), {}, payload)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_fedmask_refuses_a_real_gate_that_is_not_a_number(bad: float) -> None:
+    m, method = lstm(), FedMask(epochs=1)
+    a = assignment(m)
+    state = method.start(a.model, 0)
+    trainer = Fixed(m, np.zeros(m.d, np.float32))
+    sent = method.local_round(Task(a, trainer, clusters(m, 1)), {}, method.downlink(a, state, {})).update
+    assert method.read_update(a, state, {}, sent)["real"].shape == (10,)
+    broken = sent.arrays["real"].copy()
+    broken[7] = bad
+    with pytest.raises(PayloadError, match="10 finite float32"):
+        method.read_update(a, state, {}, _bad(sent, {"real": broken}))
 
 
 def test_an_update_for_a_forgotten_structure_is_refused_with_what_to_do() -> None:
