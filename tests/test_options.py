@@ -18,14 +18,15 @@ from typer.testing import CliRunner
 
 from edge_client import cli
 from edge_client import client as client_module
-from edge_client.bundle import Bundle, digest
-from edge_client.client import DEFAULT_BACKEND, HOLD, Client, Result
+from edge_client.bundle import Bundle, Part, digest
+from edge_client.client import HOLD, Client, Result
 from edge_client.protocol.messages import Enrolled, Finish, Report, Stopped, Wait
 from edge_client.protocol.payload import Payload, encode
 from edge_client.training.onnxruntime import OnnxRuntimeTrainer
 
 URL, TOKEN = "http://127.0.0.1:1", "the-token"
-M = mlp(3, 2)
+PARTS = {name: Part(sha256=digest(b""), size=0) for name in ("train.onnx", "eval.onnx", "model.pt2")}
+M = mlp(3, 2).model_copy(update={"parts": PARTS})
 MANIFEST = M.to_bytes()
 DOWNLINK = encode(Payload())
 OPTIONS: dict[str, tuple[str, Any]] = {
@@ -135,7 +136,7 @@ FINISH = Finish(round=2, downlink=digest(DOWNLINK), downlink_size=len(DOWNLINK))
 
 def test_the_threads_asked_for_are_the_trainer_s(tmp_path: Path, opened: list[tuple[str, int]]) -> None:
     Client(URL, TOKEN, clusters(M, 1), state=tmp_path, threads=3, transport=federation(STOPPED)).run()
-    assert opened == [(DEFAULT_BACKEND, 3)]
+    assert opened == [("onnxruntime", 3)]
 
 
 @pytest.mark.parametrize(
