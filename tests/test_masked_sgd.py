@@ -13,7 +13,7 @@ from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.training import compiled, gates
+from edge_client.training import compiled
 from edge_client.training.compiled import CompiledMaskedSgd
 from edge_client.training.gates import SigmoidThreshold, group_lasso
 from edge_client.training.masked_sgd import MaskedSgd, masked_sgd
@@ -167,7 +167,6 @@ def test_a_hole_in_machine_code_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_change_of_what_is_compiled_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gates.SIGMOID_NEAR in compiled._CONSTANTS
     assert counter.GAMMA in compiled._CONSTANTS
     step, keys = compiled._step, []
     for constants in (compiled._CONSTANTS, (1,)):

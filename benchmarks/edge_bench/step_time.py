@@ -3,14 +3,15 @@
 For each model, on one thread and one batch of noise: a PyTorch eager step (forward, backward), and per backend the
 gradient, the plain step (gradient and SGD with momentum) and FedMask's step at its default settings (gate, gradient,
 gate's backward, SGD on the scores) without and with group lasso, all weights live or the last two layers pruned. The
-scores start anew every 45 steps, as many as a HAR device makes in a round. Then a plain step with Adam and that of the
+scores start anew every 45 steps, as many as a HAR device makes in a round: at the radius, or `grown`, as they are after
+ten rounds of a device that keeps its own (`restart = "latent"`, lr 30). Then a plain step with Adam and that of the
 Bernoulli methods (draw, gradient, gate's backward, Adam on the scores). Masked steps are compiled (extra `fast`), or
 by numpy alone (`_numpy`). All variants are interleaved in bursts of a few steps, the first of which is not counted (in
 training too a step finds the state of the one before in the cache); the clock is the process's CPU time, so that
 another process's share is not counted; figures are medians, and what counts are the ratios:
 
     onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
-    mask_over_plain          mask step / plain step of the same backend, and the same with lasso (and pruned)
+    mask_over_plain          mask step / plain step of the same backend, and the same with lasso, pruned, grown
     sampled_over_plain_adam  Bernoulli step / plain step with Adam
 """
 
@@ -43,10 +44,12 @@ from edge_client.training.sgd import Adam, Sgd
 BURST = 4  # steps of one variant in a row, as in training: the state of all of them together overflows the cache
 ROUND = 45  # steps between two fresh starts of the scores
 FEDMASK = FedMask()
-KINDS = (
-    ("mask", 0.0, 1.0),
-    ("mask_lasso", FEDMASK.group_lasso, 1.0),
-    ("mask_lasso_pruned", FEDMASK.group_lasso, FEDMASK.keep),
+KINDS = (  # name, group lasso, what is kept of the last two layers, standard deviation of the first scores
+    ("mask", 0.0, 1.0, 0.0),
+    ("mask_grown", 0.0, 1.0, 1.0),
+    ("mask_lasso", FEDMASK.group_lasso, 1.0, 0.0),
+    ("mask_lasso_pruned", FEDMASK.group_lasso, FEDMASK.keep, 0.0),
+    ("mask_lasso_grown", FEDMASK.group_lasso, 1.0, 1.0),
 )
 StepOf = type[MaskedSgd] | type[CompiledMaskedSgd]
 BACKENDS = ("onnxruntime", "torch")
@@ -70,13 +73,16 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
     def plain_step() -> None:
         plain_sgd.step(plain, trainer.gradient(plain, model.buffers, x, y).parameters)
 
-    def mask_step(step_of: StepOf, lasso: float, keep: float) -> Callable[[], object]:
+    def mask_step(step_of: StepOf, lasso: float, keep: float, spread: float) -> Callable[[], object]:
         effective, done = frozen.copy(), 0
 
         def fresh(i: int, t: Tensor) -> tuple[slice, MaskedSgd | CompiledMaskedSgd]:
+            rng = np.random.default_rng(i)
             scores = np.full(t.size, FEDMASK.radius, np.float32)
+            if spread:
+                scores[:] = rng.normal(0, spread, t.size)
             if i >= len(layers) - 2:
-                scores[np.random.default_rng(0).random(t.size) >= keep] = -np.inf
+                scores[rng.random(t.size) >= keep] = -np.inf
             own = effective[t.span]
             return t.span, step_of(frozen[t.span], scores, own, t.shape, FEDMASK.lr, FEDMASK.momentum, lasso)
 
@@ -119,8 +125,8 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
         "gradient": lambda: trainer.gradient(model.parameters, model.buffers, x, y),
         "plain": plain_step,
         **{
-            kind + suffix: mask_step(step_of, lasso, keep)
-            for kind, lasso, keep in KINDS
+            kind + suffix: mask_step(step_of, lasso, keep, spread)
+            for kind, lasso, keep, spread in KINDS
             for suffix, step_of in (("", CompiledMaskedSgd), ("_numpy", MaskedSgd))
         },
     }
@@ -154,7 +160,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     ms = {k: 1e3 * median(v) for k, v in taken.items()}
     ratios = {"onnxruntime_over_eager": ms["onnxruntime.gradient"] / ms["eager"]}
     for b in BACKENDS:
-        for kind in (kind + suffix for kind, _, _ in KINDS for suffix in ("", "_numpy")):
+        for kind in (kind + suffix for kind, *_ in KINDS for suffix in ("", "_numpy")):
             ratios[f"{b}.{kind}_over_plain"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain"]
         for kind in ("sampled", "sampled_numpy"):
             ratios[f"{b}.{kind}_over_plain_adam"] = ms[f"{b}.{kind}"] / ms[f"{b}.plain_adam"]

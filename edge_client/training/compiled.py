@@ -22,7 +22,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
-from edge_client.training.gates import NEAR, SIGMOID_NEAR, SigmoidThreshold
+from edge_client.training.gates import SigmoidThreshold
 from edge_client.training.sgd import Adam
 
 log = logging.getLogger("maskfleet")
@@ -30,8 +30,10 @@ log = logging.getLogger("maskfleet")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _F, _I = np.float32, np.int32
 _ZERO, _HALF, _ONE = _F(0), _F(0.5), _F(1)
-_C, _H, _B, _D = map(_F, SIGMOID_NEAR)
-_NEAR_BITS = int(_F(NEAR).view(_I))
+# (sigmoid(s) - 1/2) / s = P(s^2) / Q(s^2) for |s| <= 5: the sigmoid to 1.4e-7, its slope to a relative 1.8e-5.
+_TOP0, _TOP1, _TOP2 = map(_F, (190277.19, 5697.913, 22.470604))
+_LOW0, _LOW1, _LOW2 = map(_F, (761108.8, 86217.32, 932.1149))
+_NEAR_BITS = int(_F(5).view(_I))
 _DEAD_BITS, _ABS_BITS = int(_F(-np.inf).view(_I)), 0x7FFFFFFF
 # exp(x) = 2**n * p(r), n = round(x / log 2), r = x - n * log 2 with log 2 in two parts; relative error 3e-7. Adding and
 # taking away 1.5 * 2**23 rounds to an integer, which then stands in the lowest bits.
@@ -41,7 +43,7 @@ _P0, _P1, _P2, _P3, _P4 = map(_F, (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 
 _EXP_MIN = _F(-87)
 _U = np.uint64
 _GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
-_CONSTANTS = (NEAR, SIGMOID_NEAR, counter.GAMMA, counter.MIX_A, counter.MIX_B)  # compiled in, from other files
+_CONSTANTS = (counter.GAMMA, counter.MIX_A, counter.MIX_B)  # compiled in, from another file
 _ADAM = 1 << 11
 _WORDS = 1 << 11  # draws made at a time, two of a number of the stream
 
@@ -132,11 +134,9 @@ class CompiledMaskedSgd:
 
     def step(self, gradient: F32) -> None:
         """One step against `gradient`, float32[n], with respect to the effective weights."""
-        if self._lasso:
-            _write_scales(self._scores, self._squares, self._near, self._lasso, self._row_scale, self._column_scale)
         _step(
             self._weights, self._scores, self._velocity, self._effective, gradient.reshape(self._scores.shape),
-            self._near, bool(self._lasso), self._lr, self._momentum, self._row_scale, self._column_scale.reshape(-1),
+            self._squares, self._near, self._lr, self._momentum, self._lasso, self._row_scale, self._column_scale,
         )  # fmt: skip
 
 
@@ -163,15 +163,20 @@ class CompiledSampledAdam:
         _adam(self._scores, gradient, self._pull, adam.mean, adam.square, keep, rate, root, _F(adam.eps))
 
 
+@_compiled
+def _square(value: Any) -> Any:
+    return value * value
+
+
 @_fused
 def _sigmoid(score: Any, far: Any) -> Any:
     """The sigmoid of one score and its slope, both 0 at -inf.
 
-    With `far` None, |score| <= NEAR: which it is, is known when this is compiled.
+    With `far` None, |score| <= 5: which it is, is known when this is compiled.
     """
     if far is None:
-        t = score * score + _H
-        soft = _HALF + score * (_C * (t * (t * t + _B) + _D))
+        t = _square(score)
+        soft = _HALF + score * (((_TOP2 * t + _TOP1) * t + _TOP0) / (((t + _LOW2) * t + _LOW1) * t + _LOW0))
         slope = soft * (_ONE - soft)
     else:
         x = max(-abs(score), _EXP_MIN)
@@ -188,7 +193,7 @@ def _sigmoid(score: Any, far: Any) -> Any:
 
 @_compiled
 def _is_near(scores: Any) -> Any:
-    """Whether every live score lies in [-NEAR, NEAR]; bits of positive floats are ordered as the floats are."""
+    """Whether every live score lies in [-5, 5]; bits of positive floats are ordered as the floats are."""
     bits, most = scores.view(np.int32), _I(0)
     for j in range(bits.size):
         most = max(most, _I(bits[j] & _ABS_BITS) if bits[j] != _DEAD_BITS else _I(0))
@@ -274,24 +279,26 @@ def _step(
     v: Any,
     out: Any,
     g: Any,
+    squares: Any,
     near: Any,
-    known: Any,
     lr: Any,
     momentum: Any,
+    lasso: Any,
     row_scale: Any,
     column_scale: Any,
 ) -> None:
-    """All arrays float32[rows, width] but `column_scale`, [width], `row_scale` and `near`, [rows].
-
-    With `known`, `near` says already which rows are near.
-    """
-    for i in range(s.shape[0]):
-        if not known:
+    """Arrays float32[rows, width] but `squares` [width], `near` and `row_scale` [rows], `column_scale` see above."""
+    if lasso > _ZERO:
+        _write_scales(s, squares, near, lasso, row_scale, column_scale)
+    else:
+        for i in range(s.shape[0]):
             near[i] = _is_near(s[i])
+    columns = column_scale.reshape(-1)
+    for i in range(s.shape[0]):
         if near[i]:
-            _step_row(w[i], s[i], v[i], out[i], g[i], lr, momentum, row_scale[i], column_scale, None)
+            _step_row(w[i], s[i], v[i], out[i], g[i], lr, momentum, row_scale[i], columns, None)
         else:
-            _step_row(w[i], s[i], v[i], out[i], g[i], lr, momentum, row_scale[i], column_scale, True)
+            _step_row(w[i], s[i], v[i], out[i], g[i], lr, momentum, row_scale[i], columns, True)
 
 
 @_compiled
