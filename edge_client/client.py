@@ -17,26 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from edge_client.backends import DEFAULT_BACKEND, check_installed, check_parts
 from edge_client.bundle import Bundle, digest
-from edge_client.data import DeviceData, check, load
-from edge_client.errors import ConfigError, PayloadError, ServerError
+from edge_client.data import DataFile, DeviceData, check, fit, read
+from edge_client.errors import BundleError, ConfigError, MaskfleetError, PayloadError, ServerError
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal, Pending
 from edge_client.local import run_round
 from edge_client.methods import Assignment, Method, Task, make_method
-from edge_client.protocol.messages import Enrol, Enrolled, Finish, Receipt, Report, Stopped, Train, Wait, Work
+from edge_client.protocol.messages import Enrol, Enrolled, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote_bundle import open_remote
 from edge_client.training import open_trainer
 from edge_client.transport import Transport
 
-DEFAULT_BACKEND = "onnxruntime"
 HOLD = 25.0  # seconds the coordinator may hold a question for work: under the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 SENDS = 3  # times an update is sent that arrives damaged
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
+NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,16 @@ def default_state(token: str) -> Path:
     return Path(home) / "maskfleet" / digest(token.encode())[:16]
 
 
+def _check_name(device: str) -> None:
+    try:
+        NAME.validate_python(device)
+    except ValidationError:
+        raise ConfigError(
+            f"{device!r} is no name for a device; give one of 1 to 64 letters, digits, '.', '_' or '-' that begins "
+            "with a letter or digit"
+        ) from None
+
+
 class Client:
     """One device in one federation.
 
@@ -102,6 +113,10 @@ class Client:
     ) -> None:
         if not token:
             raise ConfigError("the join token is empty; ask the federation's operator for one")
+        if device is not None:
+            _check_name(device)
+        if backend is not None:
+            check_installed(backend, "")
         self.url, self.token, self.data, self.device = url, token, data, device
         self.state = default_state(token) if state is None else Path(state)
         self.backend, self.threads, self.patience, self.poll = backend, threads, patience, poll
@@ -133,18 +148,21 @@ class _Run:
         self.client, self.journal, self.transport, self.say = client, journal, transport, say
 
     def go(self, rounds: int | None, once: bool) -> Result:
-        identity = self._enrol()
+        identity = self.journal.identity(self.client.token, self.client.device)
         report = self.journal.done()
         if report is not None:
             self.say(Event("done", f"the federation was finished before; the model is {self.client.personal}"))
             return Result(identity.device, 0, "finished", report, self.client.personal)
-        session = self._session(identity)
+        given = self.client.data
+        found = given if isinstance(given, DeviceData) else read(Path(given))  # before a token is used up for it
+        session = self._session(self._enrol(identity), found)
         done = 0
         receipt: Receipt | None = None
         pending = self.journal.pending()
         if pending is not None:
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
             done += self._send(session, pending) is not None
+        self._try_out(session)
         hold = 0.0  # the first answer is wanted at once: it says what is waited for
         while rounds is None or done < rounds:
             work = receipt.work if receipt is not None and receipt.work is not None else self._ask(session, hold)
@@ -180,8 +198,7 @@ class _Run:
 
     # --- before the rounds
 
-    def _enrol(self) -> Identity:
-        identity = self.journal.identity(self.client.token, self.client.device)
+    def _enrol(self, identity: Identity) -> Identity:
         self.transport.credential = identity.credential
         if identity.enrolled is not None:
             self.say(Event("info", f"device {identity.device!r} of federation {identity.enrolled.federation!r}"))
@@ -193,24 +210,46 @@ class _Run:
         self.say(Event("info", f"joined federation {enrolled.federation!r} as device {enrolled.device!r}"))
         return self.journal.store_identity(identity.model_copy(update={"enrolled": enrolled}))
 
-    def _session(self, identity: Identity) -> _Session:
+    def _session(self, identity: Identity, found: DataFile | DeviceData) -> _Session:
         enrolled = identity.enrolled
         assert enrolled is not None
         bundle = open_remote(self.transport, enrolled.bundle, self.journal.folder / "bundles")
-        method = make_method(enrolled.method)
-        given = self.client.data
-        if isinstance(given, DeviceData):
-            train = check(bundle.manifest, given.x, given.y, "training data")
-            data = DeviceData(*train, *check(bundle.manifest, given.x_test, given.y_test, "test data"))
+        try:
+            method = make_method(enrolled.method)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; federation {enrolled.federation!r} needs the version of maskfleet, and of the method's "
+                "package, that its coordinator has: install that one here"
+            ) from None
+        if isinstance(found, DeviceData):
+            train = check(bundle.manifest, found.x, found.y, "training data")
+            data = DeviceData(*train, *check(bundle.manifest, found.x_test, found.y_test, "test data"))
         else:
-            data = load(Path(given), bundle.manifest, enrolled.seed)
-        trainer = open_trainer(self.client.backend or enrolled.backend or DEFAULT_BACKEND, bundle, self.client.threads)
+            data = fit(found, bundle.manifest, enrolled.seed)
+        backend = self.client.backend or enrolled.backend or DEFAULT_BACKEND
+        check_parts(backend, bundle.manifest)
+        trainer = open_trainer(backend, bundle, self.client.threads)
         model = bundle.model()
 
         def task(round_: int) -> Task:
             return Task(Assignment(model, enrolled.seed, enrolled.rounds, round_, enrolled.device), trainer, data)
 
         return _Session(identity, enrolled, bundle, method, task)
+
+    def _try_out(self, session: _Session) -> None:
+        """Run the model once each way, so that a device whose backend cannot never asks for work and is never drawn."""
+        task = session.task(1)
+        model, x, y = task.assignment.model, task.data.x[:1], task.data.y[:1]
+        try:
+            task.trainer.gradient(model.parameters, model.buffers, x, y)
+            task.trainer.logits(model.parameters, model.buffers, x)
+        except MaskfleetError:
+            raise
+        except Exception as error:  # the engines' errors share no base class
+            raise BundleError(
+                f"this device's training backend cannot run model {model.manifest.name!r} "
+                f"({type(error).__name__}: {error}); choose another --backend, or have the model exported again"
+            ) from error
 
     # --- a round
 

@@ -3,10 +3,13 @@
 Keys: `x` [n, *input.shape], `y` [n] integer labels; optional `x_test`, `y_test`. Without the latter, one fifth
 of the samples, chosen by the seed, is kept for testing. Optional `group` [n]: samples of one group (a recording,
 a writer's page) are never on both sides of that split.
+
+What can be known without a bundle is checked by `read`, so before a device joins; the rest by `fit`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,7 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
     """`x`, `y` in the bundle's dtypes. Raises DataError naming `what` and the value that does not fit."""
     if x.ndim == 0 or x.shape[1:] != manifest.input.shape:
         raise DataError(f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}")
-    if y.shape != x.shape[:1]:
-        raise DataError(f"{what}: {x.shape[0]} samples but labels of shape {y.shape}; give one label a sample")
+    _check_lengths(x, y, what)
     if not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{manifest.classes - 1}")
     bad = (y < 0) | (y >= manifest.classes)
@@ -52,6 +54,11 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
     return x, y.astype(np.int64)
 
 
+def _check_lengths(x: NDArray[Any], y: NDArray[Any], what: str) -> None:
+    if x.ndim == 0 or y.shape != x.shape[:1]:
+        raise DataError(f"{what}: samples of shape {x.shape} but labels of shape {y.shape}; give one label a sample")
+
+
 def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int) -> DeviceData:
     """Whole groups go to the test side, in an order drawn from `seed`, until it holds a fifth of the samples.
 
@@ -66,12 +73,17 @@ def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int)
     return DeviceData(x[~test], y[~test], x[test], y[test])
 
 
-def _read(path: Path) -> dict[str, NDArray[Any]]:
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
     advice = "write x and y with numpy.savez(path, x=..., y=...)"
-    if not path.exists():
-        raise DataError(f"there is no data file {path}; {advice}")
-    if not is_zipfile(path):
+    try:
+        with path.open("rb") as file:
+            archive = is_zipfile(file)
+    except FileNotFoundError:
+        raise DataError(f"there is no data file {path}; {advice}") from None
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror or error}; {advice}") from None
+    if not archive:
         raise DataError(f"{path} is not a readable .npz file: it is no zip archive of arrays; {advice}")
     try:
         with np.load(path, allow_pickle=False) as z:
@@ -84,13 +96,22 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
     return found
 
 
-def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
-    """Read and check a device's file. Raises DataError with what is wrong and what the bundle takes."""
-    arrays = _read(path)
+@dataclass(frozen=True)
+class DataFile:
+    """The arrays of a device's file: x and y are there and fit each other, whatever the bundle."""
+
+    path: Path
+    arrays: Mapping[str, NDArray[Any]]
+
+
+def read(path: Path) -> DataFile:
+    """Read a device's file, and check what needs no bundle. Raises DataError with what is wrong."""
+    arrays = _arrays(path)
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise DataError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}")
-    x, y = check(manifest, arrays["x"], arrays["y"], str(path))
+    y = arrays["y"]
+    _check_lengths(arrays["x"], y, str(path))
     if len(y) < 2:
         raise DataError(f"{path} holds {len(y)} samples; training needs at least 2")
     given = {"x_test", "y_test"} & arrays.keys()
@@ -98,8 +119,22 @@ def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
         lacks = {"x_test", "y_test"} - given
         raise DataError(f"{path} has {given.pop()} but no {lacks.pop()}; give both, or neither to have a fifth kept")
     if given:
+        _check_lengths(arrays["x_test"], arrays["y_test"], f"{path} (test)")
+    elif "group" in arrays and arrays["group"].shape != y.shape:
+        shape = arrays["group"].shape
+        raise DataError(f"{path}: `group` has shape {shape}; give one group a sample, shape {y.shape}")
+    return DataFile(path, arrays)
+
+
+def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
+    """A file's samples as the bundle takes them. Raises DataError with what is wrong and what the bundle takes."""
+    path, arrays = found.path, found.arrays
+    x, y = check(manifest, arrays["x"], arrays["y"], str(path))
+    if "x_test" in arrays:
         return DeviceData(x, y, *check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)"))
-    group = arrays.get("group", np.arange(len(y)))
-    if group.shape != y.shape:
-        raise DataError(f"{path}: `group` has shape {group.shape}; give one group a sample, shape {y.shape}")
-    return split(x, y, group, seed)
+    return split(x, y, arrays.get("group", np.arange(len(y))), seed)
+
+
+def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
+    """`read`, then `fit`. Raises DataError."""
+    return fit(read(path), manifest, seed)

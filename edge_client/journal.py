@@ -38,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StateError, first_fault
 from edge_client.files import disk, make_folder, write_new, write_whole
-from edge_client.protocol.messages import Enrolled, Report
+from edge_client.protocol.messages import Enrolled, Name, Report
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
 
 LINE_MOST = 4096  # bytes of a round's first line
@@ -52,7 +52,7 @@ class _Stored(BaseModel):
 class Identity(_Stored):
     """Who this device is to the coordinator. `token` is the SHA-256 of the join token, never the token."""
 
-    device: str
+    device: Name
     credential: str
     token: str
     enrolled: Enrolled | None = None

@@ -8,6 +8,7 @@ import textwrap
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edge_client import cli
@@ -116,7 +117,9 @@ def test_join_imports_no_server_and_no_torch(tmp_path: Path) -> None:
         "bad = {'torch', 'fastapi', 'uvicorn', 'sqlalchemy', 'sklearn', 'matplotlib', 'coord_server', 'edge_bench'}\n"
         "atexit.register(lambda: print('BAD', sorted(bad & sys.modules.keys())))"
     )
-    options = ("--token", "t", "--data", "none.npz", "--state", str(tmp_path / "state"), "--patience", "0")
+    data = tmp_path / "mine.npz"
+    np.savez(data, x=np.zeros((2, 3)), y=np.arange(2))
+    options = ("--token", "t", "--data", str(data), "--state", str(tmp_path / "state"), "--patience", "0")
     done = run("join", "http://127.0.0.1:9", *options, code=check)
     assert done.returncode == ExitCode.UNREACHABLE, done.stderr
     assert "127.0.0.1:9 gave no usable answer" in done.stderr
@@ -129,6 +132,24 @@ def test_wrong_usage_ends_with_code_2() -> None:
     wrong = run("join", "fleet.example.org", "--token", "t", "--data", "d.npz")
     assert wrong.returncode == ExitCode.CONFIG
     assert "not the address of a coordinator" in wrong.stderr
+
+
+def test_a_bad_device_name_is_a_sentence_and_leaves_no_state_folder(tmp_path: Path) -> None:
+    options = ("--token", "t", "--data", "d.npz", "--state", str(tmp_path / "state"), "--device", "a b")
+    done = run("join", "http://127.0.0.1:9", *options)
+    assert (done.returncode, "'a b' is no name for a device" in done.stderr) == (ExitCode.CONFIG, True), done.stderr
+    assert not (tmp_path / "state").exists()
+
+
+def test_an_export_to_a_file_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "data.py").write_text("x = 1\n")
+    for out in ("data.py", "data.py/bundle"):
+        options = ("--input", "3", "--classes", "2", "-o", str(tmp_path / out))
+        done = run("export", f"{tmp_path / 'model.py'}:make", *options)
+        assert (done.returncode, "is a file, no folder" in done.stderr) == (ExitCode.CONFIG, True), done.stderr
+    assert (tmp_path / "data.py").read_text() == "x = 1\n"
 
 
 def test_the_version_is_the_distribution_s() -> None:

@@ -31,6 +31,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import (
     BundleError,
     ConfigError,
+    DataError,
     MaskfleetError,
     PayloadError,
     ServerError,
@@ -70,7 +71,7 @@ def manifest() -> Manifest:
         ),
         layers=(Layer(name="out", kind="linear", weights=("w",), biases=("b",)),),
         seed=1,
-        parts={"train.onnx": Part(sha256=digest(PART), size=len(PART))},
+        parts={name: Part(sha256=digest(PART), size=len(PART)) for name in ("train.onnx", "eval.onnx")},
     )
 
 
@@ -631,6 +632,101 @@ def test_a_wrong_token_a_wrong_method_and_wrong_data_have_their_own_errors(tmp_p
     with pytest.raises(MaskfleetError, match=r"label 2 .* outside 0\.\.1") as wrong:
         device(tmp_path / "b", Coordinator(), data=bad).run()
     assert exit_code(wrong.value) == ExitCode.DATA
+
+
+def _arrays(**changed: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+    """A device's file, some of its arrays changed or left out."""
+    x, y = np.zeros((4, 3), np.float32), np.arange(4) % 2
+    return {k: v for k, v in {"x": x, "y": y, **changed}.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        (None, "there is no data file"),
+        (_arrays(y=None), r"lacks \['y'\]"),
+        (_arrays(y=np.zeros(3, np.int64)), r"samples of shape \(4, 3\) but labels of shape \(3,\)"),
+        (_arrays(x=np.zeros((1, 3)), y=np.zeros(1, np.int64)), "holds 1 samples"),
+        (_arrays(x_test=np.zeros((1, 3))), "has x_test but no y_test"),
+        (_arrays(x_test=np.zeros((1, 3)), y_test=np.zeros(2, np.int64)), r"\(test\): .* give one label a sample"),
+        (_arrays(group=np.zeros(5)), r"`group` has shape \(5,\)"),
+    ],
+)
+def test_data_that_fits_no_model_is_refused_before_a_token_is_used_up(
+    tmp_path: Path, arrays: dict[str, NDArray[Any]] | None, said: str
+) -> None:
+    coordinator, path = Coordinator(), tmp_path / "mine.npz"
+    if arrays is not None:
+        np.savez(path, **arrays)
+    with pytest.raises(DataError, match=said):
+        device(tmp_path / "state", coordinator, data=path).run()
+    assert coordinator.requests == []
+
+
+def test_a_finished_device_needs_its_data_no_more(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run()
+    assert device(tmp_path, coordinator, data=tmp_path / "gone.npz").run().ended == "finished"
+
+
+@pytest.mark.parametrize("name", ["a b", "", "-pi", "pi/7", "x" * 65, "pi\n"])
+def test_a_name_that_no_coordinator_takes_is_refused_before_anything_is_written_or_sent(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"is no name for a device; give one of 1 to 64 letters") as refused:
+        device(tmp_path / "state", Coordinator(), device=name)
+    assert repr(name) in str(refused.value)
+    assert exit_code(refused.value) == ExitCode.CONFIG
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_folder_with_the_name_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "a b", "credential": "0" * 64, "token": "0" * 64}))
+    with pytest.raises(StateError, match=r"device = 'a b'.* and join again"):
+        device(tmp_path, Coordinator(), device="ab").run()
+
+
+def test_a_backend_that_is_not_installed_is_refused_before_a_token_is_used_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no training backend 'abacus'; choose one of .*'onnxruntime'") as refused:
+        device(tmp_path, Coordinator(), backend="abacus")
+    assert exit_code(refused.value) == ExitCode.CONFIG
+
+
+def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> F32:
+        raise RuntimeError("Fail: no node")
+
+    asked: list[tuple[str, str]] = []
+    with pytest.raises(ConfigError, match=r"backend 'torch' needs \['model\.pt2'\] of bundle 'tiny'") as refused:
+        device(tmp_path / "part", first := Coordinator(), backend="torch").run()
+    assert exit_code(refused.value) == ExitCode.CONFIG
+    asked += first.requests
+    for half in ("gradient", "logits"):
+        with monkeypatch.context() as m:
+            m.setattr(Softmax, half, broken)
+            with pytest.raises(BundleError, match=r"cannot run model 'tiny' \(RuntimeError: Fail: no node\)"):
+                device(tmp_path / half, second := Coordinator()).run()
+            asked += second.requests
+    assert ("POST", "/v1/enrol") in asked
+    assert not [path for _, path in asked if path.endswith("/work")]
+
+
+def test_a_setting_of_another_version_ends_the_run_with_what_to_install(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    method = {**METHODS["fedavg"], "warmup": 3}
+    enrolled = Enrolled(federation="f1", device="dev", bundle=coordinator.bundle, rounds=1, seed=7, method=method)
+
+    def newer(request: httpx.Request) -> httpx.Response | None:
+        if request.url.path == "/v1/enrol":
+            coordinator.credential = json.loads(request.content)["credential"]
+            return httpx.Response(200, content=enrolled.model_dump_json())
+        return None
+
+    coordinator.fault = newer
+    with pytest.raises(ConfigError, match=r"'fedavg', setting warmup = 3: .* that its coordinator has: install"):
+        device(tmp_path, coordinator).run()
 
 
 def test_an_update_that_the_coordinator_calls_invalid_ends_the_run_and_is_not_sent_for_ever(tmp_path: Path) -> None:

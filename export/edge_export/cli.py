@@ -51,6 +51,13 @@ def load_factory(target: str) -> Any:
     return factory
 
 
+def _check_folder(out: Path) -> None:
+    """Raise ConfigError when `out` is a file, or lies below one."""
+    there = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"-o {out}: {there} is a file, no folder; name an empty folder, or one to be made")
+
+
 def export(
     target: Annotated[str, typer.Argument(metavar="FILE.py:FACTORY", help="Function that returns the torch module.")],
     input_: Annotated[str, typer.Option("--input", help="Shape of one sample, e.g. 1152 or 1,28,28.")],
@@ -77,21 +84,25 @@ def export(
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
     if classes < 2:
         raise ConfigError(f"--classes {classes} is too few; a classifier has at least 2")
+    _check_folder(out)
     factory = load_factory(target)
     module = factory()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{target} returned a {type(module).__name__}; it must return a torch.nn.Module")
     example = torch.zeros((2, *shape), dtype=torch.float32 if dtype is Dtype.float32 else torch.int64)
-    bundle = export_bundle(
-        module,
-        example,
-        out,
-        name=name or target.rpartition(":")[2],
-        classes=classes,
-        seed=seed,
-        init=init.value,
-        torch_part=torch_part,
-    )
+    try:
+        bundle = export_bundle(
+            module,
+            example,
+            out,
+            name=name or target.rpartition(":")[2],
+            classes=classes,
+            seed=seed,
+            init=init.value,
+            torch_part=torch_part,
+        )
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
     m = bundle.manifest
     typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")
     for part, entry in m.parts.items():
