@@ -12,14 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from edge_bench import cli
+from edge_bench import cli, demo
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import DemoError, children, choose_data
+from edge_bench.simulate import BUNDLES
 
+from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
-from edge_client.protocol.messages import Accuracy, Round, Traffic
+from edge_client.measure.latency import Latency
+from edge_client.protocol.messages import Accuracy, Device, Report, Round, Traffic
 
 pytest.importorskip("sklearn")
 FIGURES = {
@@ -59,6 +63,34 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     for name in written["methods"]:
         assert any(line.startswith(name + " ") for line in table)
     assert max(len(line) for line in table if str(tmp_path) not in line) <= 80
+
+
+def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_model_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Bundle.open(BUNDLES / "digits")
+    names = ("a", "b", "c")
+    reports = [
+        Report(accuracy=0.5, test_samples=4, parameters_dense=6570, parameters_compact=size, max_abs_diff=size / 1e9)
+        for size in (900, 500, 600)
+    ]
+    devices = [
+        Device(device=name, enrolled_at=0, last_seen_at=0, updates=1, bytes_up=0, bytes_down=0, report=report)
+        for name, report in zip(names, reports, strict=True)
+    ]
+    models = {name: tmp_path / f"{name}.onnx" for name in names}
+    took = {"dense.onnx": 9.0, "a.onnx": 4.0, "b.onnx": 1.0, "c.onnx": 2.0}
+    monkeypatch.setattr(demo, "latency", lambda files, sample: tuple(Latency(took[f.name], 0.0, 1) for f in files))
+    sample = np.zeros((1, *bundle.manifest.input.shape), np.float32)
+    found = demo.compaction(bundle, demo.Ended([], devices, b"", models), sample, tmp_path)
+    assert found == {
+        "parameters_dense": 6570,
+        "parameters_compact": 600,
+        "latency_dense_ms": 9.0,
+        "latency_compact_ms": 2.0,
+        "max_abs_diff": 9e-7,
+    }
+    assert (tmp_path / "dense.onnx").is_file()
 
 
 def test_the_demo_compares_ours_with_fedmask_fedavg_and_standalone() -> None:

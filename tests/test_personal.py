@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -34,6 +35,7 @@ from edge_client.bundle import F32, Input, views
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, CompactionError, StateError
+from edge_client.measure.latency import Latency
 from edge_client.methods import Assignment, Personal, Task
 from edge_client.personal import TOLERANCE, write_dense, write_personal
 from edge_client.training import Trainer
@@ -194,6 +196,35 @@ def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one
     np.testing.assert_allclose(run(path, np.ones((1, 2), np.float32)), [[23.75, -40.0]])
     with pytest.raises(CompactionError, match="NaN"):
         conclude(bundle, task, Personal(np.full(17, np.nan, np.float32), personal.buffers), path)
+
+
+def test_a_report_has_the_latency_of_each_model_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    personal, path = personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx"
+    x, y = np.ones((4, 2), np.float32), np.zeros(4, np.int64)
+    task = Task(Assignment(bundle.model(), 0, 1, 2, "pi"), cast(Trainer, _Model()), DeviceData(x, y, x, y))
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def timed(models: Sequence[Path], sample: np.ndarray, threads: int = 1) -> tuple[Latency, ...]:
+        asked.append((sample.shape, threads))
+        # One millisecond for each weight that the model on the disk has.
+        sizes = [sum(int(np.prod(w.dims)) for w in onnx.load(model).graph.initializer) for model in models]
+        return tuple(Latency(float(size), 0.0, 1) for size in sizes)
+
+    monkeypatch.setattr("edge_client.conclude.latency", timed)
+    report = conclude(bundle, task, personal, path, threads=3)
+    assert (report.parameters_dense, report.parameters_compact) == (17, 7)
+    assert (report.latency_dense_ms, report.latency_compact_ms) == (17, 7)
+    assert asked == [((1, 2), 3)]
+
+    def refuses(*given: object, **more: object) -> None:
+        raise CompactionError("the compact model's logits differ")
+
+    monkeypatch.setattr("edge_client.conclude.write_personal", refuses)
+    report = conclude(bundle, task, personal, path, threads=3)
+    assert (report.latency_dense_ms, report.latency_compact_ms, report.parameters_compact) == (17, 17, 17)
 
 
 def test_the_samples_given_are_probed_and_a_model_of_integers_needs_them(tmp_path: Path) -> None:
