@@ -15,6 +15,7 @@ from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import INLINE, FederationRow
+from edge_client.backends import check_installed, check_parts
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
 from edge_client.errors import BundleError, ConfigError
@@ -153,10 +154,19 @@ class Coordinator:
     def _first_row(self, config: FederationConfig) -> FederationRow:
         try:
             method = make_method(config.method)
+            if config.backend is not None:
+                # As with methods: what is not installed here is taken for a mistake, before a fleet finds out.
+                check_installed(
+                    config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
+                )
+                check_parts(config.backend, read_manifest(self.store, config.bundle))
             start = method.start(load_model(self.store, config.bundle), config.seed)
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
         try:
+            # Every setting is written down, so that a device of another version does not fill in its own defaults.
+            settings = {"name": config.method["name"], **method.model_dump(mode="json")}
+            config = config.model_copy(update={"method": settings})
             text = config.model_dump_json()
         except ValueError:
             raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None

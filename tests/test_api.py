@@ -572,6 +572,8 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"method": {"name": "fedmagic"}}, "bad-config", "choose one of"),
         ({"method": {"name": "fedavg", "lr": -1}}, "bad-config", "lr"),
         ({"method": {}}, "bad-config", "choose one of"),
+        ({"backend": "abacus"}, "bad-config", "leave `backend` out and join with --backend"),
+        ({"backend": "torch"}, "bad-config", "needs ['model.pt2'] of bundle 'small'"),
         ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
         ({"bundle": "short"}, "bad-message", "bundle"),
         ({"rounds": 0}, "bad-message", "rounds"),
@@ -595,6 +597,21 @@ def test_a_bad_federation_is_refused_with_what_to_do(
         assert (await fleet.operator("GET", "/v1/federations")).json() == []
 
     play(tmp_path, script)
+
+
+def test_a_federation_keeps_and_sends_every_setting_so_that_no_device_fills_in_its_own(tmp_path: Path) -> None:
+    complete = {"name": "fedavg", "epochs": 3, "batch": 32, "lr": 0.01, "momentum": 0.9}
+
+    async def create(fleet: Fleet) -> None:
+        await fleet.federation(method={"name": "fedavg", "epochs": 3})
+
+    async def after_a_restart(fleet: Fleet) -> None:
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["config"]["method"] == complete
+        fleet.join = (await fleet.operator("POST", "/v1/federations/fed/tokens", json={})).json()["token"]
+        assert (await fleet.enrol("a")).json()["method"] == complete
+
+    play(tmp_path, create)
+    play(tmp_path, after_a_restart)
 
 
 def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> None:
