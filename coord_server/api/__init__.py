@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from coord_server.api import device, operator, problems, wire
+from coord_server.api import device, document, operator, problems, wire
 from coord_server.coordinator import Coordinator
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
@@ -34,7 +34,8 @@ def create_app(coordinator: Coordinator, body_patience: float = BODY_PATIENCE) -
                   lifespan=lifespan)  # fmt: skip
     app.state.coordinator = coordinator
     problems.install(app)
-    app.add_middleware(wire.BoundedBody, patience=body_patience)
+    app.add_middleware(wire.BoundedBody, patience=body_patience, is_operator=coordinator.is_operator)
     app.include_router(device.router)
     app.include_router(operator.router)
+    document.install(app)
     return app

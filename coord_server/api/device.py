@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from coord_server.api import wire
 from coord_server.api.access import BundleDigest, Calling, Reading, Served
+from coord_server.api.document import MANIFEST_SCHEMA
 from coord_server.api.problems import documented
 from coord_server.bundles import bundle_shelf
 from coord_server.refusals import Refusal
@@ -16,7 +17,6 @@ from edge_client.errors import StateError
 from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
-EXAMPLE = {"token": "3b1d0c5e" * 8, "device": "pi-07", "credential": "9f2a77c1" * 8}
 WAIT_MOST = 60.0  # seconds an answer is held back at most
 
 log = logging.getLogger("maskfleet")
@@ -25,10 +25,11 @@ router = APIRouter(prefix="/v1", tags=["device"])
 DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
 
 
-def _bytes(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
+def _bytes(description: str, media_type: str, schema: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
     binary = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    whole = {media_type: {"schema": schema}} if schema else binary
     return {
-        200: {"description": description, "content": binary},
+        200: {"description": description, "content": whole},
         206: {"description": "the range that was asked for", "content": binary},
         304: {"description": "the copy that If-None-Match names is good"},
     }
@@ -50,7 +51,7 @@ _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description"
 )  # fmt: skip
 async def enrol(
     served: Served,
-    request: Annotated[Enrol, Body(openapi_examples={"a device": {"value": EXAMPLE}})],
+    request: Enrol,
     raw: Request,
 ) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
@@ -92,7 +93,7 @@ async def work(
     "/bundles/{digest}",
     summary="Fetch a bundle's manifest",
     response_class=Response,
-    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json")
+    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA)
     | documented("unauthorized", "not-found", "bad-range", "bad-message"),
 )
 async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:

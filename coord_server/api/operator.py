@@ -7,11 +7,12 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from coord_server import events
 from coord_server.api import wire
 from coord_server.api.access import BundleDigest, FederationId, Operated, Served
+from coord_server.api.document import MANIFEST_SCHEMA
 from coord_server.api.problems import documented
 from coord_server.coordinator import Coordinator
 from coord_server.federation import LiveFederation
@@ -43,17 +44,6 @@ _STATE: dict[int | str, dict[str, Any]] = {
         "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-EXAMPLE = {
-    "name": "har",
-    "bundle": "6f1c0e5b" * 8,
-    "method": {"name": "fedavg", "epochs": 5, "lr": 0.01},
-    "rounds": 20,
-    "cohort": 10,
-    "min_devices": 30,
-    "min_updates": 8,
-    "deadline_seconds": 600,
-    "seed": 7,
-}
 
 
 @router.get("/health", summary="Is the coordinator up", tags=["health"])
@@ -70,7 +60,7 @@ async def health(served: Served) -> Health:
     summary="Upload a bundle's manifest",
     status_code=201,
     responses=documented(*_COMMON, "too-large", "bad-bundle"),
-    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": MANIFEST_SCHEMA}}}},
 )
 async def post_bundle(request: Request, served: Operated) -> BundleReceipt:
     """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
@@ -129,7 +119,7 @@ def _keep_part(blobs: Blobs, shelf: str, received: UploadBody, name: str, sha256
 async def post_federation(
     served: Operated,
     response: Response,
-    config: Annotated[FederationConfig, Body(openapi_examples={"har": {"value": EXAMPLE}})],
+    config: FederationConfig,
 ) -> Federation:
     """Its name is its id. It recruits until `min_devices` have asked for work, then runs by itself."""
     live = await served.create(config)
@@ -195,7 +185,7 @@ async def stop(served: Operated, federation: FederationId) -> Federation:
 async def post_token(
     served: Operated,
     federation: FederationId,
-    request: Annotated[TokenRequest, Body(openapi_examples={"a day": {"value": {"uses": 30, "expires_in": 86400}}})],
+    request: TokenRequest,
 ) -> JoinToken:
     """Shown once: only its digest is kept."""
     return await served.new_token(federation, request)

@@ -19,6 +19,39 @@ MEDIA_TYPE = "application/problem+json"
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
 
+EXAMPLES = {
+    "bad-request": "Content-Length is 'many'; send the number of bytes",
+    "unauthorized": "this needs the device's credential: send Authorization: Bearer CREDENTIAL",
+    "forbidden": "this credential is 'pi-07's; it cannot upload for 'pi-08'",
+    "device-removed": "device 'pi-07' was removed from har by its operator",
+    "not-found": "there is no federation 'hat'; GET /v1/federations lists them",
+    "method-not-allowed": "/v1/federations/har/work does not take POST; see /docs",
+    "too-slow": "nothing of the body came for 60 s; send it again",
+    "wrong-round": "this update is for round 2, the federation is at round 3; ask for work again",
+    "round-closed": "round 3 is closed; drop this update and ask for work",
+    "wrong-lease": "lease '0c61' is not the one pi-07 has in round 3; ask for work",
+    "not-in-cohort": "pi-07 was not asked in round 3; ask for work",
+    "conflicting-update": "pi-07 already sent round 3 with another SHA-256; the first one counts, drop this one",
+    "wrong-phase": "the federation is finished; it cannot be paused now",
+    "no-devices": "no device has asked for work yet; hand out a join token first",
+    "name-taken": "there is already a federation 'har'; choose another name",
+    "bundle-incomplete": "bundle 'har-mlp' lacks parts ['train.onnx']; PUT them under /v1/bundles/DIGEST/parts/ first",
+    "token-spent": "this join token has been used up; ask the operator for a new one",
+    "too-large": "an update of this method has at most 51174 bytes, Content-Length says 1506424",
+    "bad-range": "bytes=9000- of 1874 bytes is empty; ask for what is there",
+    "bad-digest": "Content-Digest is None; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)",
+    "bad-bundle": "part 'train.onnx' has another SHA-256 than the manifest says; send the file it was written with",
+    "bad-config": "there is no method 'fedmusk'; choose one of ['coupled', 'fedavg', 'fedmask']",
+    "bad-message": "rounds: Input should be greater than or equal to 1, got 0; correct it and send again",
+    "bad-payload": "the payload holds arrays ['mask']; FedAvg sends ['buffers', 'parameters']",
+    "superseded": "'pi-07' has begun another upload; this one was given up",
+    "internal-error": "the coordinator failed on this request; its log says why. Try again later",
+    "round-not-open": "round 2 is being aggregated again after a restart; send round 3 once more soon",
+    "too-busy": "as many connections are open as can be served; come again in 2 s",
+    "storage-full": "cannot write coordinator/blobs: No space left on device; free some",
+}
+"""A sentence of each kind, as it may come, for the OpenAPI document."""
+
 log = logging.getLogger("maskfleet")
 
 
@@ -45,9 +78,9 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
                 "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}},
             },
         )
-        example = {"type": f"/problems/{kind}", "title": HTTPStatus(status).phrase, "status": status,
-                   "detail": "a sentence: what, which value, what to do"}  # fmt: skip
-        entry["content"][MEDIA_TYPE]["examples"][kind] = {"value": example}
+        example = Problem(type=f"/problems/{kind}", title=HTTPStatus(status).phrase, status=status,
+                          detail=EXAMPLES[kind])  # fmt: skip
+        entry["content"][MEDIA_TYPE]["examples"][kind] = {"value": example.model_dump()}
     return found
 
 
@@ -91,18 +124,10 @@ async def _broken(_: Request, error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` with a problem, and describe the schema in its OpenAPI document."""
+    """Answer every error of `app` with a problem."""
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(StateError, _no_room)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _broken)
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = describe()
-        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

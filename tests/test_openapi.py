@@ -1,0 +1,140 @@
+"""The OpenAPI document: every JSON body and answer has an example, and every example is one the code would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from coord_server.api import create_app
+from coord_server.api.problems import EXAMPLES
+from coord_server.coordinator import Coordinator
+from coord_server.refusals import STATUS
+from coord_server.store import open_store
+from edge_client.bundle import Manifest, generate
+from edge_client.methods import make_method
+from edge_client.protocol import messages
+from edge_client.protocol.messages import FederationConfig, Message, Problem
+
+JSON, PROBLEM = "application/json", "application/problem+json"
+COMPONENTS = "#/components/schemas/"
+MODELS = {model.__name__: model for model in (*Message.__subclasses__(), Problem, Manifest)}
+Said = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    store = open_store(Path(tmp_path_factory.mktemp("store")))
+    found = create_app(Coordinator(store, "x")).openapi()
+    store.close()
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[Said]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def said(operation: dict[str, Any], media_type: str) -> Iterator[Said]:
+    """Every body and answer of this type that is not just bytes."""
+    whole = {"body": operation.get("requestBody", {}), **operation["responses"]}
+    for what, message in whole.items():
+        content = message.get("content", {}).get(media_type)
+        if content is not None and content["schema"].get("format") != "binary":
+            yield what, content
+
+
+def check(schema: dict[str, Any], example: Any) -> None:
+    """Raise unless the models that a schema refers to take the example."""
+    if schema.get("type") == "array":
+        assert example
+        for item in example:
+            check(schema["items"], item)
+    elif "oneOf" in schema:
+        assert {choice["$ref"].removeprefix(COMPONENTS) for choice in schema["oneOf"]} <= MODELS.keys()
+        TypeAdapter(messages.Work).validate_json(json.dumps(example))
+    else:
+        MODELS[schema["$ref"].removeprefix(COMPONENTS)].model_validate_json(json.dumps(example))
+
+
+def test_every_json_body_and_answer_has_an_example_that_its_model_takes(document: dict[str, Any]) -> None:
+    found = []
+    for operation, content in operations(document):
+        for what, message in said(content, JSON):
+            examples = [named["value"] for named in message.get("examples", {}).values()]
+            assert examples, (operation, what)
+            for example in examples:
+                check(message["schema"], example)
+            found.append(f"{operation} {what}")
+    for expected in (
+        "POST /v1/enrol body",
+        "POST /v1/bundles body",
+        "POST /v1/bundles 201",
+        "POST /v1/federations body",
+        "GET /v1/bundles/{digest} 200",
+        "GET /v1/federations/{federation}/rounds 200",
+        "PUT /v1/federations/{federation}/devices/{device}/report body",
+        "PUT /v1/federations/{federation}/rounds/{round}/updates/{device} 200",
+    ):
+        assert expected in found
+
+
+def test_no_answer_is_json_without_a_schema(document: dict[str, Any]) -> None:
+    for operation, content in operations(document):
+        assert content.get("requestBody", {"content": 1})["content"], operation
+        good = [answer for code, answer in content["responses"].items() if code.startswith("2") and code != "204"]
+        for answer in good:
+            for message in answer["content"].values():
+                assert message["schema"] not in ({}, {"type": "object"}), operation
+
+
+def test_each_answer_to_a_question_for_work_has_its_own_example(document: dict[str, Any]) -> None:
+    work = document["paths"]["/v1/federations/{federation}/work"]["get"]["responses"]["200"]["content"][JSON]
+    assert [named["value"]["status"] for named in work["examples"].values()] == ["train", "wait", "finish", "stopped"]
+
+
+def test_every_problem_has_an_example_of_its_kind_and_status(document: dict[str, Any]) -> None:
+    kinds = set()
+    for operation, content in operations(document):
+        for code, message in said(content, PROBLEM):
+            assert message["examples"], (operation, code)
+            for kind, named in message["examples"].items():
+                problem = Problem.model_validate(named["value"])
+                assert (
+                    (problem.type, problem.status)
+                    == (f"/problems/{kind}", int(code))
+                    == (
+                        f"/problems/{kind}",
+                        STATUS[kind],
+                    )
+                )
+                assert len(problem.detail) > 20
+                kinds.add(kind)
+    assert len(kinds) > 20
+    assert EXAMPLES.keys() >= STATUS.keys()
+
+
+def test_every_message_shows_itself_in_its_schema(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for name, model in MODELS.items():
+        shown = schemas.get(name) or model.model_json_schema()
+        assert shown["examples"], name
+        for example in shown["examples"]:
+            model.model_validate_json(json.dumps(example))
+    assert schemas.keys() >= MODELS.keys() - {"DeviceMetrics"}  # which is metadata of a payload
+
+
+def test_the_examples_are_of_a_model_and_a_method_that_exist(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    (config,) = schemas["FederationConfig"]["examples"]
+    assert make_method(FederationConfig.model_validate(config).method).name == "coupled"
+    manifest = Manifest.model_validate(schemas["Manifest"]["examples"][0])
+    assert generate(manifest.parameters, 1).size == manifest.d == 1152 * 100 + 100 + 100 * 6 + 6
+    names = {t.name: t.shape for t in manifest.parameters}
+    for group in manifest.groups:
+        assert names[group.producers[0].weight][0] == group.size == names[group.consumers[0].weight][1]
