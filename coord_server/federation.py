@@ -126,7 +126,7 @@ class LiveFederation:
 
     def summary(self) -> Federation:
         """The federation as it stands."""
-        fault = self._closing.fault or self._deadline.fault
+        fault = self._closing.fault or self._deadline.fault or self.intake.fault
         return outlook.summary(self.config, self._journal.state, self._clock(), fault)
 
     @property

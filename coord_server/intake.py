@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from time import thread_time
 
 from coord_server import aggregation, engine, events
@@ -44,6 +45,23 @@ class Intake:
         self._uploads: list[Upload] = []
         self._turns = Turns()
         self._check_took = math.inf  # nothing is known of the first check
+        self._fault: tuple[int, str] | None = None  # the round then under way, and why an update could not be taken in
+
+    @property
+    def fault(self) -> str | None:
+        """Why an update of the round under way could not be taken in, until one is; None when nothing is in the way."""
+        if self._fault is None or self._over(self._fault[0]):
+            return None
+        return self._fault[1]
+
+    @contextmanager
+    def _storing(self, device: str) -> Iterator[None]:
+        """What the disk refuses meanwhile is told to the operator too."""
+        try:
+            yield
+        except StateError as error:
+            self._fault = self._journal.state.round, f"the update of {device!r} could not be taken in: {error}"
+            raise
 
     async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
         """Before the body is read: the receipt when the update is already in, None when it is welcome.
@@ -89,12 +107,14 @@ class Intake:
         """
         shelf = self._values.updates_shelf(round_)
         reading = receive(self._store.blobs, shelf, body, await self.limit(), "an update")
-        received = await self._turns.read(device, reading)
+        with self._storing(device):
+            received = await self._turns.read(device, reading)
         try:
             upload = Upload(events.Updated(self._clock(), round_, device, lease, sha256), received)
             if received.incoming is not None or self._check_took > IN_TURN:
                 course, arrays = await self._values.ready()
-                upload.valid = await asyncio.to_thread(self._validate, course, arrays, upload)
+                with self._storing(device):
+                    upload.valid = await asyncio.to_thread(self._validate, course, arrays, upload)
             self._uploads.append(upload)
             await self._journal.uninterrupted(self._take_in)
             size = await upload.answer
@@ -123,15 +143,19 @@ class Intake:
         if not uploads:
             return
         try:
-            await self._journal.flush()
+            await self._journal.flush()  # whose fault is not the updates' but the closing's, which tells it
             course, arrays = await self._values.ready()
-            batch, closed = await asyncio.to_thread(self._write, course, arrays, uploads)
+            with self._storing(uploads[0].event.device):
+                batch, closed = await asyncio.to_thread(self._write, course, arrays, uploads)
         except BaseException as error:
             for upload in uploads:
                 upload.answered(error if isinstance(error, Exception) else StateError("going down; send it again"))
             if isinstance(error, Exception):
                 return
             raise
+
+        if batch.taken:
+            self._fault = None
 
         def adopt() -> None:
             for row, checked in batch.taken:

@@ -66,23 +66,30 @@ def _retry_after(value: str | None) -> float | None:
     return min(max(seconds, 0.0), RETRY_AFTER_MOST) if seconds == seconds else None
 
 
+def _problem(response: httpx.Response) -> tuple[str, str] | None:
+    """Detail and kind of an answer that is a coordinator's problem (RFC 9457), None when it is not."""
+    try:
+        problem = json.loads(response.content)
+        return str(problem["detail"]), str(problem["type"]).rstrip("/").rpartition("/")[2]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _check(response: httpx.Response) -> None:
     """Raise what a final answer other than 2xx means. The body must have been read."""
     status = response.status_code
     if 200 <= status < 300:
         return
-    after = _retry_after(response.headers.get("Retry-After"))
+    after, problem = _retry_after(response.headers.get("Retry-After")), _problem(response)
     if status in (408, 425, 429) or status >= 500:
-        reason = f"it answered {status} {response.reason_phrase}".rstrip()
+        reason = f"it answered {status} {response.reason_phrase}".rstrip() + (f": {problem[0]}" if problem else "")
         raise _Transient(reason, after if after is not None or status != 429 else BACKOFF_FIRST)
     url = response.request.url
     if 300 <= status < 400:
         raise ServerError(f"{url} redirects to {response.headers.get('Location')}; use that address", status, "moved")
-    try:
-        problem = json.loads(response.content)
-        detail, kind = str(problem["detail"]), str(problem["type"]).rstrip("/").rpartition("/")[2]
-    except (ValueError, KeyError, TypeError):
-        detail, kind = f"{url} answered {status} and no explanation; is it a maskfleet coordinator?", "not-a-problem"
+    if problem is None:
+        problem = f"{url} answered {status} and no explanation; is it a maskfleet coordinator?", "not-a-problem"
+    detail, kind = problem
     raise ServerError(detail, status, kind)
 
 
@@ -300,7 +307,7 @@ class Transport:
                 delay = min(random.uniform(0.0, min(BACKOFF_MOST, BACKOFF_FIRST * 2.0**failures)), left)
                 failures += 1
                 text = (
-                    f"{what}: no answer from {self.url} ({reason}); trying again in {delay:.1f} s, "
+                    f"{what}: no usable answer from {self.url} ({reason}); trying again in {delay:.1f} s, "
                     f"giving up in {left:.0f} s"
                 )
             self._on_event(Event("wait", text, seconds=delay))

@@ -897,9 +897,11 @@ def test_a_full_disk_gives_507_and_loses_nothing(
         with monkeypatch.context() as m:
             m.setattr(os, "fsync", full)
             m.setattr("coord_server.store.metadata.Metadata.acknowledge", locked)
-            assert refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
-            assert (await fleet.operator("GET", "/v1/federations/fed")).json()["updates"] == 0
+            said = refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
+            found = (await fleet.operator("GET", "/v1/federations/fed")).json()
+            assert (found["updates"], found["fault"]) == (0, f"the update of 'a' could not be taken in: {said}")
         assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"] is None
         with monkeypatch.context() as m:
             m.setattr(os, "fsync", full)
             m.setattr(f"coord_server.store.metadata.Metadata.{'_close' if at_once else 'close_round'}", locked)
@@ -920,6 +922,29 @@ def test_a_full_disk_gives_507_and_loses_nothing(
         return await whole(fleet, "a", "bb")
 
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
+
+
+def test_a_megabyte_that_finds_no_room_is_told_to_the_operator_until_its_round_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that is spooled while it arrives meets the full disk before it is whole."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=1 << 19)
+        work = await fleet.work("a", 10)
+        body = trained(await fleet.fetch("a", work), "a")
+        with monkeypatch.context() as m:
+            m.setattr("coord_server.store.blobs.os.write", full)
+            said = refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
+        assert "No space left" in said
+        found = (await fleet.operator("GET", "/v1/federations/fed")).json()
+        assert found["fault"] == f"the update of 'a' could not be taken in: {said}"
+        assert (await fleet.operator("POST", "/v1/federations/fed/stop")).json()["fault"] is None
+
+    play(tmp_path, script)
 
 
 def test_an_old_attempt_that_finds_its_round_closed_leaves_a_newer_fault(

@@ -529,6 +529,26 @@ def test_retry_after_is_honoured_and_does_not_use_up_patience() -> None:
     assert all(70 <= s <= 70.5 for s in time.slept)
 
 
+@pytest.mark.parametrize(
+    ("status", "again", "said"),
+    [
+        (507, "10", f"asking: {URL} is busy (it answered 507 Insufficient Storage: /data is full); asking again in "),
+        (429, None, f"asking: {URL} is busy (it answered 429 Too Many Requests: /data is full); asking again in "),
+        (500, None, f"asking: no usable answer from {URL} (it answered 500 Internal Server Error: /data is full); "),
+    ],
+)
+def test_a_wait_says_what_the_coordinator_said_is_in_the_way(status: int, again: str | None, said: str) -> None:
+    wait, events = Wait(reason="r", poll_after=1.0), list[Event]()
+    answers = [
+        httpx.Response(200, content=wait.model_dump_json()),
+        problem(status, "any", "/data is full", {} if again is None else {"Retry-After": again}),
+    ]
+    transport, time = httpx.MockTransport(lambda _: answers.pop()), _Time()
+    asking = Transport(URL, on_event=events.append, transport=transport, sleep=time.sleep, clock=time.clock)
+    assert asking.ask("GET", "/x", Wait, "asking") == wait
+    assert [e.text[: len(said)] for e in events] == [said]
+
+
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 422])
 def test_a_refusal_is_final_and_carries_the_problem(status: int) -> None:
     time = _Time()
