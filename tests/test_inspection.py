@@ -254,7 +254,7 @@ def test_many_flips_of_coupled_are_under_a_model(
 
 @pytest.mark.parametrize("down", ["bit", "count"])
 def test_bits_and_planes_of_fedmask(down: str, explained: Callable[..., str]) -> None:
-    run = play({"name": "fedmask", "down": down, "keep": 0.5}, 1)
+    run = play({"name": "fedmask", "codec": "bits", "down": down, "keep": 0.5}, 1)
     said = explained(run.up, run.d)
     for name in ("mask.bits", "structure.bits"):
         packed = run.up.arrays[name]

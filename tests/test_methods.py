@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits as bitset
+from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, task
@@ -291,7 +292,7 @@ def test_a_bit_is_one_exactly_where_its_score_ends_at_zero_or_above() -> None:
     weights = np.ones(6, np.float32)
     # Psi(.1) is about .2494: with lr 1 a gradient of 1 moves the score from .1 to below 0, one of .1 does not.
     gradient = np.array([1, 0.1, -1, 1, 0, 1], np.float32)
-    method = FedMask(prune_layers=0, group_lasso=0, momentum=0, lr=1, epochs=1, batch=64)
+    method = FedMask(codec="bits", prune_layers=0, group_lasso=0, momentum=0, lr=1, epochs=1, batch=64)
     a = Assignment(Model(m, weights, np.zeros(0, np.float32)), seed=0, rounds=1, round=1, device="a")
     down = method.downlink(a, method.start(a.model, 0), {})
     local = method.local_round(Task(a, Fixed(m, gradient), clusters(m, 1)), {}, down)
@@ -350,7 +351,7 @@ def test_biases_are_trained_and_kept_or_stay_as_drawn() -> None:
 
 
 def test_a_structure_is_sent_once_and_then_only_live_bits() -> None:
-    method = FedMask()
+    method = FedMask(codec="bits")
     down, local = one_round(method)
     assert down.meta["structure"] == ""
     assert set(local.update.arrays) == {"mask.bits", "structure.bits"}
@@ -414,7 +415,7 @@ def test_real_gates_move_by_plain_sgd_and_are_sent_and_statistics_stay_on_the_de
     m = lstm().model_copy(
         update={"buffers": (Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0)),)}
     )
-    method = FedMask(prune_layers=0, local_lr=0.5, momentum=0, epochs=1, batch=64)
+    method = FedMask(codec="bits", prune_layers=0, local_lr=0.5, momentum=0, epochs=1, batch=64)
     a = assignment(m)
 
     @dataclass
@@ -444,7 +445,7 @@ def update(method: FedMask, structure: list[int], mask: list[int]) -> Payload:
 
 
 SIX = mlp(3, 2, bias=False)
-HALF = FedMask(keep=0.5, prune_layers=1)
+HALF = FedMask(codec="bits", keep=0.5, prune_layers=1)
 
 
 def bits_down(method: FedMask, state: Arrays, record: Arrays, device: str, count: int) -> list[int]:
@@ -485,7 +486,7 @@ def test_an_old_average_does_not_undo_what_a_device_learned_since() -> None:
 
 
 def test_client_state_shows_a_device_only_the_averages_it_took_part_in() -> None:
-    method = FedMask(keep=0.5, prune_layers=1, state="client")
+    method = FedMask(codec="bits", keep=0.5, prune_layers=1, state="client")
     records: dict[str, Arrays] = {}
     both = {d: update(method, [1, 1, 1, 0, 0, 0], [0, d == "a", 1]) for d in ("a", "b")}
     state = server_round(method, method.start(model(SIX), 0), records, both, 1, m=SIX)
@@ -497,7 +498,7 @@ def test_client_state_shows_a_device_only_the_averages_it_took_part_in() -> None
 
 @pytest.mark.parametrize(("cohort", "width"), [(1, 1), (2, 2), (3, 2), (4, 3), (7, 3), (8, 4)])
 def test_counts_travel_in_as_many_bits_as_the_cohort_needs(cohort: int, width: int) -> None:
-    method = FedMask(keep=0.5, prune_layers=1, down="count")
+    method = FedMask(codec="bits", keep=0.5, prune_layers=1, down="count")
     devices = [f"d{k}" for k in range(cohort)]
     updates = {d: update(method, [1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k, d in enumerate(devices)}
     records: dict[str, Arrays] = {}
@@ -513,7 +514,7 @@ def test_a_newcomer_receives_every_element_once() -> None:
 
 
 def test_real_gates_are_averaged_and_sent_down() -> None:
-    m, method = lstm(), FedMask(prune_layers=0)
+    m, method = lstm(), FedMask(codec="bits", prune_layers=0)
     state = method.start(model(m), 0)
     empty = bitset.pack(np.zeros(0, np.bool_))
     updates = {
@@ -580,9 +581,104 @@ def test_an_update_for_a_forgotten_structure_is_refused_with_what_to_do() -> Non
 
 @pytest.mark.parametrize("broken", [{"levels": 0}, {"levels": "2"}, {"levels": 9}])
 def test_a_malformed_downlink_is_refused_by_the_device(broken: dict[str, Any]) -> None:
-    down, _ = one_round(FedMask())
+    method = FedMask(codec="bits")
+    down, _ = one_round(method)
     with pytest.raises(PayloadError, match="fetch it again"):
-        FedMask().local_round(task(M), {}, replace(down, meta={**down.meta, **broken}))
+        method.local_round(task(M), {}, replace(down, meta={**down.meta, **broken}))
+
+
+# --- FedMask: changes instead of bits
+
+
+def test_changes_are_to_the_bits_received_and_to_the_last_update_and_the_first_mask() -> None:
+    method = FedMask()
+    down, local = one_round(method)
+    everything = method.layout(M).masked
+    assert codecs.decode("auto", down.arrays["flips.auto"].tobytes(), everything).size == 0  # it is the first mask
+    records: dict[str, Arrays] = {}
+    state = server_round(method, method.start(model(M), 3), records, {"a": local.update})
+    mask = bitset.unpack(records["a"]["bits"], 36)
+    flips = codecs.decode_mask("auto", local.update.arrays["flips.auto"].tobytes(), 36)
+    assert np.array_equal(mask, ~flips)
+    assert np.array_equal(records["a"]["bits"], local.kept["bits"])
+    down = method.downlink(assignment(M, round_=2), state, records["a"])
+    assert down.meta["reference"] == bits_digest(local.kept["bits"])
+    again = method.local_round(task(M, round_=2), local.kept, down)
+    received = mask ^ codecs.decode_mask("auto", down.arrays["flips.auto"].tobytes(), 36)
+    assert again.update.meta["reference"] == bits_digest(bitset.pack(received))
+    assert set(again.update.arrays) == {"flips.auto"}
+    read = method.read_update(assignment(M, round_=2), state, records["a"], again.update)
+    assert np.array_equal(read["bits"], again.kept["bits"])
+
+
+def test_a_downlink_against_another_update_than_the_devices_last_is_passed_over() -> None:
+    method = FedMask(epochs=1)
+    _, local = one_round(method)
+    records: dict[str, Arrays] = {}
+    state = server_round(method, method.start(model(M), 3), records, {"a": local.update})
+    down = method.downlink(assignment(M, round_=2), state, records["a"])
+    later = {**local.kept, "bits": bitset.pack(~bitset.unpack(local.kept["bits"], 36))}
+    personal = method.personal(task(M, round_=2), later, down)
+    layout = method.layout(M)
+    own = layout.expand(bitset.unpack(later["structure"], layout.thinned))
+    own[own] = bitset.unpack(later["bits"], 36)
+    assert personal.mask is not None
+    assert all(np.array_equal(personal.mask[b.span], own[b.at]) for b in layout.blocks)
+    again = method.local_round(task(M, round_=2), later, down)
+    assert again.update.meta["reference"] == bits_digest(bitset.pack(np.ones(36, np.bool_)))  # the first mask
+    read = method.read_update(assignment(M, round_=2), state, records["a"], again.update)
+    assert np.array_equal(read["bits"], again.kept["bits"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "meta", "word"),
+    [
+        ({}, {"reference": "0" * 16}, "which the server has not sent"),
+        ({"flips.auto": np.full(9, 255, np.uint8)}, {}, "the changes of device 'a' in round 1"),
+        ({"flips.auto": np.zeros(9, np.float32)}, {}, r"float32\[9\]"),
+        ({"mask.bits": np.zeros(5, np.uint8)}, {}, "FedMask sends"),
+    ],
+)
+def test_changes_that_cannot_be_read_are_refused(arrays: Arrays, meta: dict[str, Any], word: str) -> None:
+    method = FedMask(epochs=1)
+    _, local = one_round(method)
+    with pytest.raises(PayloadError, match=word):
+        method.read_update(assignment(M), method.start(model(M), 3), {}, _bad(local.update, arrays, **meta))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    codec=st.sampled_from(["auto", "entropy", "rice"]),
+    first=st.sampled_from(["ones", "random"]),
+    state=st.sampled_from(["global", "client"]),
+    down=st.sampled_from(["bit", "count"]),
+    restart=st.sampled_from(["radius", "latent"]),
+    absent=st.lists(st.sampled_from(["a", "b", "c"]), min_size=3, max_size=3),
+    wiped=st.integers(0, 3),
+)
+def test_coded_changes_lead_exactly_where_bits_lead(
+    codec: str, first: str, state: str, down: str, restart: str, absent: list[str], wiped: int
+) -> None:
+    if state == "client":
+        down = "bit"
+    made = {"initial_mask": first, "state": state, "down": down, "restart": restart, "epochs": 1, "lr": 30.0}
+    ends = []
+    for method in (FedMask.model_validate({**made, "codec": codec}), FedMask.model_validate({**made, "codec": "bits"})):
+        records: dict[str, Arrays] = {}
+        kept: dict[str, Arrays] = {}
+        value = method.start(model(M), 3)
+        for round_, away in enumerate(absent, 1):
+            updates = {}
+            for i, d in enumerate(x for x in "abc" if x != away):
+                if round_ == wiped and i == 0:
+                    kept.pop(d, None)
+                t = task(M, d, round_, clusters(M, ord(d)))
+                local = method.local_round(t, kept.get(d, {}), method.downlink(t.assignment, value, records.get(d, {})))
+                kept[d], updates[d] = local.kept, local.update
+            value = server_round(method, value, records, updates, round_)
+        ends.append((value, records, kept))
+    for ours, theirs in zip(*ends, strict=True):
+        assert repr(ours) == repr(theirs)
 
 
 @settings(max_examples=25, deadline=None)

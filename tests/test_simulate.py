@@ -110,7 +110,7 @@ def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, S
     assert records["standalone"]["bytes_by_kind"]["down"].keys() == {"header"}
     fedmask = records["fedmask"]
     live = round(0.5 * 64 * 32) + round(0.5 * 32 * 10) + 64 * 64
-    assert fedmask["bytes_by_kind"]["up"]["mask.bits"] == 3 * 2 * -(-live // 8)
+    assert 0 < fedmask["bytes_by_kind"]["up"]["flips.auto"] < 3 * 2 * -(-live // 8)
     turns = [device for row in results["fedmask"].rows for device in row.record.devices]
     assert fedmask["bytes_by_kind"]["one_time_up"] == {"structure.bits": len(set(turns)) * (64 * 32 + 32 * 10) // 8}
     assert fedmask["bytes_as_the_paper_counts"]["up"] == (64 * 64 + 64 * 32 + 32 * 10) // 8

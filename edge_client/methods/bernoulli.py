@@ -331,16 +331,6 @@ def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
-    """The bytes of the array `name`, uint8[n], which with `others` is all the payload may hold. Raises PayloadError."""
-    data = payload.arrays.get(name)
-    if data is None or set(payload.arrays) - {name, *others}:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
-    return data.tobytes()
-
-
 def check_reference(a: Assignment, update: Payload, reference: Bits) -> None:
     """Raise PayloadError unless the update changes the reference mask bool[masked] that the server has."""
     said, named = update.meta.get("reference"), bits_digest(bits.pack(reference))
@@ -350,11 +340,6 @@ def check_reference(a: Assignment, update: Payload, reference: Bits) -> None:
             f"{named!r}: start the client again to train the round anew; if that does not help, update maskfleet on "
             "the device"
         )
-
-
-def u8(data: bytes) -> NDArray[np.uint8]:
-    """A codec's bytes as a payload's array."""
-    return np.frombuffer(data, np.uint8)
 
 
 def count(payload: Payload, name: str) -> int:

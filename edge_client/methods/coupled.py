@@ -43,8 +43,8 @@ from pydantic import Field, model_validator
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task, Total, bits_digest
-from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, check_reference, coded, count, logistic, u8
-from edge_client.protocol.payload import Arrays, Payload
+from edge_client.methods.bernoulli import MOMENTS, BernoulliMasks, check_reference, count, logistic
+from edge_client.protocol.payload import Arrays, Payload, coded, u8
 
 # Coded arrays are named after what they hold and their codec.
 FLIPS = "flips.coupled"

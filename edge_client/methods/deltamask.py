@@ -31,8 +31,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task, bits_digest
-from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, check_reference, coded, logistic, u8
-from edge_client.protocol.payload import Arrays, Payload
+from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, check_reference, logistic
+from edge_client.protocol.payload import Arrays, Payload, coded, u8
 
 
 class DeltaMask(BernoulliMasks):

@@ -1,4 +1,4 @@
-"""FedMask: frozen random weights, a personal binary mask, one bit per element both ways.
+"""FedMask: frozen random weights, a personal binary mask, at most one bit per element both ways.
 
 Li, Sun, Zeng, Zhang, Li, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated
 Learning via Heterogeneous Masks", SenSys 2021. Where the paper is silent or contradicts itself, the default here is
@@ -9,7 +9,9 @@ the reading argued in docs/methods/fedmask.md and the other one is a field.
   ``1[sigmoid(s) >= 1/2]`` of a real score s (eq. 3-8); the group lasso pulls whole rows and columns to zero (eq. 9).
 - In its first round a device prunes once: one epoch of score SGD, then of the last layers it keeps the `keep`
   largest ``|W * (s_after - s_before)|``. That STRUCTURE is its own and stays; it is sent once, and from then on
-  only the bits of live elements travel.
+  only live elements travel: as what changed, coded (`codec`), or as published, one bit each. Changes are to bits that
+  both sides know and that are named: up, to those received; down, to the device's last update; at first, and whenever
+  a device could not read its downlink, to the first mask.
 - The server averages an element over the devices of the round that hold it in their structure, when two or more
   do; an element that fewer hold stays as each device has it.
 - An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device;
@@ -26,7 +28,8 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
-from edge_kernels import counter
+from edge_kernels import codecs, counter
+from edge_kernels.codecs import CodecError
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
@@ -35,13 +38,14 @@ from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Method, Personal, Task, Total, bits_digest
 from edge_client.methods.ownership import Bits, Layout, divide
-from edge_client.protocol.payload import Arrays, Payload
+from edge_client.protocol.payload import Arrays, Meta, Payload, coded, u8
 from edge_client.training.loop import train
 from edge_client.training.masked_sgd import masked_sgd
 from edge_client.training.sgd import Sgd
 
 # Coded arrays are named after what they hold and their codec.
 MASK, STRUCTURE, PLANES = "mask.bits", "structure.bits", "mask.planes"
+CODEC_HEAD = 64  # bytes that a codec may need beside one bit an element
 
 
 def _live(layout: Layout, packed: NDArray[np.uint8]) -> Bits:
@@ -62,11 +66,13 @@ class FedMask(Method):
     rank: Literal["layer", "together"] = "layer"
     """Keep the largest of each layer, or of all pruned layers together."""
     group_lasso: Annotated[float, Field(ge=0, le=100)] = 2e-4
-    radius: Annotated[float, Field(gt=0, le=100)] = 0.1
+    radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
     restart: Literal["radius", "latent"] = "radius"
     """`latent`: a device keeps its own score where the received bit is the one it had."""
     initial_mask: Literal["ones", "random"] = "ones"
+    codec: Literal["auto", "entropy", "rice", "bits"] = "auto"
+    """Of changed bits; `bits` sends every live element's bit as it is, like the paper."""
     down: Literal["bit", "count"] = "bit"
     """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
     state: Literal["global", "client"] = "global"
@@ -104,6 +110,15 @@ class FedMask(Method):
             real_gates=self.real_gates,
         )
 
+    @property
+    def changes(self) -> str:
+        """The array that coded changes travel in."""
+        return f"flips.{self.codec}"
+
+    @property
+    def _down_by_change(self) -> bool:
+        return self.codec != "bits" and self.down == "bit"
+
     # --- server half
 
     def start(self, model: Model, seed: int) -> Arrays:
@@ -129,9 +144,26 @@ class FedMask(Method):
     def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
         """The live elements of the structure the server has of this device, which it names; all of them if none."""
         layout = self.layout(a.model.manifest)
-        share, named = state["share"], ""
+        steps, levels = self._due(a, layout, state, record)
+        meta: dict[str, Meta] = {"structure": bits_digest(record["structure"]) if record else "", "levels": levels}
+        arrays: Arrays = {}
+        if self._down_by_change:
+            if record:
+                meta["reference"] = bits_digest(record["bits"])
+                known = bitset.unpack(record["bits"], layout.live)
+            else:
+                known = self._first_mask(layout, a.seed)
+            arrays[self.changes] = u8(codecs.encode(self.codec, known ^ (steps > 0), known.size))
+        else:
+            arrays[PLANES] = bitset.pack_planes(steps, levels.bit_length())
+        if layout.real.size:
+            arrays["real"] = state["real"]
+        return Payload(arrays, meta)
+
+    def _due(self, a: Assignment, layout: Layout, state: Arrays, record: Arrays) -> tuple[NDArray[np.uint32], int]:
+        """The share of every element the device is due, in steps of one over the levels, and the levels."""
+        share = state["share"]
         if record:
-            named = bits_digest(record["structure"])
             live = _live(layout, record["structure"])
             if self.state == "client":
                 share = bitset.unpack(state[f"mask.{a.device}"], layout.masked)[live].astype(np.float32)
@@ -139,11 +171,7 @@ class FedMask(Method):
                 own = bitset.unpack(record["bits"], layout.live)
                 share = np.where(state["averaged"][live] >= record["round"], share[live], own)
         levels = int(state["levels"][0]) if self.down == "count" else 1
-        steps = np.floor(share.astype(np.float64) * levels + 0.5).astype(np.uint32)
-        arrays: Arrays = {PLANES: bitset.pack_planes(steps, levels.bit_length())}
-        if layout.real.size:
-            arrays["real"] = state["real"]
-        return Payload(arrays, {"structure": named, "levels": levels})
+        return np.floor(share.astype(np.float64) * levels + 0.5).astype(np.uint32), levels
 
     def exchanged(self, model: Model) -> int:
         """Mask elements and real gates."""
@@ -157,14 +185,15 @@ class FedMask(Method):
         return dense, dense
 
     def update_limit(self, model: Model) -> int:
-        """Live bits, the structure, the real gates."""
+        """Live bits, as no exact codec needs more, the structure, the real gates."""
         layout = self.layout(model.manifest)
-        return bitset.size(layout.live) + bitset.size(layout.thinned) + 4 * layout.real.size
+        return bitset.size(layout.live) + CODEC_HEAD + bitset.size(layout.thinned) + 4 * layout.real.size
 
     def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
         """`bits` packed over the live elements, `structure` packed over the prunable ones, `real` float32."""
         layout = self.layout(a.model.manifest)
-        due = {MASK, "real"} if layout.real.size else {MASK}
+        mask = MASK if self.codec == "bits" else self.changes
+        due = {mask, "real"} if layout.real.size else {mask}
         if set(update.arrays) - {STRUCTURE} != due:
             raise PayloadError(f"the payload holds arrays {sorted(update.arrays)}; FedMask sends {sorted(due)}")
         structure = update.arrays.get(STRUCTURE, record.get("structure"))
@@ -172,7 +201,8 @@ class FedMask(Method):
             raise PayloadError(f"the server has no structure of this device yet; send `{STRUCTURE}` with the update")
         try:
             held = bitset.unpack(structure, layout.thinned)
-            bitset.unpack(update.arrays[MASK], layout.live)
+            if self.codec == "bits":
+                bitset.unpack(update.arrays[MASK], layout.live)
         except ValueError as error:
             raise PayloadError(f"a bit array of the update is malformed: {error}") from None
         if (counts := layout.counts(held)) != layout.kept:
@@ -188,7 +218,31 @@ class FedMask(Method):
         real = update.arrays.get("real", np.zeros(0, np.float32))
         if real.dtype != np.float32 or real.shape != layout.real.shape or not np.isfinite(real).all():
             raise PayloadError(f"`real` must be {layout.real.size} finite float32 values")
-        return {"bits": update.arrays[MASK], "structure": structure, "real": real}
+        if self.codec == "bits":
+            return {"bits": update.arrays[MASK], "structure": structure, "real": real}
+        known = self._reference(a, layout, state, record, update, _live(layout, structure))
+        try:
+            flips = codecs.decode_mask(self.codec, coded(update, self.changes, (STRUCTURE, "real")), layout.live)
+        except CodecError as error:
+            raise PayloadError(f"the changes of device {a.device!r} in round {a.round}: {error}") from None
+        return {"bits": bitset.pack(known ^ flips), "structure": structure, "real": real}
+
+    def _reference(
+        self, a: Assignment, layout: Layout, state: Arrays, record: Arrays, update: Payload, live: Bits
+    ) -> Bits:
+        """The bits of the live elements that an update changes, by their name. Raises PayloadError."""
+        steps, levels = self._due(a, layout, state, record)
+        received = np.zeros(layout.masked, np.bool_)
+        received[_live(layout, record["structure"]) if record else slice(None)] = 2 * steps >= levels
+        said = update.meta.get("reference")
+        for mask in (received, self._first_mask(layout, a.seed)):
+            if bits_digest(bitset.pack(mask[live])) == said:
+                known: Bits = mask[live]
+                return known
+        raise PayloadError(
+            f"the changes of device {a.device!r} in round {a.round} are to bits {said!r}, which the server has not "
+            "sent; start the client again to train the round anew"
+        )
 
     def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
         """Count ones and holders of every element; remember the device's structure and bits."""
@@ -238,7 +292,7 @@ class FedMask(Method):
     def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
         """Prune if this is the first round, then a few epochs of score SGD from the received bits."""
         layout = self.layout(task.assignment.model.manifest)
-        share = self._received(task, layout, kept, downlink)
+        share, known = self._received(task, layout, kept, downlink)
         values, buffers = self._values(task, layout, kept, downlink)
         if "structure" in kept:
             structure = kept["structure"]
@@ -250,52 +304,71 @@ class FedMask(Method):
         mask = scores >= 0
 
         named = bits_digest(structure)
-        arrays: Arrays = {MASK: bitset.pack(mask[live])}
+        packed = bitset.pack(mask[live])
+        arrays, meta = self._update(packed, mask[live], known[live])
         if downlink.meta.get("structure") != named:
             arrays[STRUCTURE] = structure
         if layout.real.size:
             arrays["real"] = values[layout.real]
-        keep: Arrays = {"structure": structure, "bits": arrays[MASK], "local": values[layout.local]}
+        keep: Arrays = {"structure": structure, "bits": packed, "local": values[layout.local]}
         keep["buffers"] = buffers
         if self.restart == "latent":
             keep["scores"] = scores
         trained = self._personal(task, layout, values, buffers, mask)
-        return Local(keep, Payload(arrays, {"structure": named}), trained, loss)
+        return Local(keep, Payload(arrays, {**meta, "structure": named}), trained, loss)
+
+    def _update(self, packed: NDArray[np.uint8], mask: Bits, known: Bits) -> tuple[Arrays, dict[str, Meta]]:
+        """The live bits as they are, or what they change in those the server knows too, which are named."""
+        if self.codec == "bits":
+            return {MASK: packed}, {}
+        flips = u8(codecs.encode(self.codec, mask ^ known, mask.size))
+        return {self.changes: flips}, {"reference": bits_digest(bitset.pack(known))}
 
     def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
         """The frozen weights under the received mask, within the device's structure when it has one."""
         layout = self.layout(task.assignment.model.manifest)
-        share = self._received(task, layout, kept, downlink)
+        share, _ = self._received(task, layout, kept, downlink)
         return self._personal(task, layout, *self._values(task, layout, kept, downlink), share >= 0.5)
 
-    def _received(self, task: Task, layout: Layout, kept: Arrays, downlink: Payload) -> F32:
-        """The share of every mask element, float32[masked], 0 outside the device's own structure.
+    def _received(self, task: Task, layout: Layout, kept: Arrays, downlink: Payload) -> tuple[F32, Bits]:
+        """The share of every mask element, float32[masked], 0 outside the device's own structure, and bool[masked]:
+        at live elements, bits that the server knows too.
 
-        A downlink is coded for the structure that the server has of this device. When that is another one (the
-        device's storage was wiped, say) it cannot be read: the device goes on from its own bits, or afresh.
+        A downlink is coded for the structure, and against the bits, that the server has of this device. When those
+        are others (the device's storage was wiped, say) it cannot be read: the device goes on from its own bits, or
+        afresh, and what both know is the first mask.
         """
         own, named = kept.get("structure"), downlink.meta.get("structure")
+        first = self._first_mask(layout, task.assignment.seed)
         if not named:
-            share = self._shares(downlink, layout.masked)
-            return share if own is None else np.where(_live(layout, own), share, np.float32(0))
+            share = self._shares(downlink, first)
+            return share if own is None else np.where(_live(layout, own), share, np.float32(0)), share >= 0.5
         if own is None:
-            return self._first_mask(layout, task.assignment.seed).astype(np.float32)
-        known = named == bits_digest(own)
+            return first.astype(np.float32), first
+        live, last = _live(layout, own), bitset.unpack(kept["bits"], layout.live)
         share = np.zeros(layout.masked, np.float32)
-        share[_live(layout, own)] = (
-            self._shares(downlink, layout.live) if known else bitset.unpack(kept["bits"], layout.live)
-        )
-        return share
+        readable = not self._down_by_change or downlink.meta.get("reference") == bits_digest(kept["bits"])
+        if named == bits_digest(own) and readable:
+            share[live] = self._shares(downlink, last)
+            return share, share >= 0.5
+        share[live] = last
+        return share, first
 
-    def _shares(self, downlink: Payload, count: int) -> F32:
-        """The `count` shares that a downlink carries, float32 in 0..1. Raises PayloadError."""
+    def _shares(self, downlink: Payload, last: Bits) -> F32:
+        """The shares that a downlink carries, float32 in 0..1, as many as the bits it may change. PayloadError."""
+        if self._down_by_change:
+            try:
+                flips = codecs.decode_mask(self.codec, coded(downlink, self.changes, ("real",)), last.size)
+            except CodecError as error:
+                raise PayloadError(f"the downlink's changes are malformed: {error}; fetch it again") from None
+            return (last ^ flips).astype(np.float32)
         levels = downlink.meta.get("levels")
         if not isinstance(levels, int) or not 1 <= levels < 2**20 or PLANES not in downlink.arrays:
             raise PayloadError(
                 f"the downlink has levels {levels!r} and arrays {sorted(downlink.arrays)}; fetch it again"
             )
         try:
-            steps = bitset.unpack_planes(downlink.arrays[PLANES], levels.bit_length(), count)
+            steps = bitset.unpack_planes(downlink.arrays[PLANES], levels.bit_length(), last.size)
         except ValueError as error:
             raise PayloadError(f"the downlink's mask is malformed: {error}; fetch it again") from None
         shares: F32 = np.minimum(steps / np.float32(levels), np.float32(1)).astype(np.float32)

@@ -24,8 +24,8 @@ from pydantic import model_validator
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Assignment, Local, Personal, Task
-from edge_client.methods.bernoulli import F64, BernoulliMasks, coded, count, logistic, u8
-from edge_client.protocol.payload import Arrays, Payload
+from edge_client.methods.bernoulli import F64, BernoulliMasks, count, logistic
+from edge_client.protocol.payload import Arrays, Payload, coded, u8
 
 MASK, COUNTS = "mask.entropy", "counts.counts"  # a coded array is named after what it holds and its codec
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from edge_client.errors import PayloadError
@@ -50,6 +51,21 @@ class Payload:
 
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     meta: Mapping[str, Meta] = field(default_factory=dict)
+
+
+def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
+    """The bytes of the array `name`, uint8[n], which with `others` is all the payload may hold. Raises PayloadError."""
+    data = payload.arrays.get(name)
+    if data is None or set(payload.arrays) - {name, *others}:
+        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
+    return data.tobytes()
+
+
+def u8(data: bytes) -> NDArray[np.uint8]:
+    """A codec's bytes as a payload's array."""
+    return np.frombuffer(data, np.uint8)
 
 
 def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
