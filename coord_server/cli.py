@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from coord_server import auth
+from coord_server import auth, connections
 from coord_server.api import create_app
 from coord_server.coordinator import MAX_PARAMETERS, Coordinator
 from coord_server.store import open_store
@@ -46,19 +46,6 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._coordinator.answer_polls)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's delay off: else an answer may wait 40 ms for its last segment.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
-    return listening
-
-
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 lets the system choose.")] = 8750,
@@ -73,6 +60,9 @@ def serve(
     max_parameters: Annotated[
         int, typer.Option(min=1, help="Most parameters and statistics a model may have.")
     ] = MAX_PARAMETERS,
+    max_connections: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Most connections at once; more are answered 503.")
+    ] = connections.MOST,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C; what it acknowledged is on disk at every moment."""
@@ -85,18 +75,24 @@ def serve(
             raise ConfigError(f"there is no file {path}")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    most = connections.room(max_connections)
     store = open_store(data, database)
     try:
         token, where = auth.operator_token(data)
-        listening = _listen(host, port)
+        listening = connections.Listening(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
-        asyncio.run(_run(coordinator, listening, where, certificate, key))
+        asyncio.run(_run(coordinator, listening, most, where, certificate, key))
     finally:
         store.close()
 
 
 async def _run(
-    coordinator: Coordinator, listening: socket.socket, where: Path | None, certificate: Path | None, key: Path | None
+    coordinator: Coordinator,
+    listening: socket.socket,
+    most: int,
+    where: Path | None,
+    certificate: Path | None,
+    key: Path | None,
 ) -> None:
     await coordinator.start()
     gc.freeze()  # what is loaded now stays: no need to look for garbage in it again and again
@@ -107,6 +103,8 @@ async def _run(
     told = f"in {where}" if where else f"from {auth.OPERATOR_ENV}"
     config = uvicorn.Config(
         create_app(coordinator),
+        http=connections.Connection,
+        limit_concurrency=most,
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -32,6 +32,7 @@ STATUS = {
     "superseded": 429,
     "internal-error": 500,
     "round-not-open": 503,
+    "too-busy": 503,
     "storage-full": 507,
 }
 """Every problem's fixed word and its HTTP status; docs/api.md lists what each one means."""

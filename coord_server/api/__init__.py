@@ -34,7 +34,7 @@ def create_app(coordinator: Coordinator, body_patience: float = BODY_PATIENCE) -
                   lifespan=lifespan)  # fmt: skip
     app.state.coordinator = coordinator
     problems.install(app)
-    app.add_middleware(wire.BoundedBody, patience=body_patience)
+    app.add_middleware(wire.BoundedBody, patience=body_patience, is_operator=coordinator.is_operator)
     app.include_router(device.router)
     app.include_router(operator.router)
     document.install(app)

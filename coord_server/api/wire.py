@@ -7,6 +7,7 @@ import binascii
 import re
 import sys
 from base64 import b64decode
+from collections.abc import Callable
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -18,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coord_server.refusals import Refusal
 from coord_server.store.blobs import Blobs
 
-JSON_LIMIT = 256 * 1024  # bytes of a JSON message
+JSON_LIMIT = 256 * 1024  # bytes of a JSON message of the operator
+DEVICE_LIMIT = 16 * 1024  # the same of anybody else: a report with a long reason, every character of it escaped
 JSON_DEPTH = 201  # objects and lists within each other that the parser takes
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -29,46 +31,55 @@ _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/ro
 
 
 class BoundedBody:
-    """ASGI middleware: a body that stands still for `patience` seconds is given up with 408.
+    """ASGI middleware: an upload that stands still for `patience` seconds is given up with 408.
 
-    One that is not an upload is a message: at most JSON_LIMIT bytes, announced or not, of JSON that can be read.
+    A body that is not an upload is a message, held in memory whole before anybody is asked who sent it. So it is small,
+    unless it comes with the operator's token; it has arrived after `patience` seconds, and is JSON that can be read.
     """
 
-    def __init__(self, app: ASGIApp, patience: float) -> None:
-        self._app, self._patience = app, patience
+    def __init__(self, app: ASGIApp, patience: float, is_operator: Callable[[str], bool]) -> None:
+        self._app, self._patience, self._is_operator = app, patience, is_operator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        size, whole, upload = 0, False, _UPLOADS.match(scope["path"]) is not None
-        said = bytearray()
+        whole, upload = False, _UPLOADS.match(scope["path"]) is not None
 
         async def bounded() -> Message:
-            nonlocal size, whole
+            nonlocal whole
             if whole:  # what comes now is that the caller goes away, whenever that is
                 return await receive()
             try:
-                message = await _within(self._patience, receive)
+                message = await _within(self._patience, receive if upload else lambda: self._message(scope, receive))
             except asyncio.TimeoutError:
-                text = f"nothing of the body came for {self._patience:g} s; send it again"
-                raise HTTPException(408, text, {"Connection": "close"}) from None
-            if message["type"] == "http.request":
-                whole = not message.get("more_body", False)
-                size += len(message.get("body", b""))
-                if not upload:
-                    if size > JSON_LIMIT:
-                        raise HTTPException(413, f"a message has at most {JSON_LIMIT} bytes, this one more; shorten it")
-                    said.extend(message.get("body", b""))
-                    if whole and said and _is_json(scope):
-                        _check_json(bytes(said))
+                text = f"{'nothing of the body' if upload else 'no whole message'} came for {self._patience:g} s"
+                raise HTTPException(408, f"{text}; send it again", {"Connection": "close"}) from None
+            whole = not message.get("more_body", False)
             return message
 
         await self._app(scope, bounded, send)
 
-
-def _is_json(scope: Scope) -> bool:
-    return Headers(scope=scope).get("content-type", "").startswith("application/json")
+    async def _message(self, scope: Scope, receive: Receive) -> Message:
+        """A message in one piece, or that its sender went away. Raises HTTPException."""
+        headers, said = Headers(scope=scope), bytearray()
+        shown = headers.get("authorization", "").partition(" ")[2]
+        limit = JSON_LIMIT if self._is_operator(shown) else DEVICE_LIMIT
+        too_long = HTTPException(413, f"a message has at most {limit} bytes, this one more; shorten it")
+        announced, more = headers.get("content-length", ""), True
+        if _COUNT.match(announced) and int(announced) > limit:
+            raise too_long
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            said += message.get("body", b"")
+            if len(said) > limit:
+                raise too_long
+            more = message.get("more_body", False)
+        if said and headers.get("content-type", "").startswith("application/json"):
+            _check_json(bytes(said))
+        return {"type": "http.request", "body": bytes(said), "more_body": False}
 
 
 def _check_json(message: bytes) -> None:
