@@ -264,9 +264,11 @@ class Fixed:
         return np.zeros((len(x), self.manifest.classes), np.float32)
 
 
-def test_a_gradient_that_is_not_a_number_is_an_error_though_the_loss_is_finite() -> None:
+@pytest.mark.parametrize("wild", [np.nan, np.inf, 1e30])
+@pytest.mark.filterwarnings("error")
+def test_a_gradient_that_is_not_a_number_or_too_large_is_an_error_though_the_loss_is_finite(wild: float) -> None:
     value = np.zeros(M.d, np.float32)
-    value[3] = np.nan
+    value[3] = wild
     broken = replace(task(M), trainer=Fixed(M, value))
     method = FedMask(epochs=1)
     with pytest.raises(DataError, match="gradient"):

@@ -51,7 +51,8 @@ def train(
             g = task.trainer.gradient(effective(), buffers, task.data.x[chosen], task.data.y[chosen])
             total += g.loss * len(chosen)
             # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
-            finite = np.isfinite(np.dot(g.parameters, g.parameters)), np.isfinite(g.buffers).all()
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(np.dot(g.parameters, g.parameters)), np.isfinite(g.buffers).all()
             if not np.isfinite(g.loss) or not all(finite):
                 what = "the gradient overflowed" if not finite[0] else "a batch-norm statistic overflowed"
                 what = what if np.isfinite(g.loss) else f"the loss became {g.loss}"
