@@ -32,6 +32,8 @@ Id = Annotated[str, typer.Argument(help="The federation's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+REMOVED, NOT_READY = "removed", "not ready"  # what a device's state may be; nothing is said of one that takes part
+WHOLE: dict[str, tuple[str, ...]] = {"phase": get_args(Phase), "state": (REMOVED, NOT_READY)}  # columns of words
 UNKNOWN = "-"  # a round's loss or accuracy when every device sat it out
 
 
@@ -76,10 +78,12 @@ def _print(found: BaseModel) -> None:
 
 def _table(*heads: str, caption: str | None = None) -> Table:
     """A table that stays readable in a narrow terminal: what does not fit goes on in the next line, nothing is cut."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, caption=caption, caption_justify="left")
     for head in heads:
-        words = (*head.split(), *(get_args(Phase) if head == "phase" else ()))
-        table.add_column(head, overflow="fold", min_width=max((len(word) for word in words), default=0))
+        words = (*head.split(), *WHOLE.get(head, ()))
+        table.add_column(
+            head, overflow="fold", no_wrap=head in WHOLE, min_width=max((len(word) for word in words), default=0)
+        )
     return table
 
 
@@ -145,15 +149,15 @@ def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json
         print(json.dumps([d.model_dump(mode="json") for d in found], indent=1))
         return
     heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
-    caption = "bytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
-    table = _table(*heads, "accuracy", "", caption=caption)
+    caption = "\nbytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
+    table = _table(*heads, "accuracy", "state", caption=caption)
     for d in found:
         accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
-        gone = "removed" if d.removed else "" if d.ready else "not ready"
+        state = REMOVED if d.removed else "" if d.ready else NOT_READY
         bundle = d.messages_down.get("bundle", 0)
         others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
         counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
-        table.add_row(d.device, *(f"{n:,}" for n in counts), accuracy, gone)
+        table.add_row(d.device, *(f"{n:,}" for n in counts), accuracy, state)
     Console().print(table)
 
 
@@ -192,7 +196,7 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
         t = r.traffic
         sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
         kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
-    Console().print(table, kinds)
+    Console().print(table, "", kinds)
 
 
 def _by_kind(sizes: dict[str, int]) -> str:

@@ -26,7 +26,7 @@ from coord_server import operator_cli
 from coord_server.operator_client import Operator
 from coord_server.store.tables import INLINE
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import Accuracy, Federation, FederationConfig, Round, TokenRequest, Traffic
+from edge_client.protocol.messages import Accuracy, Device, Federation, FederationConfig, Round, TokenRequest, Traffic
 
 SERVE = [sys.executable, "-c", "from coord_server.cli import serve; import typer; typer.run(serve)"]
 IDLE_LIMIT = 120e6  # bytes
@@ -96,9 +96,16 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
     monkeypatch.setattr(Operator, "federations", lambda _: [federation])
     unknown = {"round": 121, "loss": None, "accuracy_before": None, "accuracy_after": None}
     monkeypatch.setattr(Operator, "rounds", lambda *_: [record, record.model_copy(update=unknown)])
+    new = Device(device="pi-in-the-kitchen-4c0ffe", enrolled_at=0.0, last_seen_at=0.0, updates=0, bytes_up=0,
+                 bytes_down=0, ready=False)  # fmt: skip
+    sizes: dict[str, Any] = {"updates": 1000, "bytes_up": 123_456_789, "bytes_down": 987_654_321, "ready": True}
+    messages = {"bundle": 123_456_789, "work": 123_456_789}
+    old = new.model_copy(update={**sizes, "messages_up": messages, "messages_down": messages, "removed": True})
+    monkeypatch.setattr(Operator, "devices", lambda *_: [new, old])
     environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
     for command, words in {
         "list": ["method", "recruiting", "120/1000", "devices", "updates", "ends", "fault"],
+        "devices har": ["accuracy", "messages", "state", "not ready", "removed"],
         "rounds har": ["accuracy", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789", "987,654,321"],
     }.items():
         shown = CliRunner().invoke(operator_cli.app, command.split(), env=environment)

@@ -134,6 +134,12 @@ def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pyt
     assert "bits" in capsys.readouterr().out
 
 
+def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there
+            cli.simulate(tmp_path / "run.toml", json_file=out)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

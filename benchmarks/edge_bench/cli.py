@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError when `write_json` could not write there, before there is anything to write."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} for --json {path}; make it, or name a file in another one")
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder; name a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: permission denied; name a file of your own")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -72,6 +84,8 @@ def simulate(
     from edge_bench.simulate import find_bundle, read_config, run_all
     from edge_client.methods import make_method
 
+    if json_file is not None:
+        check_writable(json_file)
     raw = read_toml(config)
     raw |= {k: v for k, v in (("rounds", rounds), ("seed", seed)) if v is not None}
     checked = read_config(raw)
@@ -173,8 +187,8 @@ def demo(
         raise ConfigError(f"--methods {methods!r}: name each method once, like fedmask,fedavg")
     if keep_files is not None and keep_files.exists() and any(keep_files.iterdir()):
         raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder {json_file.resolve().parent} for --json")
+    if json_file is not None:
+        check_writable(json_file)
     if plot is not None:
         curves.check_plot(plot)
     chosen = choose_data(data, devices)
