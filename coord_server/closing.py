@@ -72,7 +72,7 @@ class Closing:
         if folded is None:
             return None
         after, decisions = engine.apply(journal.config, state, events.Aggregated(now, decision.round))
-        return AtOnce(folded, self._values.rows(folded, now - state.opened), after, decisions)
+        return AtOnce(folded, self._values.rows(folded, max(now - state.opened, 0.0)), after, decisions)
 
     def adopt(self, done: AtOnce) -> None:
         """Go on from a round that was closed at once and is in the journal."""
@@ -132,7 +132,7 @@ class Closing:
 
         @cache
         def rows() -> ClosedRound:
-            return values.rows(folded, now - opened)
+            return values.rows(folded, max(now - opened, 0.0))
 
         await journal.uninterrupted(
             lambda: journal.step(

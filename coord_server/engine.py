@@ -22,6 +22,7 @@ The rules, in plain words
   is run again without its devices.
 * While aggregating, nothing more is taken into the round. The engine says `Aggregate` once and waits for
   `Aggregated`; a coordinator that restarts asks `pending` and does it again from its journal.
+* A clock that is set back makes no attempt longer than `deadline_seconds` from the next Tick on: the deadline is moved.
 * A pause stops the round's clock: updates are still taken, nothing closes or opens until the federation resumes.
   A removed device is not waited for.
 
@@ -32,7 +33,8 @@ The table (an event that a phase does not list is refused, kind "wrong-phase")
     recruiting  Started     running         OpenRound
     running     Ready       running         OpenRound when the round waited for devices
     running     Updated     running         Acknowledge | Refuse; Aggregate when the cohort is complete
-    running     Tick        running         after the deadline: Aggregate, or OpenRound with the next attempt
+    running     Tick        running         after the deadline: Aggregate, or OpenRound with the next attempt; the
+                                            deadline is moved when it is further away than an attempt lasts
     running     Aggregated  running         OpenRound of the next round; after the last: finished, Finish
     running     Unusable    running         OpenRound with the next attempt, without the devices it names
     running     Paused      paused
@@ -135,6 +137,14 @@ def usable(state: State) -> tuple[str, ...]:
     return tuple(sorted(state.received.keys() - set(state.unusable)))
 
 
+def left(config: FederationConfig, state: State, now: float) -> float | None:
+    """Seconds until the attempt's deadline, 0 when it has passed; None while there is none.
+
+    Never more than an attempt has, even when `now` is of a clock that was set back.
+    """
+    return None if state.deadline is None else min(max(state.deadline - now, 0.0), config.deadline_seconds)
+
+
 def pending(state: State) -> tuple[Decision, ...]:
     """What a coordinator that has just loaded `state` still has to carry out."""
     if state.phase in ("running", "paused"):
@@ -219,6 +229,8 @@ def _started(config: FederationConfig, state: State, event: Started) -> Step:
 
 
 def _tick(config: FederationConfig, state: State, event: Tick) -> Step:
+    if state.deadline is not None and state.deadline - event.now > config.deadline_seconds:
+        state = replace(state, deadline=event.now + config.deadline_seconds)
     return _proceed(config, state, event.now)
 
 
@@ -278,8 +290,7 @@ def _unusable(config: FederationConfig, state: State, event: Unusable) -> Step:
 
 
 def _paused(config: FederationConfig, state: State, event: Paused) -> Step:
-    left = None if state.deadline is None else max(state.deadline - event.now, 0.0)
-    return replace(state, phase="paused", deadline=None, remaining=left), ()
+    return replace(state, phase="paused", deadline=None, remaining=left(config, state, event.now)), ()
 
 
 def _resumed(config: FederationConfig, state: State, event: Resumed) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coord_server.engine import State, missing, usable
+from coord_server.engine import State, left, missing, usable
 from edge_client.protocol.messages import Federation, FederationConfig
 
 
@@ -22,7 +22,7 @@ def summary(config: FederationConfig, state: State, now: float, fault: str | Non
         updates=len(usable(state)),
         expected=len(missing(state)) if state.stage == "collecting" else 0,
         attempt=state.attempt,
-        deadline_in=None if state.deadline is None else max(state.deadline - now, 0.0),
+        deadline_in=left(config, state, now),
         fault=fault,
     )
 

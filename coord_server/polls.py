@@ -67,14 +67,15 @@ class Polls:
             down = await self._values.downlink(last, device)
             return Finish(round=last, downlink=down.sha256, downlink_size=down.size)
         asked = s.phase == "running" and s.stage == "collecting" and device in s.cohort and device not in s.received
-        if asked and s.deadline is not None:
+        left = engine.left(config, s, self._clock())
+        if asked and left is not None:
             down = await self._values.downlink(s.round, device)
             return Train(
                 round=s.round,
                 lease=engine.lease(config, s.round, device),
                 downlink=down.sha256,
                 downlink_size=down.size,
-                deadline_in=max(s.deadline - self._clock(), 0.0),
+                deadline_in=left,
             )
         reason = outlook.reason(config, s, device, self._closing)
         return Wait(reason=reason, poll_after=POLL_AGAIN if waited else POLL_AFTER)
