@@ -155,11 +155,11 @@ def _print_manifest(m: Manifest, address: str) -> None:
     console.print(f"input {m.input.dtype}{list(m.input.shape)}, {m.classes} classes, loss {m.loss}")
     console.print(f"{m.d} parameters, {m.buffers_d} statistics; values {weights}")
     layer_of = {n: layer for layer in m.layers for n in (*layer.weights, *layer.biases)}
-    table = Table("tensor", "shape", "from", "init", "trained", "layer", title="parameters", title_justify="left")
+    table = Table("tensor", "shape", "from", "values", "trained", "layer", title="parameters", title_justify="left")
     for t in m.parameters:
         layer = layer_of.get(t.name)
         where = "" if layer is None else f"{layer.name} ({layer.kind})"
-        init = f"{t.init.kind} {t.init.scale:.4g}"
+        init = "stored" if m.seed is None else f"{t.init.kind} {t.init.scale:.4g}"
         table.add_row(t.name, "x".join(map(str, t.shape)), str(t.offset), init, "yes" if t.trainable else "", where)
     console.print(table)
     groups = Table("channel group", "channels", title="groups that are compacted together", title_justify="left")

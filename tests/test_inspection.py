@@ -1,4 +1,7 @@
-"""`payload inspect` explains any payload and refuses anything else; `bundle inspect` is tested in test_cli.py."""
+"""`payload inspect` explains any payload and refuses anything else; `bundle inspect` says where weights come from.
+
+More of `bundle inspect` is in test_cli.py.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from edge_kernels import codecs, coupling
 from edge_kernels.codecs import counts
 from numpy_mlp import assignment, clusters, mlp, model, task
 
-from edge_client.bundle import Manifest
+from edge_client.bundle import MANIFEST, Manifest
 from edge_client.errors import PayloadError
-from edge_client.inspection import payload
+from edge_client.inspection import bundle, payload
 from edge_client.local import run_round
 from edge_client.methods import Method, make_method, origin
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
@@ -98,6 +101,19 @@ def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         payload(tmp_path / "other")
     with pytest.raises(PayloadError, match="cannot read"):
         payload(tmp_path / "none")
+
+
+def test_weights_that_a_bundle_stores_are_not_said_to_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, first, second in ((1, "uniform 0.5477", "constant 0"), (None, "stored", "stored")):
+        m = mlp(20, 3).model_copy(update={"seed": seed})
+        (tmp_path / MANIFEST).write_bytes(m.to_bytes())
+        bundle(tmp_path)
+        said = capsys.readouterr().out
+        assert f"values {'in weights.safetensors' if seed is None else 'from seed 1'}" in said
+        assert re.search(rf"0\.w +│ 3x20 +│ 0 +│ {first} +│ yes", said)
+        assert re.search(rf"0\.b +│ 3 +│ 60 +│ {second} +│ yes", said)
 
 
 # --- what methods really send
