@@ -164,14 +164,18 @@ def test_the_command_loads_a_factory_and_names_what_is_wrong(tmp_path: Path) -> 
         cli.export(f"{file}:make", "4,x", 3, tmp_path / "b")
 
 
-def test_the_command_names_the_weights_that_no_method_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_devices_cannot_mask_and_that_nothing_is_compacted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "net.py"
     file.write_text(
         "from torch import nn\n"
         "def make():\n    return nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(10, 3))\n"
     )
     cli.export(f"{file}:make", "5", 3, tmp_path / "b", dtype=cli.Dtype.int64, torch_part=False)
-    assert "no method masks or prunes 0.weight: only linear" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no method masks or prunes 0.weight: only linear" in said
+    assert "personal.onnx does not shrink" in said
 
 
 def test_a_model_that_cannot_be_exported_is_a_matter_of_usage() -> None:
