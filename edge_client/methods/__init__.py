@@ -172,10 +172,14 @@ def make_method(config: dict[str, Any]) -> Method:
     settings = dict(config)
     name = settings.pop("name", None)
     found = {e.name: e for e in entry_points(group="maskfleet.methods")}
-    if name not in found:
+    if not isinstance(name, str) or name not in found:
         raise ConfigError(f"there is no method {name!r}; choose one of {sorted(found)}")
     try:
-        method: Method = found[name].load()(**settings)
+        make: type[Method] = found[name].load()
+    except Exception as error:  # it is somebody else's package, which may fail in any way
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"method {name!r} cannot be loaded ({why}); install its package anew") from error
+    try:
+        return make(**settings)
     except ValidationError as error:
         raise ConfigError(f"method {name!r}, setting {first_fault(error)}") from None
-    return method

@@ -16,9 +16,18 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MAX_SAMPLES = 2**31 - 1  # a device's weight in a mean is its own word: more is refused
 MAX_LOSS = 1e6  # of either sign; the mean loss over a federation stays finite
 
+MAX_ROUNDS = 1_000_000
+MAX_DEVICES = 1_000_000
+MAX_SECONDS = 1e9
+MAX_SIZE = 2**40  # bytes of one payload
+
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-
+Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
+Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
+Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
 
 _BUNDLE, _DOWNLINK, _LAST, _UPDATE = ("6f1c0e5b" * 8, "52d4a1f0" * 8, "b8037e19" * 8, "9290c6d4" * 8)
 _TOKEN, _CREDENTIAL = "3b1d0c5e" * 8, "9f2a77c1" * 8
@@ -69,18 +78,19 @@ class FederationConfig(Message):
     name: Name
     bundle: Sha256
     method: dict[str, Any]
-    rounds: Annotated[int, Field(ge=1, le=1_000_000)]
-    cohort: Annotated[int, Field(ge=1, le=1_000_000)]
+    rounds: Rounds
+    cohort: Devices
     """Devices asked in each round."""
-    min_devices: Annotated[int, Field(ge=1)] = 1
+    min_devices: Devices = 1
     """The federation starts by itself once so many devices have asked for work."""
     start: Literal["auto", "manual"] = "auto"
     """"manual": it waits for the operator's start, however many have enrolled."""
-    min_updates: Annotated[int, Field(ge=1)] = 1
+    min_updates: Devices = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[FiniteFloat, Field(gt=0, le=1e9)] = 3600.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    backend: str | None = None
+    deadline_seconds: Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)] = 3600.0
+    """An attempt is journalled when it opens: more than two a second only wear the disk out."""
+    seed: Seed = 0
+    backend: Name | None = None
     """Training backend the devices are asked to use; None leaves it to each device."""
 
     @model_validator(mode="after")
@@ -131,8 +141,8 @@ class TokenRequest(Message):
 
     model_config = _example(uses=30, expires_in=86400.0)
 
-    uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    expires_in: Annotated[FiniteFloat, Field(gt=0, le=1e9)] = 7 * 86400.0
+    uses: Devices = 1000
+    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 7 * 86400.0
 
 
 class JoinToken(Message):
@@ -166,13 +176,13 @@ class Enrolled(Message):
         federation="har", device="pi-07", bundle=_BUNDLE, method=_METHOD, rounds=20, seed=7, backend=None
     )
 
-    federation: str
-    device: str
+    federation: Name
+    device: Name
     bundle: Sha256
     method: dict[str, Any]
-    rounds: int
-    seed: int
-    backend: str | None = None
+    rounds: Rounds
+    seed: Seed
+    backend: Name | None = None
 
 
 class Train(Message):
@@ -181,11 +191,11 @@ class Train(Message):
     model_config = _example(**_TRAIN)
 
     status: Literal["train"] = "train"
-    round: int
-    lease: str
+    round: Rounds
+    lease: Name
     downlink: Sha256
-    downlink_size: int
-    deadline_in: float
+    downlink_size: Size
+    deadline_in: Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
 
 
 class Wait(Message):
@@ -195,7 +205,7 @@ class Wait(Message):
 
     status: Literal["wait"] = "wait"
     reason: str
-    poll_after: float
+    poll_after: Annotated[FiniteFloat, Field(ge=0, le=3600)]
 
 
 class Finish(Message):
@@ -204,9 +214,10 @@ class Finish(Message):
     model_config = _example(status="finish", round=21, downlink=_LAST, downlink_size=91518)
 
     status: Literal["finish"] = "finish"
-    round: int
+    round: Annotated[int, Field(strict=True, ge=2, le=MAX_ROUNDS + 1)]
+    """One more than the last that was trained."""
     downlink: Sha256
-    downlink_size: int
+    downlink_size: Size
 
 
 class Stopped(Message):
@@ -226,11 +237,11 @@ class Receipt(Message):
 
     model_config = _example(federation="har", round=2, device="pi-07", sha256=_UPDATE, size=14990, work=_TRAIN)
 
-    federation: str
-    round: int
-    device: str
+    federation: Name
+    round: Rounds
+    device: Name
     sha256: Sha256
-    size: int
+    size: Size
     work: Annotated[Train | Finish | Stopped, Field(discriminator="status")] | None = None
     """What the device is to do next, when its request had a `wait` and there was something in time; None: ask."""
 
@@ -242,8 +253,8 @@ class Report(Message):
 
     accuracy: Fraction
     test_samples: Count
-    parameters_dense: Annotated[int, Field(ge=0, lt=2**63)]
-    parameters_compact: Annotated[int, Field(ge=0, lt=2**63)]
+    parameters_dense: Parameters
+    parameters_compact: Parameters
     latency_dense_ms: FiniteFloat | None = None
     latency_compact_ms: FiniteFloat | None = None
     max_abs_diff: FiniteFloat | None = None
