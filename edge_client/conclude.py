@@ -19,7 +19,7 @@ def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads
 
     Latency is the median of one sample at a time, both models in turns. When the compact model cannot be shown equal
     to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why. Raises
-    CompactionError when that one is not right either, StateError when it cannot be written.
+    CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
     """
     data = task.data
     try:

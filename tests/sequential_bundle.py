@@ -37,7 +37,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    pass
+    epsilon: float = 1e-3
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class _Build:
             names = tuple(f"{name}.{t}" for t in ("weight", "bias", "running_mean", "running_var"))
             self.parameters.update(dict.fromkeys(names[:2], self.shape[:1]))
             self.buffers.update(dict.fromkeys(names[2:], self.shape[:1]))
-            self.op("batch_norm", names, 1e-3)
-            self.node("BatchNormalization", names, epsilon=1e-3)
+            self.op("batch_norm", names, step.epsilon)
+            self.node("BatchNormalization", names, epsilon=step.epsilon)
         elif isinstance(step, Act):
             self.op(step.kind, value=SLOPE if step.kind == "leaky_relu" else 0.0)
             if step.kind == "leaky_relu":

@@ -17,6 +17,8 @@ from edge_kernels.channels import ChannelGroup
 from edge_kernels.compaction import Compact, compact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 from sequential_bundle import (
     Act,
     Conv,
@@ -30,13 +32,15 @@ from sequential_bundle import (
     sequential_bundle,
 )
 
+import edge_client.onnx_surgery as surgery
 import edge_client.personal as personal_module
-from edge_client.bundle import F32, Input, views
+from edge_client.bundle import F32, Bundle, Input, views
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.measure.latency import Latency
 from edge_client.methods import Assignment, Personal, Task
+from edge_client.onnx_surgery import freeze, widen
 from edge_client.personal import TOLERANCE, write_dense, write_personal
 from edge_client.training import Trainer
 
@@ -166,6 +170,113 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
         write_personal(bundle, good, path)
 
 
+def settled(bundle: Bundle, personal: Personal) -> Personal:
+    """`personal` with the statistics that long training leaves: those of its batches, 1e-20 for what never moved."""
+    buffers = personal.buffers.copy()
+    values = {**views(bundle.manifest.parameters, personal.parameters), **views(bundle.manifest.buffers, buffers)}
+    x = np.random.default_rng(0).standard_normal((64, *bundle.manifest.input.shape)).astype(np.float32)
+    model = onnx.load(bundle.part("eval.onnx"))
+    for norm in [n for n in model.graph.node if n.op_type == "BatchNormalization"]:
+        model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info(norm.input[0], onnx.TensorProto.FLOAT, None))
+        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        feed = {i.name: {**values, "x": x}[i.name] for i in session.get_inputs()}
+        read = session.run(None, feed)[0].astype(np.float64)
+        axes = (0, *range(2, read.ndim))
+        values[norm.input[3]][:], values[norm.input[4]][:] = read.mean(axes), read.var(axes) + 1e-20
+    return replace(personal, buffers=buffers)
+
+
+def in_float64(bundle: Bundle, personal: Personal, x: np.ndarray) -> np.ndarray:
+    """The masked model's logits, every operation in float64, by onnx's own evaluator."""
+    tensors = {
+        **views(bundle.manifest.parameters, personal.parameters),
+        **views(bundle.manifest.buffers, personal.buffers),
+    }
+    feed = {name: value.astype(np.float64) for name, value in {**tensors, "x": x}.items()}
+    logits = ReferenceEvaluator(onnx.load(bundle.part("eval.onnx"))).run(None, feed)[0]
+    assert logits.dtype == np.float64
+    return logits
+
+
+def in_float32(bundle: Bundle, personal: Personal, x: np.ndarray) -> np.ndarray:
+    """The masked model's logits as a trainer computes them."""
+    session = ort.InferenceSession(str(bundle.part("eval.onnx")), providers=["CPUExecutionProvider"])
+    tensors = {
+        **views(bundle.manifest.parameters, personal.parameters),
+        **views(bundle.manifest.buffers, personal.buffers),
+        "x": x,
+    }
+    return session.run(None, {i.name: tensors[i.name] for i in session.get_inputs()})[0]
+
+
+N = Norm(1e-5)
+NORMED = (Conv(8, padding=1), N, Act(), Conv(8, padding=1), N, Act(), Flatten(), Linear(16), N, Act(), Linear(4))
+
+
+STILL = [5, 8, 9]  # seeds of models that float32 batch-norm takes 3e-5 to 7e-5 away from the right logits
+
+
+def still(folder: Path, seed: int) -> tuple[Bundle, Personal]:
+    """A masked CNN many units of which have no inputs but constants, with biases, after long training."""
+    bundle = sequential_bundle(folder, (1, 6, 6), NORMED)
+    personal = settled(bundle, random_personal(bundle, seed, 0.4, 0.3))
+    assert (personal.buffers == np.float32(1e-20)).any()
+    return bundle, personal
+
+
+Y = np.zeros(32, np.int64)
+X = np.random.default_rng(1).standard_normal((32, 1, 6, 6)).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", STILL)
+def test_units_that_never_moved_do_not_keep_a_model_from_being_compacted(tmp_path: Path, seed: int) -> None:
+    bundle, personal = still(tmp_path, seed)
+    right = in_float64(bundle, personal, X)
+    assert np.abs(in_float32(bundle, personal, X) - right).max() > TOLERANCE
+    report = write_personal(bundle, personal, tmp_path / "personal.onnx", X)
+    assert report.parameters_compact < report.parameters_dense / 4
+    assert report.max_abs_diff <= TOLERANCE / 2
+    assert np.abs(run(tmp_path / "personal.onnx", X) - right).max() <= TOLERANCE / 2
+
+
+@pytest.mark.parametrize("lost", [1.0, 1e-4])
+@pytest.mark.parametrize("seed", STILL)
+def test_a_part_of_a_constant_lost_between_units_that_never_moved_is_refused(
+    tmp_path: Path, seed: int, lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, personal = still(tmp_path, seed)
+
+    def forgetful(tensors: dict[str, F32], groups: tuple[ChannelGroup, ...]) -> Compact:
+        made = compact(tensors, groups)
+        ((name, kept),) = ((c.bias, made.kept[groups[-1].name]) for c in groups[-2].consumers)
+        folded = made.tensors[name] - tensors[name][kept]
+        assert np.abs(folded).max() > 0.1
+        return replace(made, tensors={**made.tensors, name: made.tensors[name] - lost * folded})
+
+    monkeypatch.setattr(personal_module, "compact", forgetful)
+    with pytest.raises(CompactionError, match="logits differ"):
+        write_personal(bundle, personal, tmp_path / "personal.onnx", X)
+
+
+def test_a_bias_is_rounded_after_the_batch_norm_behind_it_is_folded(tmp_path: Path) -> None:
+    """By hand: 1 - (1 - 2**-26) = 2**-26, times 1 / sqrt(1e-5): float32 would make 0 of it."""
+    bundle = sequential_bundle(tmp_path, (1,), (Linear(1), N, Linear(2)))
+    model = onnx.load(bundle.part("eval.onnx"))
+    tensors = {
+        "linear0.weight": np.ones((1, 1), np.float32),
+        "linear0.bias": np.array([1 + 2.0**-26]),
+        "norm1.weight": np.ones(1, np.float32),
+        "norm1.bias": np.zeros(1, np.float32),
+        "norm1.running_mean": np.ones(1, np.float32),
+        "norm1.running_var": np.zeros(1, np.float32),
+        "linear1.weight": np.ones((2, 1), np.float32),
+        "linear1.bias": np.zeros(2),
+    }
+    frozen = {t.name: numpy_helper.to_array(t) for t in freeze(model, tensors, {}).graph.initializer}
+    assert {value.dtype for value in frozen.values()} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(frozen["linear0.bias"], 2.0**-26 / np.sqrt(1e-5), rtol=1e-6)
+
+
 class _Model:
     """A trainer that runs the bundle's own graph is tested elsewhere; here every sample is of class 0."""
 
@@ -227,11 +338,49 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     assert (report.latency_dense_ms, report.latency_compact_ms, report.parameters_compact) == (17, 17, 17)
 
 
+def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_shown_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, personal = still(tmp_path, STILL[0])
+    task = Task(Assignment(bundle.model(), 1, 1, 2, "a"), cast(Trainer, _Model()), DeviceData(X, Y, X, Y))
+    fold = surgery._fold_batch_norms
+
+    def wrong(graph: onnx.GraphProto) -> None:
+        fold(graph)
+        graph.initializer[0].CopyFrom(
+            numpy_helper.from_array(1.001 * numpy_helper.to_array(graph.initializer[0]), graph.initializer[0].name)
+        )
+
+    monkeypatch.setattr(surgery, "_fold_batch_norms", wrong)
+    path = tmp_path / "personal.onnx"
+    report = conclude(bundle, task, personal, path)
+    assert report.uncompacted is not None
+    assert report.parameters_compact == report.parameters_dense == bundle.manifest.d
+    assert report.latency_compact_ms == report.latency_dense_ms > 0
+    graph = onnx.load(path).graph
+    masked = onnx.load(bundle.part("eval.onnx")).graph
+    assert [n.op_type for n in graph.node] == [n.op_type for n in masked.node]
+    assert {t.name for t in graph.initializer} == set(bundle.manifest.tensors)
+    assert np.abs(run(path, X) - in_float64(bundle, personal, X)).max() < 1e-3
+
+
+def test_the_dense_yardstick_of_latency_never_costs_the_compact_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, personal = still(tmp_path, STILL[0])
+    monkeypatch.setattr(personal_module, "TOLERANCE", 0.0)
+    size = write_dense(bundle, personal, tmp_path / "dense.onnx", X)
+    assert size == (tmp_path / "dense.onnx").stat().st_size
+    assert "BatchNormalization" in {n.op_type for n in onnx.load(tmp_path / "dense.onnx").graph.node}
+
+
 def test_the_samples_given_are_probed_and_a_model_of_integers_needs_them(tmp_path: Path) -> None:
     bundle = sequential_bundle(tmp_path, (2,), MLP)
     personal = personal_of(bundle, MLP_VALUES)
     with pytest.raises(CompactionError, match="on the given samples the compact model's logits differ"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", np.full((1, 2), np.nan))
+    with pytest.raises(CompactionError, match="does not run on the given samples"):
+        write_personal(bundle, personal, tmp_path / "personal.onnx", np.zeros((1, 3)))
     integers = bundle.manifest.model_copy(update={"input": Input(shape=(2,), dtype="int64")})
     with pytest.raises(CompactionError, match="give samples to check on"):
         write_personal(replace(bundle, manifest=integers), personal, tmp_path / "personal.onnx")
@@ -305,3 +454,26 @@ def test_any_compact_model_equals_its_masked_model(
     assert report.parameters_compact <= report.parameters_dense + sum(
         t.shape[0] for t in bundle.manifest.parameters if len(t.shape) > 1
     )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(networks(), st.integers(0, 2**32))
+def test_the_widened_graph_is_the_masked_model_and_no_less_exact(
+    network: tuple[tuple[int, ...], tuple[Step, ...]], seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = sequential_bundle(Path(folder), *network)
+        personal = random_personal(bundle, seed, 0.6, 0.5)
+        x = np.random.default_rng(seed).standard_normal((8, *network[0])).astype(np.float32)
+        right, before = in_float64(bundle, personal, x), in_float32(bundle, personal, x)
+        wide = widen(onnx.load(bundle.part("eval.onnx"))).SerializeToString()
+    onnx.checker.check_model(wide, full_check=True)
+    session = ort.InferenceSession(wide, providers=["CPUExecutionProvider"])
+    tensors = {
+        **views(bundle.manifest.parameters, personal.parameters),
+        **views(bundle.manifest.buffers, personal.buffers),
+        "x": x,
+    }
+    found = session.run(None, {i.name: tensors[i.name] for i in session.get_inputs()})[0]
+    scale = max(1.0, float(np.abs(right).max()))
+    assert np.abs(found - right).max() <= max(2e-6 * scale, np.abs(before - right).max())

@@ -34,11 +34,13 @@ _TRANSPARENT = frozenset({"max_pool", "flatten"})
 class Compact:
     """A compact model: `tensors` by name, and `biases` by the name of the weight whose layer had none.
 
-    `kept` lists each group's surviving channels in ascending order, by group name; never empty.
+    The biases of the groups' layers are float64, with the constants folded into them: a batch-norm behind multiplies
+    their rounding too, so they are rounded once it is folded. `kept` lists each group's surviving channels in
+    ascending order, by group name; never empty.
     """
 
-    tensors: dict[str, F32]
-    biases: dict[str, F32]
+    tensors: dict[str, F32 | F64]
+    biases: dict[str, F64]
     kept: dict[str, NDArray[np.intp]]
 
     @property
@@ -169,29 +171,22 @@ def _drop_unread(group: ChannelGroup, state: _State) -> bool:
 
 def _slice(state: _State, groups: Sequence[ChannelGroup]) -> Compact:
     """Cut the removed channels out of every tensor of their group."""
-    tensors, created, kept = state.tensors, {}, {}
-    layers = {layer.weight: layer.bias for g in groups for layer in _layers(g)}
-    for weight, name in layers.items():
-        bias = state.biases[weight].astype(np.float32)
-        if name is not None:
-            tensors[name] = bias
-        elif bias.any():
-            created[weight] = bias
+    tensors, biases, kept = state.tensors, state.biases, {}
     for group in groups:
         keep = np.flatnonzero(state.alive[group.name])
         keep = keep if keep.size else np.zeros(1, np.intp)
         kept[group.name] = keep
         for producer in group.producers:
             tensors[producer.weight] = tensors[producer.weight][keep]
-            if producer.bias is not None:
-                tensors[producer.bias] = tensors[producer.bias][keep]
-            elif producer.weight in created:
-                created[producer.weight] = created[producer.weight][keep]
+            biases[producer.weight] = biases[producer.weight][keep]
         for name in {name for op in group.ops for name in op.tensors}:
             tensors[name] = tensors[name][keep]
         for consumer in group.consumers:
             tensors[consumer.weight] = _cut_inputs(tensors[consumer.weight], group.size, keep)
-    return Compact(tensors, created, kept)
+    named = {layer.weight: layer.bias for g in groups for layer in _layers(g)}
+    own = {name: biases[weight] for weight, name in named.items() if name is not None}
+    created = {weight: biases[weight] for weight, name in named.items() if name is None and biases[weight].any()}
+    return Compact({**tensors, **own}, created, kept)
 
 
 def _cut_inputs(weight: F32, size: int, keep: NDArray[np.intp]) -> F32:
