@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
-from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
+from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest, views
 from edge_client.measure.latency import latency
 from edge_client.methods import Personal
 from edge_client.personal import TOLERANCE, write_dense, write_personal
@@ -79,9 +80,9 @@ class Recurrent(nn.Module):
         return self.out(torch.relu(self.hidden(sequence[:, -1])))
 
 
-def exported(module: nn.Module, folder: Path) -> Bundle:
+def exported(module: nn.Module, folder: Path, sample: tuple[int, ...] = (1, 8, 8)) -> Bundle:
     """What a device needs of a bundle to make its personal model: no training graph, which takes seconds."""
-    example = torch.zeros(3, 1, 8, 8)
+    example = torch.zeros(3, *sample)
     found = tables(module, example, "he", None)
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     parts = {
@@ -90,7 +91,7 @@ def exported(module: nn.Module, folder: Path) -> Bundle:
     }
     manifest = Manifest(
         name="net",
-        input=Input(shape=(1, 8, 8)),
+        input=Input(shape=sample),
         classes=4,
         parameters=found.parameters,
         buffers=found.buffers,
@@ -147,3 +148,36 @@ def test_an_exported_model_compacts_exactly(
     assert not any(n.op_type == "BatchNormalization" for n in onnx.load(tmp_path / "personal.onnx").graph.node)
     both = latency([tmp_path / "dense.onnx", tmp_path / "personal.onnx"], np.zeros((1, 1, 8, 8), np.float32), 3, 1)
     assert all(0 < m.p50_ms <= m.p90_ms and m.runs == 3 for m in both)
+
+
+def sensor() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv1d(1, 16, 3, padding=1), nn.BatchNorm1d(16), nn.ReLU(), nn.MaxPool1d(2)),
+        *(nn.Conv1d(16, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten()),
+        *(nn.Linear(128, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)),
+    )
+
+
+def test_pytorchs_own_weights_masked_for_long_compact_although_float32_batch_norm_is_far_off(tmp_path: Path) -> None:
+    """A fifth of each layer's weights and units live; the statistics are those PyTorch keeps over 450 steps."""
+    torch.manual_seed(2)
+    module, x = sensor(), torch.randn(100, 1, 16)
+    with torch.no_grad():
+        for weight in (w for w in module.parameters() if w.ndim > 1 and w.shape[0] > 4):
+            weight *= (torch.rand_like(weight) < 0.2) & (torch.rand(weight.shape[0], *[1] * (weight.ndim - 1)) < 0.2)
+        for _ in range(450):
+            module.train()(x[torch.randperm(100)[:20]])
+        right = module.double().eval()(x.double()).numpy()
+    bundle = exported(module.float(), tmp_path, (1, 16))
+    model, table = bundle.model(), bundle.manifest
+    values = {**views(table.parameters, model.parameters), **views(table.buffers, model.buffers), "x": x.numpy()}
+    assert values["1.running_var"].min() < 1e-20
+    masked = ort.InferenceSession(str(bundle.part("eval.onnx")), providers=["CPUExecutionProvider"])
+    logits = masked.run(None, {i.name: values[i.name] for i in masked.get_inputs()})[0]
+    assert np.abs(logits - right).max() > TOLERANCE
+    personal = Personal(model.parameters, model.buffers, model.parameters != 0)
+    report = write_personal(bundle, personal, tmp_path / "personal.onnx", x.numpy())
+    assert report.max_abs_diff <= TOLERANCE / 5
+    assert report.parameters_compact < report.parameters_dense / 5
+    compact = ort.InferenceSession(str(tmp_path / "personal.onnx"), providers=["CPUExecutionProvider"])
+    assert np.abs(compact.run(None, {"x": x.numpy()})[0] - right).max() <= TOLERANCE / 5
