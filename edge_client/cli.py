@@ -59,7 +59,7 @@ class _Plain:
         if event.kind == "wait" and subject == self._said and time.monotonic() < self._at + QUIET:
             return
         self._said, self._at = subject, time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} {event.text}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {_shown(event.text)}", flush=True)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -80,14 +80,19 @@ class _Terminal:
 
         if event.kind in ("asking", "wait", "training"):
             until = "" if event.seconds is None else time.strftime(" (%H:%M:%S)", time.localtime(_end(event.seconds)))
-            self._status.update(escape(event.text) + until)
+            self._status.update(escape(_shown(event.text)) + until)
         else:
             mark = {"sent": "green", "done": "bold green", "dropped": "yellow"}.get(event.kind, "none")
-            self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] [{mark}]{escape(event.text)}[/]")
+            self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] [{mark}]{escape(_shown(event.text))}[/]")
 
     def close(self) -> None:
         """Take the live line away."""
         self._status.stop()
+
+
+def _shown(text: str) -> str:
+    """What a coordinator says may hold anything: nothing in it moves a terminal's cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _end(seconds: float) -> float:
@@ -271,7 +276,7 @@ def main() -> None:
     try:
         build(arguments)()
     except MaskfleetError as error:
-        print(f"maskfleet: {error}", file=sys.stderr)
+        print(f"maskfleet: {_shown(str(error))}", file=sys.stderr)
         sys.exit(exit_code(error))
     except ImportError as error:
         missing = _needs(arguments[0] if arguments else "", "", error)

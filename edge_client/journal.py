@@ -24,6 +24,7 @@ No network and no clock here.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -40,6 +41,8 @@ from edge_client.errors import ConfigError, StateError, first_fault
 from edge_client.files import disk, make_folder, write_new, write_whole
 from edge_client.protocol.messages import Enrolled, Name, Report
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
+
+log = logging.getLogger("maskfleet")
 
 LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
@@ -175,15 +178,21 @@ class Journal:
     # --- rounds
 
     def kept(self, before: int) -> Arrays:
-        """What the method kept after the last acknowledged round before round `before`; {} when there is none."""
-        rounds = [r for r in self._rounds("kept") if r < before]
-        if not rounds:
-            return {}
-        found = self._read_kept(max(rounds))
-        if found is None:
-            path = self._path("kept", max(rounds))
-            raise StateError(f"{path} is damaged; remove {self.folder} and join again under another name")
-        return dict(decode(found, FILE_HEADER_BYTES).arrays)
+        """What the method kept after the last acknowledged round before round `before`; {} when there is none.
+
+        A damaged file is passed over, as if it were gone. Raises StateError when all are damaged.
+        """
+        rounds = sorted((r for r in self._rounds("kept") if r < before), reverse=True)
+        for r in rounds:
+            found = self._read_kept(r)
+            if found is not None:
+                return dict(decode(found, FILE_HEADER_BYTES).arrays)
+            log.warning("%s is damaged; going on without it", self._path("kept", r))
+        if rounds:
+            raise StateError(
+                f"nothing kept in {self.folder} can be read; remove that folder and join again under another name"
+            )
+        return {}
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
         """Note a trained round. Only after this returns may the update be sent. Raises StateError."""
@@ -230,7 +239,7 @@ class Journal:
 
     def _rounds(self, kind: str) -> list[int]:
         names = (p.name.partition("-")[2] for p in self.folder.glob(f"{kind}-*"))
-        return [int(name) for name in names if name.isdigit()]
+        return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     def _drop(self, rounds: list[int], kind: str) -> None:
         with disk(self.folder):

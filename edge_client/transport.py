@@ -33,6 +33,7 @@ BACKOFF_FIRST = 0.5  # seconds: the longest first wait; doubled after each failu
 BACKOFF_MOST = 60.0
 TIMEOUT = 60.0  # seconds without a byte in either direction
 RETRY_AFTER_MOST = 86400.0
+MESSAGE_MOST = 1 << 18  # bytes of an answer that is no payload or part
 DIGEST_TRIES = 3  # fetches of the same damaged bytes before giving up
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -66,21 +67,34 @@ def _retry_after(value: str | None) -> float | None:
     return min(max(seconds, 0.0), RETRY_AFTER_MOST) if seconds == seconds else None
 
 
-def _problem(response: httpx.Response) -> tuple[str, str] | None:
+def _message(response: httpx.Response) -> bytes:
+    """The body of an answer that is a message, read to its end unless that is further than any message's."""
+    if "Content-Encoding" in response.headers:  # a small one may unfold to any size
+        raise _Transient("its answer is compressed, which was not asked for")
+    pieces, received = [], 0
+    for chunk in response.iter_bytes():
+        pieces.append(chunk)
+        received += len(chunk)
+        if received > MESSAGE_MOST:
+            raise _Transient(f"its answer is longer than {MESSAGE_MOST} bytes; it is not a coordinator's")
+    return b"".join(pieces)
+
+
+def _problem(body: bytes) -> tuple[str, str] | None:
     """Detail and kind of an answer that is a coordinator's problem (RFC 9457), None when it is not."""
     try:
-        problem = json.loads(response.content)
+        problem = json.loads(body)
         return str(problem["detail"]), str(problem["type"]).rstrip("/").rpartition("/")[2]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise what a final answer other than 2xx means. The body must have been read."""
+    """Raise what a final answer other than 2xx means, whose body is still to be read."""
     status = response.status_code
     if 200 <= status < 300:
         return
-    after, problem = _retry_after(response.headers.get("Retry-After")), _problem(response)
+    after, problem = _retry_after(response.headers.get("Retry-After")), _problem(_message(response))
     if status in (408, 425, 429) or status >= 500:
         reason = f"it answered {status} {response.reason_phrase}".rstrip() + (f": {problem[0]}" if problem else "")
         raise _Transient(reason, after if after is not None or status != 429 else BACKOFF_FIRST)
@@ -228,25 +242,24 @@ class Transport:
             path = f"{path}?wait={wait:.3f}"
 
         def send() -> T:
-            response = self._send(self._request(method, path, headers, content, TIMEOUT + (wait or 0.0)))
+            body = self._send(self._request(method, path, headers, content, TIMEOUT + (wait or 0.0)))
             try:
-                return adapter.validate_json(response.content)
+                return adapter.validate_json(body)
             except ValidationError as error:
                 raise _Transient(f"its answer is not a coordinator's ({first_fault(error, 'answer')})") from None
 
         return self._persist(what, send)
 
-    def _send(self, request: httpx.Request) -> httpx.Response:
-        response = self._http.send(request)
-        _check(response)
-        return response
+    def _send(self, request: httpx.Request) -> bytes:
+        """The message that answers a request. Raises what a final answer other than 2xx means."""
+        with closing(self._http.send(request, stream=True)) as response:
+            _check(response)
+            return _message(response)
 
     @contextmanager
     def _get(self, path: str, extra: Mapping[str, str]) -> Iterator[httpx.Response]:
         """The answer to a GET, whose body is still to be read. Raises what a final answer other than 2xx means."""
         with closing(self._http.send(self._request("GET", path, extra), stream=True)) as response:
-            if response.is_error or response.is_redirect:
-                response.read()
             _check(response)
             yield response
 

@@ -201,3 +201,8 @@ def test_an_entry_point_that_never_loaded_is_said_to_be_a_fault() -> None:
     assert cli._summary(entry) == ""
     with pytest.raises(ConfigError, match="no_such_module"):
         cli._load(entry)
+
+
+def test_nothing_that_a_coordinator_says_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._Plain()(Event("info", "a \x1b[2J b\r\x07 \u00e9"))
+    assert "a \ufffd[2J b\ufffd\ufffd \u00e9\n" in capsys.readouterr().out

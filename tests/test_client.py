@@ -5,6 +5,7 @@ The coordinator here is a few lines behind httpx.MockTransport; real processes a
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -887,6 +888,26 @@ def test_a_file_written_over_up_to_any_byte_is_never_taken_for_the_new_round(tmp
         assert (found.round, found.update) == (4, b"four")
 
 
+def test_a_damaged_file_of_what_was_kept_is_passed_over_like_one_that_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Journal(tmp_path) as journal:
+        for r in (1, 2):
+            journal.trained({"a": np.array([r])}, Pending(r, "lease", "0" * 64, b"update"))
+            journal.acknowledge(r)
+        (tmp_path / "kept-\u00b2").touch()  # a digit to Python, no number of a round
+        assert journal.kept(before=3)["a"].tolist() == [2]
+        for r in (2, 1):
+            path = tmp_path / f"kept-{r:07d}"
+            whole = path.read_bytes()
+            path.write_bytes(whole.replace(b"\x02" if r == 2 else b"\x01", b"\x07"))
+            if r == 2:
+                assert journal.kept(before=3)["a"].tolist() == [1]
+                assert "kept-0000002 is damaged" in caplog.text
+        with pytest.raises(StateError, match="nothing kept"):
+            journal.kept(before=3)
+
+
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
     """RLIMIT_FSIZE makes the kernel refuse the write, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -925,3 +946,17 @@ def test_the_page_of_exit_codes_lists_exactly_the_codes_there_are() -> None:
         if line[:3].strip("| ").isdigit()
     }
     assert rows == {int(code): text for code, text in MEANING.items()}
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (httpx.Response(200, content=b" " * (1 << 20)), "longer than 262144 bytes"),
+        (httpx.Response(500, content=b"x" * (1 << 20)), "longer than 262144 bytes"),
+        (httpx.Response(404, content=b"[" * 200_000), "no explanation"),
+        (httpx.Response(200, headers={"Content-Encoding": "gzip"}, content=gzip.compress(b"{}")), "compressed"),
+    ],
+)
+def test_an_answer_that_is_no_message_is_not_read_to_its_end(answer: httpx.Response, word: str) -> None:
+    with pytest.raises((UnreachableError, ServerError), match=word):
+        link(lambda _: answer, _Time()).ask("GET", "/x", Receipt, "asking")
