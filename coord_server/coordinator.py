@@ -6,10 +6,13 @@ Who may call what is checked by the API; what a federation does is in `federatio
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
-from coord_server import aggregation, auth, engine
+from pydantic import ValidationError
+
+from coord_server import aggregation, auth, engine, outlook
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
@@ -18,18 +21,21 @@ from coord_server.store.tables import INLINE, FederationRow
 from edge_client.backends import check_installed, check_parts
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import BundleError, ConfigError, MaskfleetError, first_fault
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
     BundleReceipt,
     Enrol,
     Enrolled,
+    Federation,
     FederationConfig,
     JoinToken,
     TokenRequest,
 )
 
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
+log = logging.getLogger("maskfleet")
+
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
 
@@ -52,22 +58,46 @@ class Coordinator:
         self._operator = auth.hashed(operator)
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
+        self._unloaded: dict[str, Federation] = {}
         self._creating = asyncio.Lock()
         self._started = False
 
     # --- life
 
     async def start(self) -> None:
-        """Load every federation and go on where the journal ends; again is harmless. Raises StateError, ConfigError."""
+        """Load every federation and go on where the journal ends; again is harmless. Raises StateError.
+
+        One that cannot be loaded (its method is not installed any more, its row is damaged) is listed with its fault;
+        the others run.
+        """
         if self._started:
             return
         self._started = True
         for row in await asyncio.to_thread(self.store.metadata.all_federations):
             devices = await asyncio.to_thread(self.store.metadata.all_devices, row.id)
             records = await asyncio.to_thread(self.store.metadata.all_records, row.id)
-            live = LiveFederation(self.store, row, devices, records, self._clock)
+            try:
+                live = LiveFederation(self.store, row, devices, records, self._clock)
+            except Exception as error:
+                self._unloaded[row.id] = self._shown(row, error)
+                continue
             self._federations[row.id] = live
             live.begin()
+
+    def _shown(self, row: FederationRow, error: Exception) -> Federation:
+        """A federation that could not be loaded because of `error`, as far as it can be read."""
+        known = isinstance(error, (MaskfleetError, ValidationError))
+        why = first_fault(error, error.title) if isinstance(error, ValidationError) else str(error)
+        fault = (
+            f"federation {row.id!r} could not be loaded: {why if known else repr(error)}; install the method it lacks, "
+            "or restore the data folder, then start the coordinator again"
+        )
+        log.error("%s", fault, exc_info=None if known else error)
+        try:
+            config, state = FederationConfig.model_validate_json(row.config), engine.load(row.state)
+        except ValidationError:
+            return Federation(id=row.id, config=None, phase=None, round=0, devices=0, updates=0, fault=fault)
+        return outlook.summary(config, state, self._clock(), fault)
 
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
@@ -135,7 +165,7 @@ class Coordinator:
     async def create(self, config: FederationConfig) -> LiveFederation:
         """Make a federation. Raises Refusal, StateError."""
         async with self._creating:
-            if config.name in self._federations or config.name in RESERVED:
+            if config.name in {*self._federations, *self._unloaded, *RESERVED}:
                 raise Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
             receipt = await self.bundle(config.bundle)
             if receipt.missing:
@@ -187,13 +217,29 @@ class Coordinator:
     def federation(self, id_: str) -> LiveFederation:
         """The federation of this id. Raises Refusal."""
         live = self._federations.get(id_)
+        if id_ in self._unloaded:
+            raise Refusal(
+                "not-loaded", f"federation {id_!r} could not be loaded; its `fault` tells the operator what to mend"
+            )
         if live is None:
             raise Refusal("not-found", f"there is no federation {id_!r}; GET /v1/federations lists them")
         return live
 
     def federations(self) -> list[LiveFederation]:
-        """All of them, oldest first."""
+        """All that could be loaded, oldest first."""
         return list(self._federations.values())
+
+    def summary(self, id_: str) -> Federation:
+        """The federation of this id as it stands. Raises Refusal."""
+        return self._unloaded.get(id_) or self.federation(id_).summary()
+
+    def summaries(self) -> list[Federation]:
+        """All federations as they stand, oldest first; those that could not be loaded at the end."""
+        return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
+
+    def may_use(self, digest: str) -> str | None:
+        """A federation that could not be loaded and that may use this bundle: its devices are not known here."""
+        return next((id_ for id_, f in self._unloaded.items() if f.config is None or f.config.bundle == digest), None)
 
     # --- tokens and enrolment
 

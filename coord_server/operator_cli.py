@@ -88,6 +88,8 @@ def _table(*heads: str, caption: str | None = None) -> Table:
 
 
 def _row(f: Federation) -> tuple[str, ...]:
+    if f.config is None or f.phase is None:
+        return f.id, "", "", "", "", "", "", f.fault or ""
     method = str(f.config.method.get("name"))
     rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
     waits = f"{f.updates} in, {f.expected} due"
@@ -244,7 +246,7 @@ def stop(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
 def _operate(id_: str, action: str, url: str, token_file: Path) -> None:
     with _operator(url, token_file) as operator:
         found = operator.operate(id_, action)
-    print(f"{found.id}: {found.phase}, round {found.round} of {found.config.rounds}")
+    print(f"{found.id}: {found.phase}, round {found.round}" + (f" of {found.config.rounds}" if found.config else ""))
 
 
 @app.command()

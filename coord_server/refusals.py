@@ -33,6 +33,7 @@ STATUS = {
     "internal-error": 500,
     "round-not-open": 503,
     "too-busy": 503,
+    "not-loaded": 503,
     "storage-full": 507,
 }
 """Every problem's fixed word and its HTTP status; docs/api.md lists what each one means."""

@@ -9,18 +9,29 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pydantic import TypeAdapter, ValidationError
+
 from coord_server import auth
 from coord_server.aggregation import sum_kinds
 from coord_server.refusals import Refusal
 from coord_server.store.tables import DeviceRow, Seen
+from edge_client.errors import StateError, first_fault
 from edge_client.protocol.messages import Device, Report
 
 # Bytes by kind: "up" and "down" of what is no payload, "last" of the downlink after the last round once it was fetched.
 Messages = dict[str, dict[str, int]]
 
 
-def _read(text: str | None) -> Messages:
-    return {"up": {}, "down": {}, "last": {}, **({} if text is None else json.loads(text))}
+_MESSAGES = TypeAdapter(Messages)
+
+
+def _read(device: str, text: str | None) -> Messages:
+    """What a device's row says of its messages. Raises StateError when it is damaged."""
+    try:
+        found = {} if text is None else _MESSAGES.validate_json(text)
+    except ValidationError as error:
+        raise StateError(f"the row of device {device!r} is damaged: {first_fault(error, 'messages')}") from None
+    return {"up": {}, "down": {}, "last": {}, **found}
 
 
 class Roster:
@@ -32,7 +43,7 @@ class Roster:
         self._names = {d.credential: d.device for d in rows}
         self._removed = {d.device for d in rows if d.removed}
         self._seen: dict[str, Seen] = {}
-        self._messages: dict[str, Messages] = {d.device: _read(d.messages) for d in rows}
+        self._messages: dict[str, Messages] = {d.device: _read(d.device, d.messages) for d in rows}
 
     # --- who
 
@@ -89,16 +100,16 @@ class Roster:
 
     def count(self, device: str, side: str, kind: str, size: int) -> None:
         """A message that is no payload went "up" or "down"; `size` are the bytes of its body."""
-        kinds = self._messages.setdefault(device, _read(None))[side]
+        kinds = self._messages.setdefault(device, _read(device, None))[side]
         kinds[kind] = kinds.get(kind, 0) + size
 
     def has_last(self, device: str, sizes: Mapping[str, int]) -> None:
         """A device has fetched the downlink after the last round; `sizes` are its bytes by kind."""
-        self._messages.setdefault(device, _read(None))["last"] = dict(sizes)
+        self._messages.setdefault(device, _read(device, None))["last"] = dict(sizes)
 
     def has_fetched_last(self, device: str) -> bool:
         """Whether a device has fetched the downlink after the last round, as far as is known here."""
-        return bool(self._messages.get(device, _read(None))["last"])
+        return bool(self._messages.get(device, _read(device, None))["last"])
 
     def last(self) -> dict[str, int]:
         """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once."""
@@ -126,7 +137,7 @@ class Roster:
     def shown(self, row: DeviceRow, ready: bool) -> Device:
         """A device's row with what happened since it was written; `ready` when it takes part."""
         seen = self._seen.get(row.device, Seen(row.last_seen_at))
-        messages = self._messages.get(row.device) or _read(row.messages)
+        messages = self._messages.get(row.device) or _read(row.device, row.messages)
         return Device(
             device=row.device,
             enrolled_at=row.enrolled_at,

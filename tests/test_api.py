@@ -711,7 +711,7 @@ def test_a_failure_of_the_coordinator_itself_is_a_problem_without_a_traceback(
         raise RuntimeError("secret detail")
 
     async def script(fleet: Fleet) -> None:
-        monkeypatch.setattr(Coordinator, "federations", broken)
+        monkeypatch.setattr(Coordinator, "summaries", broken)
         detail = refused(await fleet.operator("GET", "/v1/federations"), "internal-error")
         assert "secret" not in detail
 

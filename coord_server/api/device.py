@@ -46,8 +46,8 @@ _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description"
     "/enrol",
     summary="Enrol with a join token",
     response_model=Enrolled,
-    responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "bad-message",
-                         "storage-full"),
+    responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "not-loaded",
+                         "bad-message", "storage-full"),
 )  # fmt: skip
 async def enrol(
     served: Served,
@@ -70,7 +70,7 @@ async def enrol(
     "/federations/{federation}/work",
     summary="Ask for work",
     response_model=Work,
-    responses=documented("unauthorized", "device-removed", "not-found", "bad-message", "storage-full"),
+    responses=documented("unauthorized", "device-removed", "not-found", "not-loaded", "bad-message", "storage-full"),
 )
 async def work(
     calling: Calling,
@@ -94,7 +94,7 @@ async def work(
     summary="Fetch a bundle's manifest",
     response_class=Response,
     responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA)
-    | documented("unauthorized", "not-found", "bad-range", "bad-message"),
+    | documented("unauthorized", "not-found", "not-loaded", "bad-range", "bad-message"),
 )
 async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
@@ -110,7 +110,7 @@ async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> 
     summary="Fetch a part of a bundle",
     response_class=Response,
     responses=_bytes("the part's bytes", "application/octet-stream")
-    | documented("unauthorized", "not-found", "bad-range", "bad-message"),
+    | documented("unauthorized", "not-found", "not-loaded", "bad-range", "bad-message"),
 )
 async def part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download goes on."""
@@ -128,7 +128,7 @@ async def part(request: Request, reading: Reading, digest: BundleDigest, name: N
     summary="Fetch a round's payload",
     response_class=Response,
     responses=_bytes("a payload: one safetensors file", MEDIA_TYPE)
-    | documented("unauthorized", "device-removed", "not-found", "bad-range", "bad-message"),
+    | documented("unauthorized", "device-removed", "not-found", "not-loaded", "bad-range", "bad-message"),
 )
 async def payload(
     request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
@@ -148,9 +148,10 @@ async def payload(
     status_code=201,
     response_model=Receipt,
     responses=_AGAIN
-    | documented("unauthorized", "device-removed", "forbidden", "not-found", "wrong-round", "round-closed",
-                 "wrong-lease", "not-in-cohort", "conflicting-update", "wrong-phase", "too-large", "bad-digest",
-                 "bad-payload", "bad-message", "too-slow", "superseded", "round-not-open", "storage-full"),
+    | documented("unauthorized", "device-removed", "forbidden", "not-found", "not-loaded", "wrong-round",
+                 "round-closed", "wrong-lease", "not-in-cohort", "conflicting-update", "wrong-phase", "too-large",
+                 "bad-digest", "bad-payload", "bad-message", "too-slow", "superseded", "round-not-open",
+                 "storage-full"),
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -200,7 +201,9 @@ async def put_update(
     "/federations/{federation}/devices/{device}/report",
     summary="Report the personal model",
     status_code=204,
-    responses=documented("unauthorized", "device-removed", "forbidden", "not-found", "bad-message", "storage-full"),
+    responses=documented(
+        "unauthorized", "device-removed", "forbidden", "not-found", "not-loaded", "bad-message", "storage-full"
+    ),
 )
 async def put_report(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """A device's last word on its own test data. Sent again, the newest counts."""

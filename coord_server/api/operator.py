@@ -37,6 +37,7 @@ MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors,
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 _COMMON = ("unauthorized", "not-found", "bad-message", "storage-full")
+_OF_ONE = (*_COMMON, "not-loaded")
 
 _STATE: dict[int | str, dict[str, Any]] = {
     200: {
@@ -129,14 +130,14 @@ async def post_federation(
 
 @router.get("/federations", summary="List federations", responses=documented("unauthorized"))
 async def get_federations(served: Operated) -> list[Federation]:
-    """All federations, oldest first."""
-    return [live.summary() for live in served.federations()]
+    """All federations, oldest first; at the end those that could not be loaded, with their `fault`."""
+    return served.summaries()
 
 
 @router.get("/federations/{federation}", summary="Show a federation", responses=documented(*_COMMON))
 async def get_federation(served: Operated, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and what is in the way if anything is."""
-    return served.federation(federation).summary()
+    return served.summary(federation)
 
 
 async def _operate(served: Coordinator, federation: str, make: Callable[[float], events.Event]) -> Federation:
@@ -145,13 +146,13 @@ async def _operate(served: Coordinator, federation: str, make: Callable[[float],
     return live.summary()
 
 
-_IN_PHASE = documented(*_COMMON, "wrong-phase")
+_IN_PHASE = documented(*_OF_ONE, "wrong-phase")
 
 
 @router.post(
     "/federations/{federation}/start",
     summary="Start a federation",
-    responses=documented(*_COMMON, "wrong-phase", "no-devices"),
+    responses=documented(*_OF_ONE, "wrong-phase", "no-devices"),
 )
 async def start(served: Operated, federation: FederationId) -> Federation:
     """Begin round 1 with the devices there are."""
@@ -180,7 +181,7 @@ async def stop(served: Operated, federation: FederationId) -> Federation:
     "/federations/{federation}/tokens",
     summary="Make a join token",
     status_code=201,
-    responses=documented(*_COMMON),
+    responses=documented(*_OF_ONE),
 )
 async def post_token(
     served: Operated,
@@ -191,7 +192,7 @@ async def post_token(
     return await served.new_token(federation, request)
 
 
-@router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_COMMON))
+@router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_OF_ONE))
 async def get_devices(served: Operated, federation: FederationId) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes and its report."""
     return await served.federation(federation).members.listed()
@@ -201,7 +202,7 @@ async def get_devices(served: Operated, federation: FederationId) -> list[Device
     "/federations/{federation}/devices/{device}",
     summary="Remove a device",
     status_code=204,
-    responses=documented(*_COMMON),
+    responses=documented(*_OF_ONE),
 )
 async def delete_device(served: Operated, federation: FederationId, device: Name) -> None:
     """It is not waited for and cannot come back. Updates of it that were acknowledged stay counted."""
@@ -226,7 +227,7 @@ def _with_last_downlinks(live: LiveFederation, record: str) -> str:
     "/federations/{federation}/rounds",
     summary="List closed rounds",
     response_model=list[Round],
-    responses=documented(*_COMMON),
+    responses=documented(*_OF_ONE),
 )
 async def get_rounds(served: Operated, federation: FederationId) -> Any:
     """Traffic, bits per parameter, loss and accuracies of every closed round.
@@ -244,7 +245,7 @@ async def get_rounds(served: Operated, federation: FederationId) -> Any:
     "/federations/{federation}/rounds/{round}",
     summary="Show a closed round",
     response_model=Round,
-    responses=documented(*_COMMON),
+    responses=documented(*_OF_ONE),
 )
 async def get_round(
     served: Operated,
@@ -265,7 +266,7 @@ async def get_round(
     "/federations/{federation}/state",
     summary="Export the global state",
     response_class=Response,
-    responses=_STATE | documented(*_COMMON),
+    responses=_STATE | documented(*_OF_ONE),
 )
 async def get_state(served: Operated, federation: FederationId) -> Response:
     """Same seed, same updates: same bytes, here and in the simulator."""

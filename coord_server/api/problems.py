@@ -48,6 +48,7 @@ EXAMPLES = {
     "internal-error": "the coordinator failed on this request; its log says why. Try again later",
     "round-not-open": "round 2 is being aggregated again after a restart; send round 3 once more soon",
     "too-busy": "as many connections are open as can be served; come again in 2 s",
+    "not-loaded": "federation 'har' could not be loaded; its `fault` tells the operator what to mend",
     "storage-full": "cannot write coordinator/blobs: No space left on device; free some",
 }
 """A sentence of each kind, as it may come, for the OpenAPI document."""
@@ -86,7 +87,8 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    headers = {"superseded": {"Connection": "close"}, "round-not-open": {"Retry-After": "1"}}
+    headers = {"superseded": {"Connection": "close"}, "round-not-open": {"Retry-After": "1"},
+               "not-loaded": {"Retry-After": "60"}}  # fmt: skip
     return problem(error.kind, str(error), headers.get(error.kind))
 
 

@@ -119,8 +119,9 @@ class Federation(Message):
     )
 
     id: str
-    config: FederationConfig
-    phase: Phase
+    config: FederationConfig | None
+    """None, as is the next, when the coordinator cannot read it: `fault` says why."""
+    phase: Phase | None
     round: int
     """The round under way (or about to start), 0 while recruiting, `rounds` when finished."""
     devices: int

@@ -1,0 +1,107 @@
+"""A coordinator that starts although one of its federations cannot be loaded: it is named, the others run."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from coordination import bearer, credential, served
+from typer.testing import CliRunner
+
+from coord_server import operator_cli
+from coord_server.operator_client import Operator
+from edge_client.protocol.messages import Federation
+
+
+def change(folder: Path, statement: str) -> None:
+    """Damage what concerns federation "fed"."""
+    with closing(sqlite3.connect(folder / "coordinator.db")) as database, database:
+        assert database.execute(statement).rowcount > 0
+
+
+DAMAGE = [
+    (
+        "update federations set config = replace(config, 'fedavg', 'nosuch') where id = 'fed'",
+        "no method 'nosuch'",
+        True,
+    ),
+    ("update federations set config = '{' where id = 'fed'", "FederationConfig", False),
+    ("update federations set state = '{x' where id = 'fed'", "State", False),
+    ("update federations set state = '[]' where id = 'fed'", "State", False),
+    ("update devices set messages = '{' where federation = 'fed'", "device 'a' is damaged", True),
+    ("update devices set messages = '{\"up\": 5}' where federation = 'fed'", "device 'a' is damaged", True),
+]
+
+
+@pytest.mark.parametrize(("statement", "why", "readable"), DAMAGE)
+def test_a_federation_that_cannot_be_loaded_is_named_with_what_to_do_and_the_others_run(
+    tmp_path: Path, statement: str, why: str, readable: bool
+) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+            bundle = (await fleet.operator("GET", "/v1/federations/fed")).json()["config"]["bundle"]
+            shown = (await fleet.operator("GET", "/v1/federations/fed")).json()
+            other = {**shown["config"], "name": "other", "min_devices": 1, "cohort": 1}
+            assert (await fleet.operator("POST", "/v1/federations", json=other)).status_code == 201
+            token = (await fleet.operator("POST", "/v1/federations/other/tokens", json={})).json()["token"]
+            join = fleet.join
+        change(tmp_path, statement)
+        async with served(tmp_path) as fleet:
+            fleet.join = join
+            first, second = (await fleet.operator("GET", "/v1/federations")).json()
+            assert (first["id"], first["fault"]) == ("other", None)
+            assert second["id"] == "fed"
+            assert "federation 'fed' could not be loaded: " in second["fault"]
+            assert why in second["fault"]
+            assert second["fault"].endswith("then start the coordinator again")
+            assert (second["phase"], second["round"]) == (("running", 1) if readable else (None, 0))
+            assert (second["config"] is None) is not readable
+            assert (await fleet.operator("GET", "/v1/federations/fed")).json() == second
+            mine = bearer(credential("a"))
+            for refused in (
+                await fleet.http.get("/v1/federations/fed/work", headers=mine),
+                await fleet.http.get(f"/v1/bundles/{bundle}", headers=mine),
+                await fleet.enrol("c"),
+                await fleet.operator("POST", "/v1/federations/fed/pause"),
+                await fleet.operator("GET", "/v1/federations/fed/rounds"),
+            ):
+                assert (refused.status_code, refused.json()["type"]) == (503, "/problems/not-loaded")
+                assert refused.headers["retry-after"] == "60"
+            again = await fleet.operator("POST", "/v1/federations", json={**other, "name": "fed"})
+            assert (again.status_code, again.json()["type"]) == (409, "/problems/name-taken")
+            fleet.join = token
+            assert (await fleet.enrol("z")).status_code == 200
+            work = await fleet.http.get("/v1/federations/other/work", headers=bearer(credential("z")))
+            assert work.json()["status"] == "train"
+            assert (await fleet.http.get(f"/v1/bundles/{bundle}", headers=bearer(credential("z")))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_federation_whose_method_is_back_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+            assert (await fleet.train("a")).status_code == 201
+        change(tmp_path, "update federations set config = replace(config, 'fedavg', 'nosuch')")
+        async with served(tmp_path) as fleet:
+            assert (await fleet.operator("GET", "/v1/federations/fed")).json()["updates"] == 1
+        change(tmp_path, "update federations set config = replace(config, 'nosuch', 'fedavg')")
+        async with served(tmp_path) as fleet:
+            assert (await fleet.train("b")).status_code == 201
+
+    asyncio.run(main())
+
+
+def test_the_operators_list_shows_a_federation_that_could_not_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = Federation(id="fed", config=None, phase=None, round=0, devices=0, updates=0, fault="could not be loaded")
+    monkeypatch.setattr(Operator, "federations", lambda _: [unread])
+    environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": "o" * 64, "TERM": "dumb"}
+    shown = CliRunner().invoke(operator_cli.app, ["list"], env=environment)
+    assert shown.exit_code == 0, shown.output
+    assert "fed" in shown.output
+    assert "could not" in " ".join(shown.output.split())
