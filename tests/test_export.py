@@ -10,9 +10,12 @@ import numpy as np
 import onnx
 import pytest
 
-from edge_client.bundle import Bundle
+from edge_client.bundle import Bundle, views
 from edge_client.errors import ConfigError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
+from edge_client.methods import Personal
+from edge_client.personal import TOLERANCE, write_personal
+from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
@@ -61,6 +64,79 @@ def test_an_lstm_is_one_layer_of_two_weights_with_gates_in_pytorchs_order() -> N
     assert found.layers[0].gates == ("i", "f", "g", "o")
     assert found.layers[0].weights == ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
     assert found.parameters[0].shape == (20, 4)
+
+
+class TiedHead(nn.Module):
+    """The table that embeds characters also reads them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(11, 6), nn.LSTM(6, 6, batch_first=True)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(self.embed(x))[0][:, -1])
+
+
+class TiedLayers(nn.Module):
+    """The first layer and the third share a weight, not their biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x)))))))
+
+
+CHARACTERS = torch.zeros(2, 5, dtype=torch.int64)
+
+
+def test_a_tied_weight_is_one_row_under_its_first_name_and_belongs_to_the_last_layer_that_reads_it() -> None:
+    found = tables(TiedLayers(), torch.zeros(2, 6), "he", None)
+    assert [t.name for t in found.parameters[:3]] == ["b.weight", "a.weight", "out.weight"]
+    assert sum(t.size for t in found.parameters) == 36 + 36 + 18 + 6 + 6 + 6 + 3
+    assert [(la.name, la.weights, la.biases) for la in found.layers] == [
+        ("b", ("b.weight",), ("b.bias",)),
+        ("c", ("a.weight",), ("a.bias", "c.bias")),
+        ("out", ("out.weight",), ("out.bias",)),
+    ]
+    tied = tables(TiedHead(), CHARACTERS, "sign", ["out.weight"])
+    assert (tied.layers[-1].name, tied.layers[-1].weights) == ("out", ("embed.weight",))
+    (shared,) = (t for t in tied.parameters if t.trainable)  # by either of its names
+    assert (shared.name, shared.init.kind, shared.init.scale) == ("embed.weight", "sign", pytest.approx((2 / 6) ** 0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "classes"), [(TiedHead, CHARACTERS, 11), (TiedLayers, torch.ones(2, 6), 3)]
+)
+def test_every_backend_trains_and_compacts_a_model_of_tied_weights_as_the_module_itself(
+    make: type[nn.Module], example: torch.Tensor, classes: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    bundle = export_bundle(make(), example, tmp_path / "b", name="tied", classes=classes, seed=5)
+    model, random = bundle.model(), np.random.default_rng(0)
+    x = random.integers(0, 11, (7, 5)) if example.dtype == torch.int64 else random.random((7, 6), np.float32)
+    y = random.integers(0, classes, 7)
+    module = make()
+    state = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in views(bundle.manifest.parameters, model.parameters).items():
+            state[name].copy_(torch.tensor(value))
+    logits = module(torch.tensor(x))
+    nn.functional.cross_entropy(logits, torch.tensor(y)).backward()
+    for backend in ("onnxruntime", "torch"):
+        trainer = open_trainer(backend, bundle)
+        made = trainer.logits(model.parameters, model.buffers, x)
+        np.testing.assert_allclose(made, logits.detach().numpy(), atol=1e-5)
+        step = trainer.gradient(model.parameters, model.buffers, x, y)
+        for name, gradient in views(bundle.manifest.parameters, step.parameters).items():
+            np.testing.assert_allclose(gradient, np.asarray(state[name].grad), atol=1e-6, err_msg=f"{backend} {name}")
+    kept = np.where(random.random(bundle.manifest.d) < 0.5, model.parameters, np.float32(0))
+    report = write_personal(bundle, Personal(kept, model.buffers, kept != 0), tmp_path / "personal.onnx", x)
+    assert report.max_abs_diff <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 Weights of maskable layers come first, in forward order, so that the masked part of a model is few contiguous spans;
 biases, norm parameters and whatever else there is follow in the module's own order.
+
+A tensor that several parts of a module share is one row, under the first of its names. As a weight it belongs to the
+last layer that reads it: the last layer of a model is its head, whatever else its weight does.
 """
 
 from __future__ import annotations
@@ -47,7 +50,11 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
         raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
     weights = list(dict.fromkeys(name for layer in layers for name in layer.weights))
     order = [*weights, *(name for name in values if name not in weights)]
-    free = {n for n, v in values.items() if v.requires_grad} if trainable is None else set(trainable)
+    if trainable is None:
+        free = {n for n, v in values.items() if v.requires_grad}
+    else:
+        first = _first_names(module)
+        free = {first.get(n, n) for n in trainable}
     if free - set(values) or not free:
         raise ModelError(f"trainable names {sorted(free - set(values))}, the module's parameters are {sorted(values)}")
     rules = _rules(module, init)
@@ -81,14 +88,39 @@ def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
             hook.remove()
         for m, mode in modes.items():
             m.training = mode
-    return tuple(_layer(names[m], m) for m in dict.fromkeys(called))
+    first = _first_names(module)
+    return _each_tensor_once([_layer(names[m], m, first) for m in dict.fromkeys(called)])
 
 
-def _layer(name: str, module: nn.Module) -> Layer:
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """By every name of a parameter the first one of the same tensor: what `named_parameters` calls it."""
+    firsts: dict[Tensor, str] = {}
+    return {n: firsts.setdefault(p, n) for n, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _each_tensor_once(layers: list[Layer]) -> tuple[Layer, ...]:
+    """`layers` in forward order, without those whose weights all belong to a later one, which gets their biases."""
+    owner = {name: i for i, layer in enumerate(layers) for name in layer.weights}
+    for layer in layers:
+        owner.update(dict.fromkeys(layer.biases, owner[layer.weights[0]]))
+    weights = dict.fromkeys(name for layer in layers for name in layer.weights)
+    biases = dict.fromkeys(name for layer in layers for name in layer.biases)
+    found = []
+    for i, layer in enumerate(layers):
+        own = {
+            "weights": tuple(name for name in weights if owner[name] == i),
+            "biases": tuple(name for name in biases if owner[name] == i),
+        }
+        if own["weights"]:
+            found.append(layer.model_copy(update=own))
+    return tuple(found)
+
+
+def _layer(name: str, module: nn.Module, first: dict[str, str]) -> Layer:
     prefix = f"{name}." if name else ""
-    own = [n for n, _ in module.named_parameters(recurse=False)]
-    weights = tuple(prefix + n for n in own if n.startswith("weight"))
-    biases = tuple(prefix + n for n in own if n.startswith("bias"))
+    own = [n for n, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+    weights = tuple(first[prefix + n] for n in own if n.startswith("weight"))
+    biases = tuple(first[prefix + n] for n in own if n.startswith("bias"))
     if isinstance(module, nn.LSTM):
         if module.proj_size:
             raise ModelError(f"LSTM {name!r} has a projection (proj_size={module.proj_size}); use a Linear after it")
@@ -98,13 +130,16 @@ def _layer(name: str, module: nn.Module) -> Layer:
 
 
 def _rules(module: nn.Module, init: InitScheme) -> dict[str, Init]:
-    """How a seed draws each tensor that some rule covers."""
+    """How a seed draws each tensor that some rule covers; a maskable layer's rule goes before an embedding's."""
     rules: dict[str, Init] = {}
-    for prefix, part in module.named_modules():
-        for name, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+    first = _first_names(module)
+    for prefix, part in sorted(module.named_modules(), key=lambda item: not isinstance(item[1], _MASKABLE)):
+        own = part.named_parameters(recurse=False, remove_duplicate=False)
+        for name, value in (*own, *part.named_buffers(recurse=False)):
             rule = _rule(part, name, value, init)
             if rule is not None:
-                rules.setdefault(f"{prefix}.{name}" if prefix else name, rule)
+                full = f"{prefix}.{name}" if prefix else name
+                rules.setdefault(first.get(full, full), rule)
     return rules
 
 
