@@ -38,6 +38,7 @@ class Served:
     """A coordinator behind a socket of this process."""
 
     port: int
+    server: uvicorn.Server
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
@@ -74,7 +75,7 @@ async def listening(folder: Path, most: int = 100) -> AsyncIterator[Served]:
     while not server.started:
         await asyncio.sleep(0.01)
     try:
-        yield Served(bound.getsockname()[1])
+        yield Served(bound.getsockname()[1], server)
     finally:
         server.should_exit = True
         await running
@@ -278,6 +279,23 @@ def test_more_idle_callers_than_descriptors_do_not_stop_a_coordinator_or_fill_it
 
 
 # --- messages
+
+
+def test_nothing_is_kept_of_a_message_that_was_refused_for_its_length(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as here:
+            reader, writer = await here.connect()
+            size = 10 * DEVICE_LIMIT
+            writer.write(f"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode())
+            writer.write(b"x" * (size - 1))
+            assert (await answer(reader))[0] == 413
+            await asyncio.sleep(0.1)
+            (connection,) = here.server.server_state.connections
+            assert isinstance(connection, Connection)
+            assert len(connection.cycle.body) + len(connection.conn._receive_buffer) == 0
+            writer.close()
+
+    asyncio.run(main())
 
 
 def test_a_message_is_small_unless_the_operator_sends_it(tmp_path: Path) -> None:
