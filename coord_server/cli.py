@@ -79,7 +79,7 @@ def serve(
     store = open_store(data, database)
     try:
         token, where = auth.operator_token(data)
-        listening = connections.Listening(host, port)
+        listening = connections.Listening(host, port, most)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
         asyncio.run(_run(coordinator, listening, most, where, certificate, key))
     finally:
@@ -101,6 +101,8 @@ async def _run(
     shown = f"[{host}]" if ":" in host else host
     url = f"{'http' if certificate is None else 'https'}://{shown}:{port}"
     told = f"in {where}" if where else f"from {auth.OPERATOR_ENV}"
+    if certificate is not None:
+        connections.hurry_handshakes(asyncio.get_running_loop())
     config = uvicorn.Config(
         create_app(coordinator),
         http=connections.Connection,

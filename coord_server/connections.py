@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import h11
@@ -64,11 +65,31 @@ def room(most: int) -> int:
     return found
 
 
-class Listening(socket.socket):
-    """A listening socket that turns callers away when no descriptor is left, instead of failing again and again."""
+class _Taken(socket.socket):
+    """A caller's socket, which its listening socket counts until it is closed."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, taken: socket.socket, listening: Listening) -> None:
+        super().__init__(fileno=taken.detach())
+        self._listening: Listening | None = listening
+        listening.taken += 1
+
+    def close(self) -> None:
+        """Close it."""
+        if self._listening is not None:
+            self._listening.taken -= 1
+            self._listening = None
+        super().close()
+
+
+class Listening(socket.socket):
+    """A listening socket that hangs up on callers beyond `most` and `SPARE`, and when no descriptor is left.
+
+    `taken` counts its callers, those too whose TLS handshake is not done, of whom no protocol knows.
+    """
+
+    def __init__(self, host: str, port: int, most: int = MOST) -> None:
         """Bind. Raises ConfigError."""
+        self.taken, self._most = 0, most
         # With the protocol named, asyncio turns Nagle's delay off: else an answer may wait 40 ms for its last segment.
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._complained = -COMPLAIN
@@ -90,14 +111,18 @@ class Listening(socket.socket):
         super().close()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next caller. Raises BlockingIOError when there is none, or none that there is a descriptor for."""
+        """The next caller. Raises BlockingIOError when there is none, or none that there is a place for."""
         try:
-            return super().accept()
+            taken, caller = super().accept()
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or self._kept < 0:
                 raise
             self._turn_away()
             raise BlockingIOError(errno.EAGAIN, "no descriptor is left") from None
+        if self.taken >= self._most + SPARE:
+            taken.close()
+            raise BlockingIOError(errno.EAGAIN, "no place is left")
+        return _Taken(taken, self), caller
 
     def _turn_away(self) -> None:
         """Take a caller off the queue and hang up: one that is left there would wake the event loop for ever."""
@@ -110,6 +135,11 @@ class Listening(socket.socket):
             super().accept()[0].close()
         with suppress(OSError):
             self._kept = os.open(os.devnull, os.O_RDONLY)
+
+
+def hurry_handshakes(loop: asyncio.AbstractEventLoop) -> None:
+    """Give TLS handshakes of the servers made on `loop` the time of a head: uvicorn has no setting for it."""
+    loop.create_server = partial(loop.create_server, ssl_handshake_timeout=PATIENCE)  # type: ignore[method-assign]
 
 
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,9 +168,6 @@ class Connection(H11Protocol):
         """There is a caller."""
         super().connection_made(transport)
         over = 0 if self._most is None else len(self.connections) - self._most
-        if over > SPARE:
-            transport.abort()
-            return
         if over > 0:
             self.app = _busy
         self._wait(h11.IDLE, BUSY_PATIENCE if over > 0 else PATIENCE)

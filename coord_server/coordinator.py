@@ -89,8 +89,8 @@ class Coordinator:
         known = isinstance(error, (MaskfleetError, ValidationError))
         why = first_fault(error, error.title) if isinstance(error, ValidationError) else str(error)
         fault = (
-            f"federation {row.id!r} could not be loaded: {why if known else repr(error)}; install the method it lacks, "
-            "or restore the data folder, then start the coordinator again"
+            f"federation {row.id!r} could not be loaded: {why if known else repr(error)}; mend that (install a "
+            "method that is missing, restore a damaged data folder), then start the coordinator again"
         )
         log.error("%s", fault, exc_info=None if known else error)
         try:

@@ -79,7 +79,8 @@ def widen(model: ModelProto) -> ModelProto:
     graph = made.graph
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(output.name for output in graph.output)
-    alone = {n.input[0] for n in graph.node if n.op_type == "BatchNormalization" and uses[n.input[0]] == 1}
+    norms = (n for n in graph.node if n.op_type == "BatchNormalization" and len(n.output) == 1)
+    alone = {n.input[0] for n in norms if uses[n.input[0]] == 1}
     biases: dict[str, str] = {}  # of a convolution's output, where it is left out
     wide: dict[str, str] = {}  # a value's float64 name
     nodes: list[NodeProto] = []

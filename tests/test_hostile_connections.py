@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -65,11 +66,21 @@ async def seconds_until_closed(reader: asyncio.StreamReader) -> float:
 
 
 @asynccontextmanager
-async def listening(folder: Path, most: int = 100) -> AsyncIterator[Served]:
+async def listening(folder: Path, most: int = 100, certificate: Path | None = None) -> AsyncIterator[Served]:
     store = open_store(folder)
-    bound = Listening("127.0.0.1", 0)
+    bound = Listening("127.0.0.1", 0, most)
     app = create_app(Coordinator(store, "o" * 64))
-    config = uvicorn.Config(app, http=Connection, limit_concurrency=most, ws="none", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        limit_concurrency=most,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        ssl_certfile=certificate,
+    )
+    if certificate is not None:
+        connections.hurry_handshakes(asyncio.get_running_loop())
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve([bound]))
     while not server.started:
@@ -206,6 +217,31 @@ def test_beyond_the_limit_callers_are_told_to_come_again_and_beyond_that_they_ar
             reader, writer = await here.connect()
             writer.write(HEALTH)
             assert (await answer(reader))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_under_tls_too_silent_callers_are_counted_and_let_go(tmp_path: Path) -> None:
+    pem = Path(__file__).parent / "loopback.pem"  # certificate and key of these tests alone
+    trusting = ssl.create_default_context(cafile=str(pem))
+
+    async def hello(port: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.write(HEALTH)
+        status = (await answer(reader))[0]
+        writer.close()
+        return status
+
+    async def main() -> None:
+        async with listening(tmp_path, most=3, certificate=pem) as here:
+            assert await hello(here.port) == 200
+            held = [await here.connect() for _ in range(3 + SPARE)]
+            await asyncio.sleep(0.05)
+            reader, _ = await here.connect()
+            assert await seconds_until_closed(reader) < PATIENCE / 2  # there is no place
+            closed = [await seconds_until_closed(reader) for reader, _ in held]
+            assert sum(closed) < 4 * PATIENCE  # they have as long for the handshake as for a head
+            assert await hello(here.port) == 200
 
     asyncio.run(main())
 
