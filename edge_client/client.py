@@ -153,9 +153,7 @@ class _Run:
         if report is not None:
             self.say(Event("done", f"the federation was finished before; the model is {self.client.personal}"))
             return Result(identity.device, 0, "finished", report, self.client.personal)
-        given = self.client.data
-        found = given if isinstance(given, DeviceData) else read(Path(given))  # before a token is used up for it
-        session = self._session(self._enrol(identity), found)
+        session = self._begin(identity)
         done = 0
         receipt: Receipt | None = None
         pending = self.journal.pending()
@@ -197,6 +195,12 @@ class _Run:
         self.transport.pause(after)
 
     # --- before the rounds
+
+    def _begin(self, identity: Identity) -> _Session:
+        """The session of this device, enrolled if it was not. What was read of a file is not kept beside it."""
+        given = self.client.data
+        found = given if isinstance(given, DeviceData) else read(Path(given))  # before a token is used up for it
+        return self._session(self._enrol(identity), found)
 
     def _enrol(self, identity: Identity) -> Identity:
         self.transport.credential = identity.credential

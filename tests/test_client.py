@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import httpx
 import numpy as np
@@ -28,7 +29,7 @@ from edge_client import client as client_module
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.cli import join
 from edge_client.client import Client
-from edge_client.data import DeviceData
+from edge_client.data import DataFile, DeviceData, read
 from edge_client.errors import (
     BundleError,
     ConfigError,
@@ -242,6 +243,26 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert len(coordinator.requests) == before
+
+
+def test_what_was_read_of_a_file_is_not_kept_beside_what_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = samples().x, samples().y
+    np.savez(tmp_path / "mine.npz", x=np.tile(x.astype(np.float64), (4, 1)), y=np.tile(y, 4))
+    given: list[ReferenceType[DataFile]] = []
+
+    def noted(path: Path) -> DataFile:
+        file = read(path)
+        given.append(ref(file))
+        return file
+
+    monkeypatch.setattr(client_module, "read", noted)
+    coordinator, kept = Coordinator(), list[bool]()
+    coordinator.fault = lambda r: kept.append(given[0]() is not None) if r.url.path.endswith("/work") else None
+    assert device(tmp_path / "state", coordinator, data=tmp_path / "mine.npz").run().ended == "finished"
+    assert kept
+    assert not any(kept)
 
 
 def test_work_that_a_receipt_brings_is_not_asked_for(tmp_path: Path) -> None:
