@@ -59,6 +59,7 @@ class Coordinator:
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
         self._unloaded: dict[str, Federation] = {}
+        self._waiting: dict[str, str] = {}  # by their credentials, devices of those, and the federation of each
         self._creating = asyncio.Lock()
         self._started = False
 
@@ -80,6 +81,7 @@ class Coordinator:
                 live = LiveFederation(self.store, row, devices, records, self._clock)
             except Exception as error:
                 self._unloaded[row.id] = self._shown(row, error)
+                self._waiting |= {device.credential: row.id for device in devices}
                 continue
             self._federations[row.id] = live
             live.begin()
@@ -237,9 +239,9 @@ class Coordinator:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
 
-    def may_use(self, digest: str) -> str | None:
-        """A federation that could not be loaded and that may use this bundle: its devices are not known here."""
-        return next((id_ for id_, f in self._unloaded.items() if f.config is None or f.config.bundle == digest), None)
+    def unloaded_of(self, credential: str) -> str | None:
+        """The federation that could not be loaded of the device with this credential, a SHA-256."""
+        return self._waiting.get(credential)
 
     # --- tokens and enrolment
 

@@ -71,6 +71,8 @@ def test_a_federation_that_cannot_be_loaded_is_named_with_what_to_do_and_the_oth
             ):
                 assert (refused.status_code, refused.json()["type"]) == (503, "/problems/not-loaded")
                 assert refused.headers["retry-after"] == "60"
+            stranger = await fleet.http.get(f"/v1/bundles/{bundle}", headers=bearer(credential("y")))
+            assert (stranger.status_code, "fed'" in stranger.text) == (401, False)
             again = await fleet.operator("POST", "/v1/federations", json={**other, "name": "fed"})
             assert (again.status_code, again.json()["type"]) == (409, "/problems/name-taken")
             fleet.join = token

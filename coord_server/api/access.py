@@ -99,9 +99,9 @@ async def reader(served: Served, digest: BundleDigest, given: DeviceHeader) -> R
             return Reader(served, None)
         if removed is not None:
             raise removed
-        unknown = served.may_use(digest)
-        if unknown is not None:  # it may be a device of that one
-            served.federation(unknown)
+        unloaded = served.unloaded_of(credential)
+        if unloaded is not None:
+            served.federation(unloaded)
     raise Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
 
 

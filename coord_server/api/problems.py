@@ -22,7 +22,7 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
 EXAMPLES = {
     "bad-request": "Content-Length is 'many'; send the number of bytes",
     "unauthorized": "this needs the device's credential: send Authorization: Bearer CREDENTIAL",
-    "forbidden": "this credential is 'pi-07's; it cannot upload for 'pi-08'",
+    "forbidden": "this credential is 'pi-07''s; it cannot upload for 'pi-08'",
     "device-removed": "device 'pi-07' was removed from har by its operator",
     "not-found": "there is no federation 'hat'; GET /v1/federations lists them",
     "method-not-allowed": "/v1/federations/har/work does not take POST; see /docs",
@@ -47,7 +47,7 @@ EXAMPLES = {
     "superseded": "'pi-07' has begun another upload; this one was given up",
     "internal-error": "the coordinator failed on this request; its log says why. Try again later",
     "round-not-open": "round 2 is being aggregated again after a restart; send round 3 once more soon",
-    "too-busy": "as many connections are open as can be served; come again in 2 s",
+    "too-busy": "the coordinator has as many connections as it can serve; come again in a few seconds",
     "not-loaded": "federation 'har' could not be loaded; its `fault` tells the operator what to mend",
     "storage-full": "cannot write coordinator/blobs: No space left on device; free some",
 }
