@@ -18,7 +18,7 @@ from coord_server.federation import LiveFederation
 from coord_server.refusals import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import INLINE, FederationRow
-from edge_client.backends import check_installed, check_parts
+from edge_client.backends import check_parts, installed
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
 from edge_client.errors import BundleError, ConfigError, MaskfleetError, first_fault
@@ -188,7 +188,7 @@ class Coordinator:
             method = make_method(config.method)
             if config.backend is not None:
                 # As with methods: what is not installed here is taken for a mistake, before a fleet finds out.
-                check_installed(
+                installed(
                     config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))

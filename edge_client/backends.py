@@ -5,7 +5,7 @@ Nothing of a backend is imported: the coordinator asks this too. What a backend 
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError
@@ -15,11 +15,12 @@ PARTS = {"onnxruntime": ("train.onnx", "eval.onnx"), "torch": ("model.pt2",)}
 """What our own backends open. A third party's is not known before it runs."""
 
 
-def check_installed(backend: str, advice: str) -> None:
-    """Raise ConfigError with the choices and `advice` when no installed package brings a backend of this name."""
-    found = sorted({e.name for e in entry_points(group="maskfleet.trainers")})
+def installed(backend: str, advice: str = "") -> EntryPoint:
+    """The backend of this name, not loaded. Raises ConfigError, with the choices and `advice`, when there is none."""
+    found = {e.name: e for e in entry_points(group="maskfleet.trainers")}
     if backend not in found:
-        raise ConfigError(f"there is no training backend {backend!r}; choose one of {found}{advice}")
+        raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}{advice}")
+    return found[backend]
 
 
 def check_parts(backend: str, manifest: Manifest) -> None:

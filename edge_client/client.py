@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from edge_client.backends import DEFAULT_BACKEND, check_installed, check_parts
+from edge_client.backends import DEFAULT_BACKEND, check_parts, installed
 from edge_client.bundle import Bundle, digest
 from edge_client.data import DataFile, DeviceData, check, fit, read
 from edge_client.errors import BundleError, ConfigError, MaskfleetError, PayloadError, ServerError
@@ -116,7 +116,7 @@ class Client:
         if device is not None:
             _check_name(device)
         if backend is not None:
-            check_installed(backend, "")
+            installed(backend)
         self.url, self.token, self.data, self.device = url, token, data, device
         self.state = default_state(token) if state is None else Path(state)
         self.backend, self.threads, self.patience, self.poll = backend, threads, patience, poll

@@ -133,8 +133,3 @@ def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     if "x_test" in arrays:
         return DeviceData(x, y, *check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)"))
     return split(x, y, arrays.get("group", np.arange(len(y))), seed)
-
-
-def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
-    """`read`, then `fit`. Raises DataError."""
-    return fit(read(path), manifest, seed)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bundle import small_manifest
 
-from edge_client.data import load, split
+from edge_client.bundle import Manifest
+from edge_client.data import DeviceData, fit, read, split
 from edge_client.errors import DataError
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
@@ -22,6 +23,11 @@ Y = np.arange(20) % 2
 def saved(folder: Path, **arrays: np.ndarray) -> Path:
     np.savez(folder / "d.npz", **arrays)
     return folder / "d.npz"
+
+
+def load(path: Path, manifest: Manifest, seed: int = 0) -> DeviceData:
+    """A device's file as a client takes it, before and after it has joined."""
+    return fit(read(path), manifest, seed)
 
 
 def test_a_fifth_is_kept_for_testing_when_the_file_has_no_test_samples(tmp_path: Path) -> None:

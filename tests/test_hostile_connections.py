@@ -65,6 +65,17 @@ async def seconds_until_closed(reader: asyncio.StreamReader) -> float:
     return time.monotonic() - began
 
 
+async def seconds_until_closed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, drop: bytes) -> float:
+    """The same of a caller that goes on saying `drop`, ten times a second for three."""
+    gone = asyncio.create_task(seconds_until_closed(reader))
+    for _ in range(30):
+        if gone.done():
+            break
+        writer.write(drop)
+        await asyncio.sleep(0.1)
+    return await gone
+
+
 @asynccontextmanager
 async def listening(folder: Path, most: int = 100, certificate: Path | None = None) -> AsyncIterator[Served]:
     store = open_store(folder)
@@ -118,13 +129,7 @@ def test_a_head_that_comes_in_drops_has_no_more_time_than_another(tmp_path: Path
         async with listening(tmp_path) as here:
             reader, writer = await here.connect()
             writer.write(b"GET /v1/health HTTP/1.1\r\n")
-            gone = asyncio.create_task(seconds_until_closed(reader))
-            for _ in range(30):
-                if gone.done():
-                    break
-                writer.write(b"X: x\r\n")
-                await asyncio.sleep(0.1)
-            assert await gone < 2
+            assert await seconds_until_closed_on(reader, writer, b"X: x\r\n") < 2
 
     asyncio.run(main())
 
@@ -186,13 +191,7 @@ def test_the_rest_of_a_body_that_was_answered_already_may_be_slow_but_not_stand_
             assert (await answer(reader))[0] == 200
             writer.write(head + b"x")
             assert (await answer(reader))[0] == 413
-            gone = asyncio.create_task(seconds_until_closed(reader))
-            for _ in range(30):
-                if gone.done():
-                    break
-                writer.write(b"x")
-                await asyncio.sleep(0.1)
-            assert await gone < 2
+            assert await seconds_until_closed_on(reader, writer, b"x") < 2
 
     asyncio.run(main())
 

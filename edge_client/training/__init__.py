@@ -7,12 +7,12 @@ Engines are entry points of the group `maskfleet.trainers`; `onnxruntime` is the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.backends import installed
 from edge_client.bundle import F32, Bundle, Manifest
 from edge_client.errors import ConfigError
 
@@ -49,11 +49,9 @@ class Trainer(Protocol):
 
 def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
     """The trainer `backend` ("onnxruntime", "torch") on `bundle`. Raises ConfigError for an unknown backend."""
-    found = {e.name: e for e in entry_points(group="maskfleet.trainers")}
-    if backend not in found:
-        raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}")
+    entry = installed(backend)
     try:
-        opened = found[backend].load()
+        opened = entry.load()
     except ImportError as error:
         raise ConfigError(f"backend {backend!r} needs a package that is not installed: {error}") from None
     trainer: Trainer = opened(bundle, threads)
