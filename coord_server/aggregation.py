@@ -8,65 +8,65 @@ What is stored where, and when a round closes, is not decided here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
-from edge_client.bundle import Model
-from edge_client.errors import MaskfleetError, PayloadError, first_fault
-from edge_client.methods import Assignment, Method, Total, origin
+from coord_server import guard
+from edge_client.errors import MaskfleetError, PayloadError, StateError, first_fault
+from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods import Influence, Method, origin
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, DeviceMetrics, Round, Traffic
-from edge_client.protocol.payload import Arrays, Payload
+from edge_client.protocol.messages import DeviceMetrics, Round, Scores, Traffic
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Course
 
 HEADER = "header"  # the kind under which a payload's bytes outside its arrays are counted
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Course:
-    """What stays the same through a federation."""
+class Encoded:
+    """A downlink as it travels, and its bytes by kind."""
 
-    method: Method
-    model: Model
-    seed: int
-    rounds: int
-
-    def assignment(self, round_: int, device: str) -> Assignment:
-        """One device's part in one round."""
-        return Assignment(self.model, self.seed, self.rounds, round_, device)
+    data: bytes
+    sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """An update that is what it should be: decoded arrays, the device's figures, bytes by kind."""
+    """An update that is what it should be: decoded by its method, the device's figures, bytes by kind."""
 
-    arrays: Arrays
+    update: Any
     metrics: DeviceMetrics
     sizes: dict[str, int]
+    influence: Influence | None
 
 
 @dataclass(frozen=True)
 class Contribution:
     """One acknowledged update on its way into the round.
 
-    `data` is its bytes, or what `check_update` made of them when it arrived; `downlink` the bytes by kind that the
-    device received; `record` what the server keeps of it, {} at first.
+    `data` is its bytes, or what `check_update` made of them; `record` what the server keeps of the device, None at
+    first; `downlink` the bytes by kind that the device received.
     """
 
     device: str
     data: bytes | Checked
-    record: Arrays
+    record: Any
     downlink: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed round: the next global state and the round's record."""
+    """A closed round: the next global state, the devices' new records, the round's own record."""
 
-    state: Arrays
-    record: Round
+    state: Any
+    records: dict[str, Any]
+    round: Round
 
 
 class UnusableUpdate(MaskfleetError):
@@ -75,6 +75,25 @@ class UnusableUpdate(MaskfleetError):
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"the update of {device!r} cannot be folded: {reason}")
         self.device = device
+
+
+# --- values as bytes for the store
+
+
+def pack(value: object) -> bytes:
+    """A state or record as one safetensors file; equal values give equal bytes, None gives an empty file."""
+    return payload.encode(Payload(to_arrays(value)), payload.FILE_HEADER_BYTES)
+
+
+def unpack(kind: type[T], data: bytes) -> T:
+    """The value that `pack` wrote. Raises StateError."""
+    try:
+        return from_arrays(kind, payload.decode(data, payload.FILE_HEADER_BYTES).arrays)
+    except (PayloadError, ValueError) as error:
+        raise StateError(f"a stored {kind.__name__} is damaged: {error}; restore the data folder") from None
+
+
+# --- downlinks and updates
 
 
 def sizes(data: bytes, content: Payload) -> dict[str, int]:
@@ -92,19 +111,12 @@ def sum_kinds(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def downlink(course: Course, round_: int, device: str, state: Arrays, record: Arrays) -> tuple[bytes, dict[str, int]]:
-    """The payload `device` receives in `round_` (``rounds + 1`` after the last), and its bytes by kind.
-
-    When the method's downlink is shared it is the same for every device (and names none); ask once with any of them.
-    """
-    a = course.assignment(round_, device)
-    content = course.method.downlink(a, state, record)
-    labels = origin(course.method, a)
-    if course.method.shared_downlink:
-        del labels["device"]
-    content = Payload(content.arrays, {**content.meta, **labels})
+def downlink(method: Method, course: Course, round_: int, state: Any, record: Any) -> Encoded:
+    """The payload of one audience in `round_` (``rounds + 1`` after the last); `record` is that of any member."""
+    content = method.downlink(course, round_, state, record)
+    content = Payload(content.arrays, {**content.meta, **origin(method, round_)})
     data = payload.encode(content)
-    return data, sizes(data, content)
+    return Encoded(data, sizes(data, content))
 
 
 def metrics(content: Payload) -> DeviceMetrics:
@@ -116,107 +128,123 @@ def metrics(content: Payload) -> DeviceMetrics:
         raise PayloadError(f"the update's metadata, {first_fault(error)}; train the round again") from None
 
 
-def check_update(course: Course, round_: int, device: str, state: Arrays, record: Arrays, data: bytes) -> Checked:
+def check_update(method: Method, a: Assignment, state: Any, record: Any, data: bytes) -> Checked:
     """Decode an update and check everything that can be wrong with it. Raises PayloadError."""
     content = payload.decode(data)
-    a = course.assignment(round_, device)
-    for key, due in origin(course.method, a).items():
+    for key, due in {**origin(method, a.round), "device": a.device}.items():
         said = content.meta.get(key)
         if said != due:
             raise PayloadError(
                 f"the update's metadata says {key} {said!r}, due is {due!r}; send the one that was asked for"
             )
     figures = metrics(content)
-    arrays = course.method.read_update(a, state, record, content)
-    return Checked(arrays, figures, sizes(data, content))
+    update = method.read_update(a, state, record, content)
+    return Checked(update, figures, sizes(data, content), method.influence(a, state, update))
 
 
-def update_limit(course: Course) -> int:
+def update_limit(method: Method, course: Course) -> int:
     """The most bytes a whole update may have, header included."""
-    return course.method.update_limit(course.model) + payload.HEADER_BYTES
+    return method.update_limit(course.model) + payload.HEADER_BYTES
 
 
-def pack(arrays: Arrays) -> bytes:
-    """A state or record as bytes for the store; equal arrays give equal bytes."""
-    return payload.encode(Payload(arrays), payload.FILE_HEADER_BYTES)
+# --- a round
 
 
-def unpack(data: bytes) -> Arrays:
-    """The arrays that `pack` wrote."""
-    return dict(payload.decode(data, payload.FILE_HEADER_BYTES).arrays)
-
-
-def _book(traffic: Traffic, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
-    """Add one device's bytes by kind."""
-    for kind, count in up.items():
-        side = traffic.one_time_up if kind in method.one_time else traffic.up
-        side[kind] = side.get(kind, 0) + count
-    for kind, count in down.items():
-        side = traffic.one_time_down if kind in method.one_time_down else traffic.down
-        side[kind] = side.get(kind, 0) + count
-
-
-def accuracy(values: list[float], weights: list[int]) -> Accuracy | None:
+def scores(values: Sequence[float], weights: Sequence[int]) -> Scores | None:
     """Statistics over the devices that have test samples; the mean is weighted by them. None when none has."""
     pairs = [(v, w) for v, w in zip(values, weights, strict=True) if w > 0]
     if not pairs:
         return None
     mean = math.fsum(v * w for v, w in pairs) / sum(w for _, w in pairs)
     plain = [v for v, _ in pairs]
-    return Accuracy(mean=mean, worst=min(plain), p10=float(np.percentile(plain, 10)), best=max(plain))
+    return Scores(mean=mean, worst=min(plain), p10=float(np.percentile(plain, 10)), best=max(plain))
+
+
+@dataclass
+class _Tally:
+    """What a round's record adds up, one device at a time."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    figures: list[DeviceMetrics] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    guarded: dict[str, str] = field(default_factory=dict)
+
+    def book(self, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
+        """Add one device's bytes by kind."""
+        t = self.traffic
+        for sent, once, rounds, one_time in (
+            (up, t.one_time_up, t.up, method.one_time),
+            (down, t.one_time_down, t.down, method.one_time_down),
+        ):
+            for kind, count in sent.items():
+                side = once if kind in one_time else rounds
+                side[kind] = side.get(kind, 0) + count
 
 
 def close_round(
+    method: Method,
     course: Course,
     round_: int,
-    state: Arrays,
+    state: Any,
     contributions: Iterable[Contribution],
-    keep: Callable[[str, Arrays], None],
-    seconds: float,
+    influences: Mapping[str, Influence],
+    how: Literal["clip", "drop", "none"],
     skipped: Sequence[str] = (),
 ) -> Closed:
     """Fold the round's updates, sorted by device name, into the next state.
 
-    `contributions` is read one at a time, so it may load each from disk; `keep` receives each device's new record
-    when it has one (or had one). Traffic, loss and accuracies are of the devices that contributed; `skipped` are those
-    left out before, for the record. Raises UnusableUpdate for the first that cannot be folded (a method folds in place,
-    so the caller begins again without it), ValueError when the devices are not in order or there is none.
+    `contributions` is read one at a time, so it may load each from disk. `influences` are those of the round's updates
+    that have one: updates far beyond the others are clipped or dropped as `how` says (`guard`). Traffic, loss and
+    scores are of the devices that were folded; `skipped` are those left out before, for the record. The round's seconds
+    are the caller's to fill in. When every update was dropped the state stays. Raises UnusableUpdate for the first that
+    cannot be folded (a method folds in place, so the caller begins again without it), ValueError when the devices are
+    not in order or there is none.
     """
-    method, traffic, figures, devices = course.method, Traffic(), [], list[str]()
-    total: Total = {}
+    tally, records, total, last = _Tally(), dict[str, Any](), None, ""
+    limits = guard.limits(influences, how)
     for c in contributions:
-        if devices and c.device <= devices[-1]:
-            raise ValueError(f"device {c.device!r} comes after {devices[-1]!r}; sort contributions by device name")
+        if c.device <= last:
+            raise ValueError(f"device {c.device!r} comes after {last!r}; sort contributions by device name")
+        last, a = c.device, Assignment(course, round_, c.device)
         try:
-            if isinstance(c.data, Checked):
-                checked = c.data
-            else:
-                checked = check_update(course, round_, c.device, state, c.record, c.data)
-            total, record = method.fold(course.assignment(round_, c.device), state, total, checked.arrays, c.record)
+            checked = c.data if isinstance(c.data, Checked) else check_update(method, a, state, c.record, c.data)
+            limit = limits.get(c.device)
+            if limit is not None:
+                tally.guarded[c.device] = limit.reason
+            if limit is not None and limit.drop:
+                continue
+            update = checked.update
+            if limit is not None:
+                update = method.limited(a, state, update, limit.scale, limit.weight)
+            total, record = method.fold(a, state, total, update, c.record)
         except (MaskfleetError, ArithmeticError, LookupError, ValueError) as error:
             raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
-        if record or c.record:
-            keep(c.device, record)
-        _book(traffic, method, checked.sizes, c.downlink)
-        figures.append(checked.metrics)
-        devices.append(c.device)
-    if not devices:
+        if record is not None:
+            records[c.device] = record
+        tally.book(method, checked.sizes, c.downlink)
+        tally.figures.append(checked.metrics)
+        tally.devices.append(c.device)
+    if not last:
         raise ValueError(f"round {round_} has no update to aggregate")
-    exchanged = method.exchanged(course.model) * len(devices)
-    weights = [f.test_samples for f in figures]
-    samples = sum(f.samples for f in figures)
-    return Closed(
-        state=method.finish(course.model, round_, state, total),
-        record=Round(
-            round=round_,
-            devices=devices,
-            traffic=traffic,
-            bits_per_parameter_up=8 * sum(traffic.up.values()) / exchanged if exchanged else 0.0,
-            bits_per_parameter_down=8 * sum(traffic.down.values()) / exchanged if exchanged else 0.0,
-            loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else None,
-            accuracy_before=accuracy([f.accuracy_before for f in figures], weights),
-            accuracy_after=accuracy([f.accuracy_after for f in figures], weights),
-            seconds=seconds,
-            skipped=sorted(skipped),
-        ),
+    if tally.devices:
+        state, changed = method.finish(course, round_, tally.devices, state, total)
+        records |= changed
+    return Closed(state, records, _round(method, course, round_, tally, skipped))
+
+
+def _round(method: Method, course: Course, round_: int, tally: _Tally, skipped: Sequence[str]) -> Round:
+    figures, exchanged = tally.figures, method.exchanged(course.model) * len(tally.devices)
+    weights, samples = [f.test_samples for f in figures], sum(f.samples for f in figures)
+    return Round(
+        round=round_,
+        devices=tally.devices,
+        traffic=tally.traffic,
+        bits_per_parameter_up=8 * sum(tally.traffic.up.values()) / exchanged if exchanged else 0.0,
+        bits_per_parameter_down=8 * sum(tally.traffic.down.values()) / exchanged if exchanged else 0.0,
+        loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else None,
+        score_before=scores([f.score_before for f in figures], weights),
+        score_after=scores([f.score_after for f in figures], weights),
+        seconds=0.0,
+        skipped=sorted(skipped),
+        guarded=tally.guarded,
     )

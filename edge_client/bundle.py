@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from edge_client.errors import BundleError, first_fault
+from edge_client.targets import Target
 
 F32 = NDArray[np.float32]
 MANIFEST = "manifest.json"
@@ -98,8 +99,7 @@ class Manifest(_Data):
     format: Literal[1] = 1
     name: str
     input: Input
-    classes: Annotated[int, Field(gt=1)]
-    loss: Literal["cross_entropy"] = "cross_entropy"
+    target: Target
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...] = ()
     layers: tuple[Layer, ...]

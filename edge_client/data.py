@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import is_zipfile
 
 import numpy as np
@@ -25,12 +25,26 @@ from edge_client.errors import DataError
 
 @dataclass(frozen=True)
 class DeviceData:
-    """Training and test samples of one device. `x` is [n, *input.shape] in the bundle's dtype, `y` int64[n]."""
+    """Training, validation and test samples of one device. Both of the last two may be empty.
+
+    `x` is [n, *input.shape] in the bundle's dtype, `y` what the bundle's target has: int64[n] for classes.
+    """
 
     x: NDArray[Any]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
+    x_val: NDArray[Any]
+    y_val: NDArray[Any]
     x_test: NDArray[Any]
-    y_test: NDArray[np.int64]
+    y_test: NDArray[Any]
+
+    def part(self, name: Literal["train", "validation", "test"]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The samples and labels of one part."""
+        parts = {
+            "train": (self.x, self.y),
+            "validation": (self.x_val, self.y_val),
+            "test": (self.x_test, self.y_test),
+        }
+        return parts[name]
 
 
 def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -3,8 +3,11 @@
     MaskfleetError
     |-- BundleError      a model bundle is malformed, incomplete or does not match its digests
     |-- DataError        a device's data file does not fit the bundle (shape, labels, NaN)
+    |-- DivergedError    training produced a loss, gradient or statistic that is not finite
     |-- PayloadError     bytes from the network are not the payload they should be
+    |   `-- LostError    a downlink builds on values that this device no longer holds
     |-- ConfigError      a configuration names something unknown or out of range
+    |   `-- ModelError   an author's model cannot become a bundle
     |-- ServerError      the coordinator refused a request (carries the problem+json)
     |-- UnreachableError the coordinator gave no usable answer for longer than the client's patience
     |-- StateError       a state folder cannot be written, read back or locked
@@ -37,6 +40,24 @@ class DataError(MaskfleetError):
 
 class PayloadError(MaskfleetError):
     """Bytes from the network do not decode to the payload that was due."""
+
+
+class DivergedError(MaskfleetError):
+    """Training produced a loss, gradient or statistic that is not finite.
+
+    `at_start` says that the first step did: then the received model is the cause, not the device's training.
+    """
+
+    def __init__(self, message: str, at_start: bool) -> None:
+        super().__init__(message)
+        self.at_start = at_start
+
+
+class LostError(PayloadError):
+    """A downlink builds on values of an earlier round that this device no longer holds.
+
+    The device reports it, sits the round out and receives everything with its next downlink.
+    """
 
 
 class ConfigError(MaskfleetError):

@@ -5,22 +5,31 @@ numpy only, no network, no disk, no framework. The coordinator, the device and t
 
 One round, as the engine of either side runs it::
 
-    server   state, records            what the server keeps: one global value, one per device
-             downlink(a, state, record)            -> Payload      what device `a.device` receives
-    device   local_round(task, kept, downlink)     -> Local        what it keeps, uploads, and its trained model
-    server   read_update(a, state, record, payload)-> Arrays       checked and decoded, or PayloadError
-             fold(a, state, total, update, record) -> total, record  one update at a time, ordered by device name
-             finish(model, round, state, total)    -> state        the next round's global value
+    server   audience(course, round, record)           -> str       devices of one audience receive the same bytes
+             downlink(course, round, state, record)    -> Payload   made once for each audience
+    device   receive(a, kept, downlink)                -> Received  the downlink understood, decoded once
+             local_round(task, kept, received)         -> Local     what it keeps, uploads, and its trained model
+    server   read_update(a, state, record, payload)    -> Update    checked and decoded, or PayloadError
+             fold(a, state, total, update, record)     -> total, record   one at a time, ordered by device name
+             finish(course, round, took_part, state, total) -> state, records
 
-Round numbers start at 1. After the last round every device asks for one more downlink (round `rounds + 1`) and makes
-its `personal` model from it. Everything kept is a flat dict of arrays, so either side stores it as one safetensors
-file. A method that needs a probing round, a state per device or a coded downlink decides so from `a.round` and
-`record`.
+Rounds count from 1. After the last round every device asks for one more downlink (round `rounds + 1`) and makes its
+`personal` model from it.
+
+A method defines small dataclasses for its values: `State` (global, on the server), `Record` (what the server keeps of
+one device), `Kept` (what a device keeps), and, in memory only, what it received, a decoded update and a round's total.
+The first three are class attributes, because `edge_client.flat` stores them. A record or kept value is None until the
+first one is written.
+
+A method that codes against values of an earlier round raises `LostError` in `receive` when the device no longer holds
+them. The caller then reports that to the server, which drops the device's record; so the next downlink is the one for
+a device of which nothing is known, and the method needs no code for repair.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -29,61 +38,21 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_client.bundle import F32, Model, digest
-from edge_client.data import DeviceData
+from edge_client.bundle import Model, digest
 from edge_client.errors import ConfigError, first_fault
-from edge_client.protocol.payload import Arrays, Payload
-from edge_client.training import Trainer
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Course, Local, Personal, Task
 
-Total = dict[str, Any]
-"""A round's running sums: arrays, and tallies of packed masks (`edge_kernels.folding`). Never stored."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """One device's part in one round, as both sides know it. All shared randomness is keyed by these fields."""
-
-    model: Model
-    seed: int
-    rounds: int
-    round: int
-    device: str
+ALL = "all"
+"""The audience of every device, for methods whose downlink depends on nothing but the state."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """An assignment on the device that has it: its engine and its data."""
+class Influence:
+    """What an update could do to the global value: the Euclidean norm of its change, and the weight it claims."""
 
-    assignment: Assignment
-    trainer: Trainer
-    data: DeviceData
-
-
-@dataclass(frozen=True)
-class Personal:
-    """A device's own model: effective parameters float32[d] (mask applied), statistics float32[buffers_d].
-
-    `mask` is bool[d], False where a parameter was masked away; None for a dense model.
-    """
-
-    parameters: F32
-    buffers: F32
-    mask: NDArray[np.bool_] | None = None
-
-
-@dataclass(frozen=True)
-class Local:
-    """What one local round leaves: `kept` on the device, `update` for the server, the trained model, its mean loss.
-
-    With `took_part` False the device could not train and its update only says why: it reports no samples, so that
-    nothing of it counts in the round's means.
-    """
-
-    kept: Arrays
-    update: Payload
-    trained: Personal
-    loss: float
-    took_part: bool = True
+    norm: float
+    weight: float
 
 
 class Method(BaseModel):
@@ -91,25 +60,30 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes.
-    `shared_downlink` says that `downlink` does not depend on device or record, so it is made and stored once a round.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
+    State: ClassVar[type[Any]]
+    Record: ClassVar[type[Any] | None] = None
+    Kept: ClassVar[type[Any] | None] = None
     one_time: ClassVar[frozenset[str]] = frozenset()
     one_time_down: ClassVar[frozenset[str]] = frozenset()
-    shared_downlink: ClassVar[bool] = True
 
     # --- server half
 
     @abstractmethod
-    def start(self, model: Model, seed: int) -> Arrays:
-        """The server's global state before round 1."""
+    def start(self, course: Course) -> Any:
+        """The server's state before round 1."""
         ...
 
+    def audience(self, course: Course, round_: int, record: Any) -> str:
+        """The name of the group of devices that receive the same downlink in this round as one with this record."""
+        return ALL
+
     @abstractmethod
-    def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
-        """What the device receives at the start of `a.round`."""
+    def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
+        """What the devices of one audience receive at the start of a round; `record` is that of any of them."""
         ...
 
     @abstractmethod
@@ -127,39 +101,60 @@ class Method(BaseModel):
         ...
 
     @abstractmethod
-    def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """The update's arrays, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError."""
+    def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Any:
+        """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError."""
         ...
 
+    def influence(self, a: Assignment, state: Any, update: Any) -> Influence | None:
+        """How much an update could change the global value; None when the method bounds that by construction."""
+        return None
+
+    def limited(self, a: Assignment, state: Any, update: Any, scale: float, weight: float) -> Any:
+        """The update with its change multiplied by `scale` (0..1) and its weight set to `weight`.
+
+        Called only for updates whose `influence` is not None.
+        """
+        return update
+
     @abstractmethod
-    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
-        """Add one update to the round's running total ({} at first): memory O(d), not O(devices * d).
+    def fold(self, a: Assignment, state: Any, total: Any, update: Any, record: Any) -> tuple[Any, Any]:
+        """Add one update to the round's running total (None at first): memory O(d), not O(devices * d).
 
         Returns the total (which may be updated in place) and the device's new record.
         """
         ...
 
     @abstractmethod
-    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
-        """The global state after a round, from the state before it and the round's total."""
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Any
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The state after a round in which the devices `took_part` (at least one, sorted) were folded into `total`.
+
+        Also the records that the round's outcome changes, by device: they replace what `fold` returned.
+        """
         ...
 
     # --- client half
 
     @abstractmethod
-    def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
-        """Train on the device's data. `kept` is what the device kept from its last round, {} at first."""
+    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
+        """What the downlink says, with what the device kept. Raises LostError, PayloadError."""
         ...
 
     @abstractmethod
-    def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
+    def local_round(self, task: Task, kept: Any, received: Any) -> Local:
+        """Train on the device's data. `kept` is what the device kept from its last round, None at first."""
+        ...
+
+    @abstractmethod
+    def personal(self, task: Task, kept: Any, received: Any) -> Personal:
         """The device's model as the downlink leaves it, before any further training."""
         ...
 
 
-def origin(method: Method, a: Assignment) -> dict[str, str | int]:
-    """What the metadata of a device's payload says of where it belongs: method, round and device."""
-    return {"method": method.name, "round": a.round, "device": a.device}
+def origin(method: Method, round_: int) -> dict[str, str | int]:
+    """The metadata of every payload: the method and the round it belongs to. An update also names its device."""
+    return {"method": method.name, "round": round_}
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

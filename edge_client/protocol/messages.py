@@ -22,7 +22,6 @@ MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
-Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
 Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
 Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -40,7 +39,7 @@ _TRAFFIC = {"up": {"flips.coupled": 44153, "header": 816},
             "down": {"counts.counts": 172710, "net_short.coupled-net": 52184, "header": 656}}  # fmt: skip
 _BEFORE = {"mean": 0.521, "worst": 0.329, "p10": 0.386, "best": 0.616}
 _AFTER = {"mean": 0.845, "worst": 0.657, "p10": 0.709, "best": 0.959}
-_REPORT = {"accuracy": 0.929, "test_samples": 70, "parameters_dense": 376606, "parameters_compact": 142816,
+_REPORT = {"score": 0.929, "test_samples": 70, "parameters_dense": 376606, "parameters_compact": 142816,
            "latency_dense_ms": 0.071, "latency_compact_ms": 0.032, "max_abs_diff": 2.4e-7}  # fmt: skip
 
 
@@ -92,6 +91,12 @@ class FederationConfig(Message):
     seed: Seed = 0
     backend: Name | None = None
     """Training backend the devices are asked to use; None leaves it to each device."""
+    max_attempts: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+    """Attempts of one round; when the last one fails too, the federation pauses and `fault` says why."""
+    presence_seconds: Annotated[float, Field(strict=True, ge=1, le=MAX_SECONDS, allow_inf_nan=False)] = 300.0
+    """A device is drawn only if it made a request within so many seconds before the round opens."""
+    guard: Literal["clip", "drop", "none"] = "clip"
+    """What happens to an update whose norm or weight is far beyond the round's others."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
@@ -174,7 +179,8 @@ class Enrolled(Message):
     """What the device needs to take part."""
 
     model_config = _example(
-        federation="har", device="pi-07", bundle=_BUNDLE, method=_METHOD, rounds=20, seed=7, backend=None
+        federation="har", device="pi-07", bundle=_BUNDLE, method=_METHOD, rounds=20, cohort=3, seed=7,
+        backend=None,
     )
 
     federation: Name
@@ -182,6 +188,8 @@ class Enrolled(Message):
     bundle: Sha256
     method: dict[str, Any]
     rounds: Rounds
+    cohort: Devices
+    """Devices asked in each round."""
     seed: Seed
     backend: Name | None = None
 
@@ -252,7 +260,7 @@ class Report(Message):
 
     model_config = _example(**_REPORT)
 
-    accuracy: Fraction
+    score: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=1, allow_inf_nan=False)]
     test_samples: Count
     parameters_dense: Parameters
     parameters_compact: Parameters
@@ -263,36 +271,36 @@ class Report(Message):
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
 
 
-class DeviceMetrics(Message):
-    """What one device said of one round (the metadata of its update)."""
+FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
 
-    model_config = _example(samples=254, loss=0.111, correct=[36, 46, 70])
+
+class Failure(Message):
+    """A device cannot do its round. The round goes on without it.
+
+    `lost`: the device no longer holds what the downlink builds on; the coordinator sends everything with the next one.
+    `downlink`: the received model itself gives no finite loss. `diverged`: the device's training did not stay finite.
+    `out-of-memory`, `backend`, `data`: the device's memory, training engine or samples are the cause.
+    """
+
+    model_config = _example(kind="out-of-memory", reason="training needs 310 MB, 96 MB are free; lower `batch`")
+
+    kind: FailureKind
+    reason: Annotated[str, Field(max_length=1000)]
+
+
+class DeviceMetrics(Message):
+    """What one device says of one round (the metadata of its update)."""
+
+    model_config = _example(samples=254, loss=0.111, score_before=0.514, score_after=0.657, test_samples=70)
 
     samples: Count
     loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
-    correct: Annotated[list[Count], Field(min_length=3, max_length=3)]
-    """Test samples classified correctly before training and after it, and how many there are."""
-
-    @model_validator(mode="after")
-    def _at_most_all(self) -> DeviceMetrics:
-        if max(self.correct) > self.correct[2]:
-            raise ValueError(f"{max(self.correct[:2])} of {self.correct[2]} test samples cannot be correct")
-        return self
-
-    @property
-    def test_samples(self) -> int:
-        """The weight of the accuracies in a mean."""
-        return self.correct[2]
-
-    @property
-    def accuracy_before(self) -> float:
-        """Fraction of test samples the model classified correctly as it arrived; 0.0 when there are none."""
-        return self.correct[0] / max(1, self.correct[2])
-
-    @property
-    def accuracy_after(self) -> float:
-        """The same after the local epochs."""
-        return self.correct[1] / max(1, self.correct[2])
+    score_before: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=1, allow_inf_nan=False)] = 0.0
+    """The target's score of the received model on the device's test samples; accuracy for labels."""
+    score_after: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=1, allow_inf_nan=False)] = 0.0
+    """The same after the local epochs."""
+    test_samples: Count = 0
+    """The weight of the scores in a mean."""
 
 
 class Traffic(Message):
@@ -311,8 +319,8 @@ class Traffic(Message):
     """Only of the last round: the downlinks after it, of every device that has fetched its own, each counted once."""
 
 
-class Accuracy(Message):
-    """Local-test accuracy over devices: the mean is weighted by test samples."""
+class Scores(Message):
+    """Local-test scores over devices: the mean is weighted by test samples."""
 
     model_config = _example(**_BEFORE)
 
@@ -332,8 +340,8 @@ class Round(Message):
         bits_per_parameter_up=0.319,
         bits_per_parameter_down=1.599,
         loss=0.111,
-        accuracy_before=_BEFORE,
-        accuracy_after=_AFTER,
+        score_before=_BEFORE,
+        score_after=_AFTER,
         seconds=41.8,
     )
 
@@ -343,13 +351,17 @@ class Round(Message):
     bits_per_parameter_up: float
     bits_per_parameter_down: float
     loss: float | None
-    """Mean over the samples trained on; None when every device sat the round out."""
-    accuracy_before: Accuracy | None
+    """Mean over the samples trained on."""
+    score_before: Scores | None
     """None, as is the next, when no device that took part has test samples."""
-    accuracy_after: Accuracy | None
+    score_after: Scores | None
     seconds: float
     skipped: list[str] = []
     """Devices whose acknowledged update could not be folded; it is left out of everything above."""
+    guarded: dict[str, str] = {}
+    """What the guard did to an update, by device, in a sentence."""
+    failed: dict[str, Failure] = {}
+    """Why devices that were asked could not do the round."""
 
 
 class Device(Message):
@@ -384,6 +396,8 @@ class Device(Message):
     ready: bool = True
     """It has asked for work: it counts and is drawn. One that has only enrolled is waited for by nobody."""
     report: Report | None = None
+    failure: Failure | None = None
+    """Why it could not do the last round it failed in; None once an update of it was taken again."""
 
 
 class BundleReceipt(Message):

@@ -1,0 +1,91 @@
+"""Parts of the flat parameter vector: the one way in which methods name what they mask, train, send or keep.
+
+A part is an ordered list of blocks, each a contiguous span with a matrix shape: a whole tensor, or the rows of one
+gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places` says where each
+block lies within the gathered vector. Which part is used for what is the method's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import Layer, Manifest
+
+_Value = TypeVar("_Value", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous piece of the flat vector: `span` is where it lies, `shape` what it is ([out, in, ...])."""
+
+    name: str
+    span: slice
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of the flat vector in order."""
+
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Number of values."""
+        return sum(b.size for b in self.blocks)
+
+    @cached_property
+    def places(self) -> tuple[slice, ...]:
+        """Where each block lies within the gathered vector."""
+        ends = list(accumulate(b.size for b in self.blocks))
+        return tuple(slice(end - b.size, end) for b, end in zip(self.blocks, ends, strict=True))
+
+    def gather(self, flat: NDArray[_Value]) -> NDArray[_Value]:
+        """The part as one contiguous vector of length `size`, a copy."""
+        return np.concatenate([flat[b.span] for b in self.blocks]) if self.blocks else flat[:0].copy()
+
+    def scatter(self, values: NDArray[_Value], flat: NDArray[_Value]) -> None:
+        """Write `values`, a vector of length `size`, into the flat vector."""
+        for block, place in zip(self.blocks, self.places, strict=True):
+            flat[block.span] = values[place]
+
+
+def tensors(manifest: Manifest, names: Collection[str]) -> Part:
+    """The whole tensors called `names`, in the order of the parameter table."""
+    return Part(tuple(Block(t.name, t.span, t.shape) for t in manifest.parameters if t.name in names))
+
+
+def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Part:
+    """The weights of layers, a block a tensor; of a recurrent layer a block a gate, without the gates named."""
+    blocks: list[Block] = []
+    for layer in layers:
+        gates = layer.gates or ("",)
+        for tensor in (manifest.tensors[name] for name in layer.weights):
+            size, shape = tensor.size // len(gates), (tensor.shape[0] // len(gates), *tensor.shape[1:])
+            for i, gate in enumerate(gates):
+                if gate not in without_gates or not gate:
+                    low = tensor.offset + i * size
+                    blocks.append(Block(tensor.name, slice(low, low + size), shape))
+    return Part(tuple(blocks))
+
+
+def rest(manifest: Manifest, *others: Part) -> Part:
+    """The trainable tensors of which no other part has any value."""
+    taken = np.zeros(manifest.d, np.bool_)
+    for part in others:
+        part.scatter(np.ones(part.size, np.bool_), taken)
+    free = [t for t in manifest.parameters if t.trainable and not taken[t.span].any()]
+    return Part(tuple(Block(t.name, t.span, t.shape) for t in free))

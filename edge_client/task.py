@@ -1,0 +1,186 @@
+"""What a method is given and what it gives back: Course, Assignment, Task, Local, Personal.
+
+A task is everything that a method sees of its device: batches in an order that both sides could repeat, gradients,
+scores, and randomness that no other party has. The loop over the batches is the method's own::
+
+    loss = EpochLoss()
+    for batch in task.batches(self.epochs, self.batch):
+        g = task.gradient(values, buffers, batch)
+        loss.add(batch, g)
+        buffers[:] = g.buffers
+        ...                                   # move what `values` is made of
+
+How a gradient is computed is the trainer's business, what a score is the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from edge_kernels import counter
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Model
+from edge_client.data import DeviceData
+from edge_client.errors import DivergedError
+from edge_client.protocol.payload import Payload
+from edge_client.training import Gradient, Trainer
+
+SCORE_BATCH = 512  # samples per forward pass: bounds a device's memory, changes no result
+
+Part = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What stays the same through a federation, as both sides know it.
+
+    `cohort` is the number of devices asked in a round.
+    """
+
+    model: Model
+    seed: int
+    rounds: int
+    cohort: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One device's part in one round. All shared randomness is keyed by these fields. Rounds count from 1."""
+
+    course: Course
+    round: int
+    device: str
+
+    @property
+    def model(self) -> Model:
+        """The bundle's manifest and initial values."""
+        return self.course.model
+
+    @property
+    def seed(self) -> int:
+        """The federation's seed."""
+        return self.course.seed
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the federation."""
+        return self.course.rounds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one step: `x` [n, *input.shape] and `y` as the target has it. `index` counts steps from 0."""
+
+    index: int
+    epoch: int
+    x: NDArray[Any]
+    y: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Personal:
+    """A device's own model: effective parameters float32[d] (mask applied), statistics float32[buffers_d].
+
+    `mask` is bool[d], False where a parameter was masked away; None for a dense model.
+    """
+
+    parameters: F32
+    buffers: F32
+    mask: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one local round leaves: `kept` (the method's dataclass, or None), the update, the trained model, its loss."""
+
+    kept: Any
+    update: Payload
+    trained: Personal
+    loss: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """An assignment on the device that has it. `secret` is 64 random bits that never leave the device."""
+
+    assignment: Assignment
+    trainer: Trainer
+    data: DeviceData
+    secret: int
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples."""
+        return len(self.data.y)
+
+    def batches(self, epochs: int, size: int, phase: str = "train") -> Iterator[Batch]:
+        """The batches of `epochs` passes over the training samples; the last batch of an epoch may be smaller.
+
+        Epoch e is ordered by the stream of ``key(seed, "batches", phase, device, round, e)``.
+        """
+        a, data, index = self.assignment, self.data, 0
+        for epoch in range(epochs):
+            key = counter.key(a.seed, "batches", phase, a.device, a.round, epoch)
+            order = counter.permutation(key, self.samples)
+            for low in range(0, self.samples, size):
+                chosen = order[low : low + size]
+                yield Batch(index, epoch, data.x[chosen], data.y[chosen])
+                index += 1
+
+    def gradient(self, values: F32, buffers: F32, batch: Batch) -> Gradient:
+        """Loss, gradient and new statistics of one batch. `values` is float32[d], `buffers` float32[buffers_d].
+
+        The result's arrays are valid until the next call. Raises DivergedError when the loss, the gradient or a
+        statistic is not finite, so that no NaN reaches an update.
+        """
+        g = self.trainer.gradient(values, buffers, batch.x, batch.y)
+        # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
+        with np.errstate(over="ignore"):
+            checks = {
+                "loss": np.isfinite(g.loss),
+                "gradient": np.isfinite(np.dot(g.parameters, g.parameters)),
+                "batch-norm statistics": np.isfinite(g.buffers).all(),
+            }
+        wrong = [name for name, finite in checks.items() if not finite]
+        if wrong:
+            raise DivergedError(
+                f"the {wrong[0]} overflowed in step {batch.index + 1} of round {self.assignment.round}; use a smaller "
+                "learning rate, or look for outliers in the device's data",
+                at_start=batch.index == 0,
+            )
+        return g
+
+    def score(self, model: Personal, part: Part = "test") -> float:
+        """The target's score of a model on one part of the device's data, higher is better; 0.0 without samples."""
+        x, y = self.data.part(part)
+        if not len(y):
+            return 0.0
+        chunks = range(0, len(y), SCORE_BATCH)
+        outputs = [self.trainer.logits(model.parameters, model.buffers, x[low : low + SCORE_BATCH]) for low in chunks]
+        return self.trainer.manifest.target.score(np.concatenate(outputs), y)
+
+
+class EpochLoss:
+    """The mean loss of the last epoch, weighted by samples."""
+
+    def __init__(self) -> None:
+        self._epoch, self._sum, self._samples = -1, 0.0, 0
+
+    def add(self, batch: Batch, gradient: Gradient) -> None:
+        """Count one step."""
+        if batch.epoch != self._epoch:
+            self._epoch, self._sum, self._samples = batch.epoch, 0.0, 0
+        self._sum += gradient.loss * len(batch)
+        self._samples += len(batch)
+
+    @property
+    def mean(self) -> float:
+        """The mean so far; 0.0 before the first step."""
+        return self._sum / max(1, self._samples)
