@@ -1,8 +1,9 @@
 """A device's data: one .npz file, checked against the bundle before anything trains on it.
 
-Keys: `x` [n, *input.shape], `y` [n] integer labels; optional `x_test`, `y_test`. Without the latter, one fifth
-of the samples, chosen by the seed, is kept for testing. Optional `group` [n]: samples of one group (a recording,
-a writer's page) are never on both sides of that split.
+Keys: `x` [n, *input.shape], `y` [n, ...] labels as the bundle's target has them; optional `x_val`, `y_val` and `x_test`,
+`y_test`. A part that is not given is kept back from the training samples, chosen by the seed: a fifth for testing, then
+a tenth for validation. Optional `group` [n]: samples of one group (a recording, a writer's page) are never on both
+sides of a split.
 
 What can be known without a bundle is checked by `read`, so before a device joins; the rest by `fit`.
 """
@@ -21,6 +22,10 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import Manifest
 from edge_client.errors import DataError
+
+
+TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
+FEWEST = 20  # training samples below which none are kept for validation
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,12 @@ class DeviceData:
         return parts[name]
 
 
-def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """`x`, `y` in the bundle's dtypes. Raises DataError naming `what` and the value that does not fit."""
     if x.ndim == 0 or x.shape[1:] != manifest.input.shape:
         raise DataError(f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}")
     _check_lengths(x, y, what)
-    if not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{manifest.classes - 1}")
-    bad = (y < 0) | (y >= manifest.classes)
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise DataError(f"{what}: label {y[i]} at index {i} is outside 0..{manifest.classes - 1}")
+    y = manifest.target.check(y, what)
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_) or np.iscomplexobj(x):
         raise DataError(f"{what}: samples have dtype {x.dtype}; give numbers")
     x = np.ascontiguousarray(x, dtype=manifest.input.dtype)
@@ -65,26 +65,32 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
         raise DataError(
             f"{what}: sample {int(np.argwhere(~np.isfinite(x))[0][0])} holds NaN or infinity; clean the data"
         )
-    return x, y.astype(np.int64)
+    return x, y
 
 
 def _check_lengths(x: NDArray[Any], y: NDArray[Any], what: str) -> None:
-    if x.ndim == 0 or y.shape != x.shape[:1]:
+    if x.ndim == 0 or y.shape[:1] != x.shape[:1]:
         raise DataError(f"{what}: samples of shape {x.shape} but labels of shape {y.shape}; give one label a sample")
 
 
-def split(x: NDArray[Any], y: NDArray[np.int64], group: NDArray[Any], seed: int) -> DeviceData:
-    """Whole groups go to the test side, in an order drawn from `seed`, until it holds a fifth of the samples.
+def split(
+    x: NDArray[Any], y: NDArray[Any], group: NDArray[Any], seed: int, part: str, share: float
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which samples stay and which go to `part` ("test", "validation"), bool[n] each.
 
-    When every group is larger than that the smallest one goes. Raises DataError when there is only one group.
+    Whole groups go, in an order drawn from `seed`, until `part` holds `share` of the samples; when every group is
+    larger than that the smallest one goes. Raises DataError when there is only one group.
     """
     ids, member, counts = np.unique(group, return_inverse=True, return_counts=True)
     if len(ids) < 2:
-        raise DataError("all samples are of one group, so none can be kept for testing; give x_test and y_test")
-    order = counter.permutation(counter.key(seed, "test split"), len(ids))
-    chosen = order[np.cumsum(counts[order]) <= max(len(y) // 5, 1)]
-    test = np.isin(member, chosen if len(chosen) else [counts.argmin()])
-    return DeviceData(x[~test], y[~test], x[test], y[test])
+        raise DataError(
+            f"all samples are of one group, so none can be kept for the {part} part; give x_test and y_test (and x_val "
+            "and y_val)"
+        )
+    order = counter.permutation(counter.key(seed, f"{part} split"), len(ids))
+    chosen = order[np.cumsum(counts[order]) <= max(int(len(y) * share), 1)]
+    gone = np.isin(member, chosen if len(chosen) else [counts.argmin()])
+    return ~gone, gone
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -128,22 +134,39 @@ def read(path: Path) -> DataFile:
     _check_lengths(arrays["x"], y, str(path))
     if len(y) < 2:
         raise DataError(f"{path} holds {len(y)} samples; training needs at least 2")
-    given = {"x_test", "y_test"} & arrays.keys()
-    if len(given) == 1:
-        lacks = {"x_test", "y_test"} - given
-        raise DataError(f"{path} has {given.pop()} but no {lacks.pop()}; give both, or neither to have a fifth kept")
-    if given:
-        _check_lengths(arrays["x_test"], arrays["y_test"], f"{path} (test)")
-    elif "group" in arrays and arrays["group"].shape != y.shape:
+    for part in ("val", "test"):
+        names = {f"x_{part}", f"y_{part}"}
+        given = names & arrays.keys()
+        if len(given) == 1:
+            (lacks,) = names - given
+            raise DataError(f"{path} has {given.pop()} but no {lacks}; give both, or neither to have some kept")
+        if given:
+            _check_lengths(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{path} ({part})")
+    if "group" in arrays and arrays["group"].shape != y.shape[:1]:
         shape = arrays["group"].shape
-        raise DataError(f"{path}: `group` has shape {shape}; give one group a sample, shape {y.shape}")
+        raise DataError(f"{path}: `group` has shape {shape}; give one group a sample, shape {y.shape[:1]}")
     return DataFile(path, arrays)
 
 
 def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
-    """A file's samples as the bundle takes them. Raises DataError with what is wrong and what the bundle takes."""
+    """A file's samples as the bundle takes them. Raises DataError with what is wrong and what the bundle takes.
+
+    Without a test part a fifth of the samples is kept for it; without a validation part a tenth of the training
+    samples that are left, when there are enough groups for that.
+    """
     path, arrays = found.path, found.arrays
     x, y = check(manifest, arrays["x"], arrays["y"], str(path))
+    group = arrays.get("group", np.arange(len(y)))
     if "x_test" in arrays:
-        return DeviceData(x, y, *check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)"))
-    return split(x, y, arrays.get("group", np.arange(len(y))), seed)
+        test = check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)")
+    else:
+        stay, gone = split(x, y, group, seed, "test", TEST_SHARE)
+        test, x, y, group = (x[gone], y[gone]), x[stay], y[stay], group[stay]
+    if "x_val" in arrays:
+        validation = check(manifest, arrays["x_val"], arrays["y_val"], f"{path} (validation)")
+    elif len(y) < FEWEST or len(np.unique(group)) < 2:
+        validation = x[:0], y[:0]
+    else:
+        stay, gone = split(x, y, group, seed, "validation", VALIDATION_SHARE)
+        validation, x, y = (x[gone], y[gone]), x[stay], y[stay]
+    return DeviceData(x, y, *validation, *test)

@@ -18,6 +18,7 @@ from coord_server.coordinator import Coordinator
 from coord_server.store import open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.targets import Classification
 
 OPERATOR = "o" * 64
 D = 12  # parameters of the small bundle
@@ -30,7 +31,7 @@ def manifest(d: int = D) -> Manifest:
     return Manifest(
         name="small",
         input=Input(shape=(2,)),
-        classes=2,
+        target=Classification(classes=2),
         parameters=(weight,),
         layers=(Layer(name="w", kind="linear", weights=("w",)),),
         seed=3,
@@ -58,7 +59,7 @@ def update(
 ) -> bytes:
     """An update of FedAvg."""
     of = {"method": "fedavg", "round": round_, "device": device}
-    figures = {"samples": samples, "loss": 0.5, "correct": [1, 3, 4]}
+    figures = {"samples": samples, "loss": 0.5, "score_before": 0.25, "score_after": 0.75, "test_samples": 4}
     arrays = {"parameters": values.astype(np.float32), "buffers": np.zeros(0, np.float32)}
     return encode(Payload(arrays, {**of, **figures, **meta}))
 

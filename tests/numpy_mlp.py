@@ -13,6 +13,7 @@ from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor,
 from edge_client.data import DeviceData
 from edge_client.methods import Assignment, Task
 from edge_client.training import Gradient
+from edge_client.targets import Classification
 
 
 def mlp(*sizes: int, bias: bool = True) -> Manifest:
@@ -33,7 +34,7 @@ def mlp(*sizes: int, bias: bool = True) -> Manifest:
     return Manifest(
         name="mlp",
         input=Input(shape=(sizes[0],)),
-        classes=sizes[-1],
+        target=Classification(classes=sizes[-1]),
         parameters=tuple(tables),
         layers=tuple(layers),
         seed=1,
@@ -82,8 +83,8 @@ class NumpyMlp:
 def clusters(m: Manifest, seed: int, count: int = 40) -> DeviceData:
     """Classes as noisy corners, learnable by a small network; the same samples train and test."""
     rng = np.random.default_rng(seed)
-    y = np.arange(count) % m.classes
-    corners = np.random.default_rng(0).standard_normal((m.classes, *m.input.shape))
+    y = np.arange(count) % m.target.classes
+    corners = np.random.default_rng(0).standard_normal((m.target.classes, *m.input.shape))
     x = (2 * corners[y] + rng.standard_normal((count, *m.input.shape))).astype(np.float32)
     return DeviceData(x, y, x, y)
 

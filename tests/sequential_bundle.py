@@ -17,6 +17,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.methods import Personal
+from edge_client.targets import Classification
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def sequential_bundle(folder: Path, shape: tuple[int, ...], steps: Sequence[Step
     manifest = Manifest(
         name="sequential",
         input=Input(shape=shape),
-        classes=build.shape[0],
+        target=Classification(classes=build.shape[0]),
         parameters=_table(build.parameters),
         buffers=_table(build.buffers),
         layers=tuple(build.layers),

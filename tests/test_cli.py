@@ -16,6 +16,7 @@ from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Ten
 from edge_client.errors import ConfigError
 from edge_client.events import Event
 from edge_client.exit_codes import ExitCode
+from edge_client.targets import Classification
 
 
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -161,7 +162,7 @@ def test_inspect_shows_a_manifest_and_finds_a_damaged_part(tmp_path: Path) -> No
     manifest = Manifest(
         name="tiny",
         input=Input(shape=(3,)),
-        classes=2,
+        target=Classification(classes=2),
         parameters=(Tensor(name="out.weight", shape=(2, 3), offset=0, init=Init(kind="uniform", scale=0.5)),),
         layers=(Layer(name="out", kind="linear", weights=("out.weight",)),),
         seed=41,

@@ -51,6 +51,7 @@ from edge_client.protocol.payload import decode, encode
 from edge_client.remote_bundle import open_remote
 from edge_client.training import Gradient
 from edge_client.transport import Transport, content_digest
+from edge_client.targets import Classification
 
 URL = "http://127.0.0.1:1"
 PART = bytes(range(256)) * 40
@@ -66,7 +67,7 @@ def manifest() -> Manifest:
     return Manifest(
         name="tiny",
         input=Input(shape=(3,)),
-        classes=2,
+        target=Classification(classes=2),
         parameters=(
             Tensor(name="w", shape=(2, 3), offset=0, init=uniform),
             Tensor(name="b", shape=(2,), offset=6, init=zero),

@@ -23,6 +23,7 @@ from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.training import Gradient
 from edge_client.training.loop import batches
+from edge_client.targets import Classification
 
 M = mlp(6, 5, 4, 3)
 MASKED = 6 * 5 + 5 * 4 + 4 * 3
@@ -207,7 +208,7 @@ def lstm() -> Manifest:
     return Manifest(
         name="lstm",
         input=Input(shape=(4, 3)),
-        classes=2,
+        target=Classification(classes=2),
         parameters=(
             Tensor(name="ih", shape=(8, 3), offset=0, init=uniform),
             Tensor(name="hh", shape=(8, 2), offset=24, init=uniform),

@@ -47,6 +47,7 @@ from edge_client.client import Client
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 from edge_client.events import Event
+from edge_client.targets import Classification
 
 OPERATOR = "operator-of-the-round-overhead-benchmark"
 PATIENCE = 60.0  # seconds until a process that should be up is given up
@@ -106,7 +107,7 @@ def manifest(d: int) -> Manifest:
     """One linear layer of `d` weights and no graph: nothing here trains."""
     row = Tensor(name="w", shape=(2, d // 2), offset=0, init=Init(kind="constant", scale=0.0))
     layer = Layer(name="w", kind="linear", weights=("w",))
-    return Manifest(name="idle", input=Input(shape=(1,)), classes=2, parameters=(row,), layers=(layer,), seed=0)
+    return Manifest(name="idle", input=Input(shape=(1,)), target=Classification(classes=2), parameters=(row,), layers=(layer,), seed=0)
 
 
 @contextmanager

@@ -6,34 +6,45 @@ local epochs as the method it is compared with; the server only keeps the time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Method, Personal, Task, Total
-from edge_client.protocol.payload import Arrays, Payload
-from edge_client.training.loop import train_parameters
+from edge_client.methods import Method
+from edge_client.methods.fedavg import State as Weights
+from edge_client.methods.fedavg import train
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Course, Local, Personal, Task
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """What the server holds: no values."""
 
 
 class Standalone(Method):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
+    State: ClassVar[type[Nothing]] = Nothing
+    Kept: ClassVar[type[Weights]] = Weights
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    # --- server half: empty hands
+    # --- server half
 
-    def start(self, model: Model, seed: int) -> Arrays:
+    def start(self, course: Course) -> Nothing:
         """Nothing."""
-        return {}
+        return Nothing()
 
-    def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
+    def downlink(self, course: Course, round_: int, state: Nothing, record: None) -> Payload:
         """Nothing but the call to train."""
         return Payload()
 
@@ -45,31 +56,33 @@ class Standalone(Method):
         """No arrays at all."""
         return 0
 
-    def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
+    def read_update(self, a: Assignment, state: Nothing, record: None, payload: Payload) -> Nothing:
         """An update without arrays."""
-        if update.arrays:
-            raise PayloadError(f"the payload holds arrays {sorted(update.arrays)}; a standalone device sends none")
-        return {}
+        if payload.arrays:
+            raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; a standalone device sends none")
+        return Nothing()
 
-    def fold(self, a: Assignment, state: Arrays, total: Total, update: Arrays, record: Arrays) -> tuple[Total, Arrays]:
+    def fold(self, a: Assignment, state: Nothing, total: None, update: Nothing, record: None) -> tuple[None, None]:
         """Nothing to add."""
-        return total, record
+        return None, None
 
-    def finish(self, model: Model, round_: int, state: Arrays, total: Total) -> Arrays:
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: Nothing, total: None
+    ) -> tuple[Nothing, Mapping[str, None]]:
         """Nothing changed."""
-        return state
+        return state, {}
 
     # --- client half
 
-    def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
-        """Go on from the device's own model."""
-        own = self.personal(task, kept, downlink)
-        parameters, buffers = own.parameters.copy(), own.buffers.copy()
-        loss = train_parameters(task, parameters, buffers, self.lr, self.momentum, self.epochs, self.batch)
-        trained = Personal(parameters, buffers)
-        return Local({"parameters": parameters, "buffers": buffers}, Payload(), trained, loss)
-
-    def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
+    def receive(self, a: Assignment, kept: Weights | None, downlink: Payload) -> Weights:
         """What the device kept, or the initial values."""
-        model = task.assignment.model
-        return Personal(kept.get("parameters", model.parameters), kept.get("buffers", model.buffers))
+        return kept or Weights(a.model.parameters, a.model.buffers)
+
+    def local_round(self, task: Task, kept: Weights | None, received: Weights) -> Local:
+        """Go on from the device's own model."""
+        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        return Local(Weights(parameters, buffers), Payload(), Personal(parameters, buffers), loss)
+
+    def personal(self, task: Task, kept: Weights | None, received: Weights) -> Personal:
+        """The device's own model."""
+        return Personal(received.parameters, received.buffers)

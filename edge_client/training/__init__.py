@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.backends import installed
@@ -34,8 +33,9 @@ class Trainer(Protocol):
 
     manifest: Manifest
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
-        """Training-mode forward and backward. `x` is [n, *input.shape], `y` int64[n], `parameters` float32[d].
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+        """Training-mode forward and backward. `x` is [n, *input.shape], `y` as the
+        bundle's target has it, `parameters` float32[d].
 
         Batch-norm follows PyTorch, and is defined for one value per channel too, where PyTorch refuses: the output is
         the bias, the running mean moves as ever and the running variance, for want of an unbiased one, stays.
@@ -43,7 +43,7 @@ class Trainer(Protocol):
         ...
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        """Evaluation-mode forward, float32[n, classes]."""
+        """Evaluation-mode forward: the model's outputs, float32[n, ...] as the target has them."""
         ...
 
 

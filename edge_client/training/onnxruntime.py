@@ -59,15 +59,15 @@ class OnnxRuntimeTrainer:
         session = self._session("eval.onnx")
         return session, {i.name for i in session.get_inputs()}
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
         """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
         session, binding = self._train
         parameters, buffers = _vector(parameters, self.manifest.d), _vector(buffers, self.manifest.buffers_d)
-        x, y = np.ascontiguousarray(x), np.ascontiguousarray(y, np.int64)
+        x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
         for table, flat in ((self.manifest.parameters, parameters), (self.manifest.buffers, buffers)):
             _bind(binding, table, flat)
         binding.bind_input("x", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
-        binding.bind_input("y", "cpu", 0, np.int64, y.shape, y.ctypes.data)
+        binding.bind_input("y", "cpu", 0, y.dtype, y.shape, y.ctypes.data)
         session.run_with_iobinding(binding)
         return Gradient(float(self._loss), self._gradient, self._buffers)
 

@@ -81,7 +81,7 @@ class TorchTrainer:
         stats = {k: torch.from_numpy(v.copy()) for k, v in views(m.buffers, buffers).items()}
         return values, stats
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
         """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
         values, stats = self._state(parameters, buffers)
         free = {t.name: values[t.name].requires_grad_() for t in self.manifest.parameters if t.trainable}
