@@ -32,7 +32,7 @@ class Outcome:
 
 def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
     """The kept value, None for no arrays, and what the downlink says. Raises LostError, PayloadError."""
-    value = from_arrays(method.Kept, kept) if method.Kept is not None and kept else None
+    value = from_arrays(method.kept_type, kept) if method.kept_type is not None and kept else None
     return value, method.receive(a, value, downlink)
 
 

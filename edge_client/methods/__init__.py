@@ -16,10 +16,10 @@ One round, as the engine of either side runs it::
 Rounds count from 1. After the last round every device asks for one more downlink (round `rounds + 1`) and makes its
 `personal` model from it.
 
-A method defines small dataclasses for its values: `State` (global, on the server), `Record` (what the server keeps of
-one device), `Kept` (what a device keeps), and, in memory only, what it received, a decoded update and a round's total.
-The first three are class attributes, because `edge_client.flat` stores them. A record or kept value is None until the
-first one is written.
+A method defines small dataclasses for its values: State (global, on the server), Record (what the server keeps of one
+device), Kept (what a device keeps), and, in memory only, what it received, a decoded update and a round's total. The
+first three are named by `state_type`, `record_type` and `kept_type`, because `edge_client.flat` stores them. A record
+or kept value is None until the first one is written.
 
 A method that codes against values of an earlier round raises `LostError` in `receive` when the device no longer holds
 them. The caller then reports that to the server, which drops the device's record; so the next downlink is the one for
@@ -64,9 +64,9 @@ class Method(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
-    State: ClassVar[type[Any]]
-    Record: ClassVar[type[Any] | None] = None
-    Kept: ClassVar[type[Any] | None] = None
+    state_type: ClassVar[type[Any]]
+    record_type: ClassVar[type[Any] | None] = None
+    kept_type: ClassVar[type[Any] | None] = None
     one_time: ClassVar[frozenset[str]] = frozenset()
     one_time_down: ClassVar[frozenset[str]] = frozenset()
 

@@ -56,7 +56,7 @@ class FedAvg(Method):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
-    State: ClassVar[type[State]] = State
+    state_type: ClassVar[type[State]] = State
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32

@@ -30,8 +30,8 @@ class Standalone(Method):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
-    State: ClassVar[type[Nothing]] = Nothing
-    Kept: ClassVar[type[Weights]] = Weights
+    state_type: ClassVar[type[Nothing]] = Nothing
+    kept_type: ClassVar[type[Weights]] = Weights
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
