@@ -79,17 +79,10 @@ class MaskUpdate:
 
 @dataclass(frozen=True)
 class HeadTotal:
-    """Sums of n_k head_k in float64, and of n_k."""
+    """Sums of n_k head_k in float64, and of n_k. The total of masks is a `Tally`."""
 
     head: F64
     samples: float
-
-
-@dataclass(frozen=True)
-class MaskTotal:
-    """The counts of ones."""
-
-    masks: Tally
 
 
 @dataclass(frozen=True)
@@ -273,21 +266,11 @@ class BernoulliMasks(Method):
 
     def fold(self, a: Assignment, state: Any, total: Any, update: HeadUpdate | MaskUpdate, record: Any) -> Any:
         """Add a head weighted by its samples, or a mask."""
-        return self.add(a, total, update), record
-
-    def add(
-        self, a: Assignment, total: HeadTotal | MaskTotal | None, update: HeadUpdate | MaskUpdate
-    ) -> HeadTotal | MaskTotal:
-        """The total with one more update."""
         if isinstance(update, HeadUpdate):
-            head = update.head.astype(np.float64) * update.samples
-            if isinstance(total, HeadTotal):
-                return HeadTotal(total.head + head, total.samples + update.samples)
-            return HeadTotal(head, update.samples)
-        if not isinstance(total, MaskTotal):
-            total = MaskTotal(Tally(self.exchanged(a.model)))
-        total.masks.add(update.mask)
-        return total
+            return add_head(total, update), record
+        total = Tally(self.exchanged(a.model)) if total is None else total
+        total.add(update.mask)
+        return total, record
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Any
@@ -295,8 +278,7 @@ class BernoulliMasks(Method):
         """The averaged head, or the posterior with the round's masks in it."""
         if isinstance(total, HeadTotal):
             return replace(state, head=(total.head / total.samples).astype(np.float32)), {}
-        masks: Tally = total.masks
-        return replace(state, posterior=self.tallied(round_, state.posterior, masks.counts(), masks.total)), {}
+        return replace(state, posterior=self.tallied(round_, state.posterior, total.counts(), total.total)), {}
 
     # --- client half
 
@@ -379,6 +361,14 @@ class BernoulliMasks(Method):
         part, values = self.masked(a.model.manifest), self.dense(a.model, head)
         part.scatter(part.gather(values) * theta.astype(np.float32), values)
         return Personal(values, buffers)
+
+
+def add_head(total: HeadTotal | None, update: HeadUpdate) -> HeadTotal:
+    """The total with one more head, weighted by its samples."""
+    head = update.head.astype(np.float64) * update.samples
+    if total is not None:
+        head += total.head
+    return HeadTotal(head, update.samples + (0.0 if total is None else total.samples))
 
 
 def own_statistics(model: Model, kept: Any) -> F32:
