@@ -371,5 +371,6 @@ def holds_net(a: Assignment, record: Record | None) -> bool:
 def scaled(tally: Posterior, masks: int) -> NDArray[np.uint32]:
     """The counts that `masks` masks would have at the rates of `tally`."""
     of = max(tally.masks, 1)
-    ones: NDArray[np.uint64] = tally.ones.astype(np.uint64) * np.uint64(masks)
-    return ((ones + np.uint64(of // 2)) // np.uint64(of)).astype(np.uint32)
+    ones = tally.ones.astype(np.uint64) * np.uint64(masks)
+    rounded: NDArray[np.uint32] = ((ones + np.uint64(of // 2)) // np.uint64(of)).astype(np.uint32)
+    return rounded
