@@ -106,7 +106,8 @@ class FedAvg(Method):
             model = read_state(a.model, payload)
         else:
             change = read_state(a.model, payload, "change", self.up, update_stream(a))
-            model = State(state.parameters + change.parameters, change.buffers)
+            with np.errstate(over="ignore"):
+                model = State(state.parameters + change.parameters, change.buffers)
             if not np.isfinite(model.parameters).all():
                 raise PayloadError("the change makes a parameter infinite; lower the learning rate")
         return Update(model.parameters, model.buffers, read_samples(payload))
