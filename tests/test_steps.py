@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edge_client.bundle import F32
 from edge_client.training.compiled import CompiledStep
-from edge_client.training.gates import Bernoulli, Gate, GroupLasso, SigmoidThreshold, SignTanh, draw
+from edge_client.training.gates import Bernoulli, Gate, GroupLasso, SigmoidThreshold, SignTanh
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import MaskedStep, masked_step
 
