@@ -1,7 +1,7 @@
-"""The masked step with numba (extra `fast`): one pass over the vectors where numpy needs eight.
+"""The masked step with numba (extra `fast`): one pass over the vectors where numpy needs several.
 
-numpy computes the exponentials, which it vectorises and LLVM does not; a kernel does the rest. Nothing imports this
-module unless numba is installed. A kernel compiles at its first call in every process.
+numpy computes tanh, which it vectorises and LLVM does not; kernels do the rest, with sigmoid(s) = (1 + tanh(s/2)) / 2.
+Nothing imports this module unless numba is installed. A kernel compiles at its first call in every process.
 """
 
 from __future__ import annotations
@@ -13,72 +13,131 @@ from edge_kernels import counter
 from numba import njit
 
 from edge_client.bundle import F32
-from edge_client.training.gates import Bernoulli, Gate, SigmoidThreshold, SignTanh
-from edge_client.training.sgd import Optimiser
+from edge_client.training.gates import Bernoulli, Gate, GroupLasso, SigmoidThreshold, SignTanh
+from edge_client.training.sgd import Adam, Optimiser, Sgd
 from edge_client.training.steps import MaskedStep
 
 _U, _F, _I = np.uint64, np.float32, np.int32
-_ZERO, _ONE, _ULP = _F(0), _F(1), _F(2**-24)
+_ZERO, _HALF, _ONE, _ULP = _F(0), _F(0.5), _F(1), _F(2**-24)
+_24 = _U(0xFFFFFF)
 _GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
 
 
 class CompiledStep(MaskedStep):
     """What `MaskedStep` is, equal to rounding, for the gates of gates.py."""
 
-    gate: SigmoidThreshold | SignTanh | Bernoulli
-
-    def __init__(self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser) -> None:
-        super().__init__(gate, weights, scores, optimiser)
-        self._falloff: F32 = np.empty_like(scores)
-        self._uniform: F32 = np.empty((scores.size + 1) // 2 * 2 if isinstance(gate, Bernoulli) else 0, np.float32)
+    def __init__(
+        self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser, lasso: GroupLasso | None = None
+    ) -> None:
+        super().__init__(gate, weights, scores, optimiser, lasso)
+        self._inner = _F(1.0 if isinstance(gate, SignTanh) else 0.5)  # the slope is inner^2 * (1 - tanh(inner * s)^2)
+        self._ref = isinstance(gate, Bernoulli) and gate.ste == "ref"
 
     def effective(self, out: F32, stream: int | None = None) -> None:
         """See `MaskedStep.effective`."""
-        if isinstance(self.gate, Bernoulli) and stream is not None:
-            _draw(_U(stream), self._uniform)
-            _apply(self._uniform, self.scores, self._exponentials(), self.weights, out)
+        if isinstance(self.gate, SigmoidThreshold):
+            _threshold(self.weights, self.scores, out)
+        elif isinstance(self.gate, Bernoulli) and stream is not None:
+            _draw(_U(stream), self._tanh(), self.weights, out)
         else:
             super().effective(out, stream)
 
-    def gradient_of_scores(self, gradient: F32, pull: F32 | None = None) -> F32:
+    def gradient_of_scores(self, gradient: F32) -> F32:
         """See `MaskedStep.gradient_of_scores`."""
-        gain, ref = _F(self.gate.steepness**2), isinstance(self.gate, Bernoulli) and self.gate.ste == "ref"
-        _gradient(gradient, self.weights, self.scores, self._exponentials(), gain, ref, pull, self._moved)
+        self._accumulate(gradient, self._moved)
         return self._moved
 
-    def _exponentials(self) -> F32:
-        e = np.abs(self.scores, out=self._falloff)
-        e *= _F(-self.gate.steepness)
-        return np.exp(e, out=e)
+    def step(self, gradient: F32) -> None:
+        """See `MaskedStep.step`."""
+        o = self.optimiser
+        if isinstance(o, Sgd):
+            self._accumulate(gradient, o.velocity, _F(o.momentum), _F(o.lr), self.scores)
+        elif isinstance(o, Adam):
+            _adam(self.scores, self.gradient_of_scores(gradient), o.mean, o.square, *map(_F, o.advance()))
+        else:
+            super().step(gradient)
+
+    def _accumulate(
+        self, gradient: F32, out: F32, carry: Any = _ZERO, lr: Any = _ZERO, moved: F32 | None = None
+    ) -> None:
+        """``out = carry * out + dL/ds``, then ``moved -= lr * out``."""
+        shape, lasso = (self.lasso.shape[0] if self.lasso else 1, -1), self.lasso
+        g, w, tanh, v = (x.reshape(shape) for x in (gradient, self.weights, self._tanh(), out))
+        s = None if moved is None else moved.reshape(shape)
+        rows, columns = _scales(tanh, lasso.shape[1], _F(lasso.strength)) if lasso else (None, None)
+        _gradient(g, w, tanh, self._inner**2, self._ref, rows, columns, carry, v, lr, s)
+
+    def _tanh(self) -> F32:
+        np.multiply(self.scores, self._inner, out=self._soft)
+        np.tanh(self._soft, out=self._soft)
+        return self._soft
 
 
 @njit(error_model="numpy")
-def _gradient(g: Any, w: Any, s: Any, e: Any, gain: Any, ref: Any, pull: Any, out: Any) -> None:
+def _threshold(w: Any, s: Any, out: Any) -> None:
     for j in range(s.size):
-        below = _ONE / (_ONE + e[j])
-        slope = gain * e[j] * below * below
-        if ref:
-            slope *= below if s[j] >= _ZERO else e[j] * below
-        out[j] = g[j] * w[j] * slope
-        if pull is not None:
-            out[j] += pull[j]
+        out[j] = w[j] if s[j] >= _ZERO else _ZERO
 
 
 @njit(error_model="numpy")
-def _draw(stream: Any, uniform: Any) -> None:
-    """The uniforms of `gates.draw`, float32[2 n]."""
-    for i in range(uniform.size // 2):
-        z = stream + _U(i + 1) * _GAMMA
-        z = (z ^ (z >> _U(30))) * _MIX_A
-        z = (z ^ (z >> _U(27))) * _MIX_B
-        z ^= z >> _U(31)
-        uniform[2 * i] = _F(_I((z >> _U(8)) & _U(0xFFFFFF))) * _ULP
-        uniform[2 * i + 1] = _F(_I(z >> _U(40))) * _ULP
+def _draw(stream: Any, tanh: Any, w: Any, out: Any) -> None:
+    """The weights whose uniform, of `gates.draw`, is below the probability."""
+    for i in range(out.size // 2):
+        number = _number(stream, i)
+        out[2 * i], out[2 * i + 1] = _F(_I(number >> _U(8) & _24)) * _ULP, _F(_I(number >> _U(40))) * _ULP
+    if out.size % 2:
+        out[-1] = _F(_I(_number(stream, out.size // 2) >> _U(8) & _24)) * _ULP
+    for j in range(out.size):
+        out[j] = w[j] if out[j] < _HALF + _HALF * tanh[j] else _ZERO
 
 
 @njit(error_model="numpy")
-def _apply(uniform: Any, s: Any, e: Any, w: Any, out: Any) -> None:
-    """The weights whose uniform is below the sigmoid of the score."""
+def _number(stream: Any, i: Any) -> Any:
+    """Number i of a stream; see counter.py."""
+    z = stream + _U(i + 1) * _GAMMA
+    z = (z ^ (z >> _U(30))) * _MIX_A
+    z = (z ^ (z >> _U(27))) * _MIX_B
+    return z ^ (z >> _U(31))
+
+
+@njit(error_model="numpy", fastmath={"reassoc"})
+def _scales(tanh: Any, channels: Any, strength: Any) -> Any:
+    """`strength` over the norm of the sigmoids of each row, and of each channel of columns; 0 where all are dead."""
+    rows, columns = np.zeros(tanh.shape[0], np.float32), np.zeros(tanh.shape[1], np.float32)
+    for i in range(tanh.shape[0]):
+        row, total = tanh[i], _ZERO
+        for j in range(row.size):
+            soft = _HALF + _HALF * row[j]
+            columns[j] += soft * soft
+            total += soft * soft
+        rows[i] = strength / np.sqrt(total) if total > _ZERO else _ZERO
+    for channel in columns.reshape(channels, -1):
+        total = channel.sum()
+        channel[:] = strength / np.sqrt(total) if total > _ZERO else _ZERO
+    return rows, columns
+
+
+@njit(error_model="numpy")
+def _gradient(
+    g: Any, w: Any, tanh: Any, gain: Any, ref: Any, rows: Any, columns: Any, carry: Any, v: Any, lr: Any, s: Any
+) -> None:
+    for i in range(tanh.shape[0]):
+        for j in range(tanh.shape[1]):
+            soft, pull = _HALF + _HALF * tanh[i, j], g[i, j] * w[i, j]
+            if rows is not None:
+                pull += soft * (rows[i] + columns[j])
+            slope = gain * (_ONE - tanh[i, j] * tanh[i, j])
+            v[i, j] = carry * v[i, j] + pull * slope * (soft if ref else _ONE)
+            if s is not None:
+                s[i, j] -= lr * v[i, j]
+
+
+@njit(error_model="numpy")
+def _adam(
+    s: Any, g: Any, mean: Any, square: Any, b1: Any, c1: Any, b2: Any, c2: Any, root: Any, eps: Any, rate: Any
+) -> None:
     for j in range(s.size):
-        share = _ONE if s[j] >= _ZERO else e[j]
-        out[j] = w[j] if uniform[j] * (_ONE + e[j]) < share else _ZERO
+        mean[j] = b1 * mean[j] + c1 * g[j]
+        square[j] = b2 * square[j] + c2 * g[j] * g[j]
+    for j in range(s.size):
+        s[j] -= rate * mean[j] / (np.sqrt(square[j]) * root + eps)

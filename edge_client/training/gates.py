@@ -1,18 +1,18 @@
 """Gates: how a real-valued score decides what becomes of a frozen weight, and the slope that moves the score.
 
-A gate has a forward value g(s), which multiplies the weight, and a slope, which stands in for the derivative of g::
+A gate has a forward value g(s), which multiplies the weight, a soft value in place of it, and the slope of that::
 
-    effective weight = weight * g(s)        dL/ds = dL/d(effective weight) * weight * slope(s)
+    effective weight = weight * g(s)        dL/ds = (dL/d(effective weight) * weight + dR/dsoft) * slope
 
-All functions here are elementwise over float32[n] vectors. Which layers are gated, the optimiser and the loss are not
-known here. A score of -inf is dead under every gate: its forward value and its slope are 0, so a pruned weight stays
-pruned.
+where R is a penalty on the soft values (`GroupLasso`), if any. All functions here are elementwise over float32[n]
+vectors, whole ones. Which layers are gated, the optimiser and the loss are not known here. A score of -inf is dead
+under every gate: its forward value and its slope are 0, so a pruned weight stays pruned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from edge_kernels import counter
@@ -25,42 +25,25 @@ class Gate(Protocol):
     """What every gate gives."""
 
     def forward(self, scores: F32, stream: int | None) -> NDArray[np.bool_] | NDArray[np.int8]:
-        """g(scores), [n] in {0, 1} or {-1, 0, 1}. A gate that samples draws from the counter stream `stream`."""
+        """g(s), [n] in {0, 1} or {-1, 0, 1}. A gate that samples draws from the counter stream `stream`."""
         ...
 
-    def slope(self, scores: F32) -> F32:
-        """What replaces the derivative of g at `scores`, float32[n]."""
+    def soft(self, scores: F32, out: F32) -> None:
+        """Write the differentiable stand-in for g(s) to `out`."""
+        ...
+
+    def slope(self, soft: F32, out: F32) -> None:
+        """Write the derivative of the stand-in, from its value, to `out`, which may not be `soft`."""
         ...
 
 
-def falloff(scores: F32, steepness: float = 1.0) -> F32:
-    """``exp(-steepness * |s|)``, float32[n] in 0..1: sigmoid, tanh and their slopes follow from it without overflow."""
-    out: F32 = np.abs(scores)
-    out *= np.float32(-steepness)
-    return np.exp(out, out=out)
-
-
-def sigmoid(scores: F32) -> F32:
+def sigmoid(scores: F32, out: F32 | None = None) -> F32:
     """``1 / (1 + exp(-s))``, float32[n]; 0 at -inf."""
-    out: F32 = np.negative(scores)
+    out = np.negative(scores, out=out)
     with np.errstate(over="ignore"):  # 1 / inf is the right result
         np.exp(out, out=out)
     out += 1
     return np.reciprocal(out, out=out)
-
-
-def sigmoid_slope(scores: F32, steepness: float = 1.0) -> F32:
-    """``k^2 * Psi(k * s)`` with k = `steepness` and Psi(s) = sigmoid(s) * (1 - sigmoid(s)), float32[n]; 0 at +-inf.
-
-    k = 1 is Psi of FedMask eq. 8, k = 2 is ``1 - tanh(s)^2``.
-    """
-    out = falloff(scores, steepness)
-    below = out + 1
-    out /= below
-    out /= below
-    if steepness != 1.0:
-        out *= np.float32(steepness**2)
-    return out
 
 
 def draw(stream: int, probability: F32) -> NDArray[np.bool_]:
@@ -79,34 +62,40 @@ def draw(stream: int, probability: F32) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class SigmoidThreshold:
-    """FedMask eq. 3-8: forward ``1[sigmoid(s) >= 1/2] = 1[s >= 0]``, slope Psi(s)."""
-
-    steepness: ClassVar[float] = 1.0
+    """FedMask eq. 3-8: forward ``1[sigmoid(s) >= 1/2] = 1[s >= 0]``, slope ``sigmoid(s) * (1 - sigmoid(s))``."""
 
     def forward(self, scores: F32, stream: int | None = None) -> NDArray[np.bool_]:
         """``s >= 0``."""
         on: NDArray[np.bool_] = scores >= 0
         return on
 
-    def slope(self, scores: F32) -> F32:
-        """Psi(s)."""
-        return sigmoid_slope(scores)
+    def soft(self, scores: F32, out: F32) -> None:
+        """sigmoid(s)."""
+        sigmoid(scores, out)
+
+    def slope(self, soft: F32, out: F32) -> None:
+        """``soft * (1 - soft)``."""
+        np.subtract(1, soft, out=out)
+        out *= soft
 
 
 @dataclass(frozen=True)
 class SignTanh:
     """HideNseek: forward sign(s) with sign(0) = +1, slope ``1 - tanh(s)^2``."""
 
-    steepness: ClassVar[float] = 2.0
-
     def forward(self, scores: F32, stream: int | None = None) -> NDArray[np.int8]:
         """+1 where s >= 0, -1 below, 0 at -inf."""
         sign: NDArray[np.int8] = 2 * (scores >= 0).view(np.int8) - (scores > -np.inf)
         return sign
 
-    def slope(self, scores: F32) -> F32:
-        """``1 - tanh(s)^2``."""
-        return sigmoid_slope(scores, 2.0)
+    def soft(self, scores: F32, out: F32) -> None:
+        """tanh(s)."""
+        np.tanh(scores, out=out)
+
+    def slope(self, soft: F32, out: F32) -> None:
+        """``1 - soft^2``."""
+        np.square(soft, out=out)
+        np.subtract(1, out, out=out)
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,6 @@ class Bernoulli:
     """
 
     ste: Literal["identity", "ref"] = "identity"
-    steepness: ClassVar[float] = 1.0
 
     def forward(self, scores: F32, stream: int | None) -> NDArray[np.bool_]:
         """One draw for each score. Raises ValueError without a stream."""
@@ -126,30 +114,36 @@ class Bernoulli:
             raise ValueError("a Bernoulli gate draws its bits; name the stream of the draw")
         return draw(stream, sigmoid(scores))
 
-    def slope(self, scores: F32) -> F32:
-        """Psi(s), times sigmoid(s) for ``ste="ref"``."""
-        slope = sigmoid_slope(scores)
+    def soft(self, scores: F32, out: F32) -> None:
+        """sigmoid(s)."""
+        sigmoid(scores, out)
+
+    def slope(self, soft: F32, out: F32) -> None:
+        """``soft * (1 - soft)``, times `soft` for ``ste="ref"``."""
+        np.subtract(1, soft, out=out)
+        out *= soft
         if self.ste == "ref":
-            slope *= sigmoid(scores)
-        return slope
+            out *= soft
 
 
-def group_lasso(scores: F32, shape: tuple[int, ...], strength: float, out: F32) -> float:
-    """Write the gradient of ``strength * R_g`` with respect to the scores to `out`, float32[n]; returns strength * R_g.
+@dataclass(frozen=True)
+class GroupLasso:
+    """``strength * R_g`` of FedMask eq. 9: the sum of the norms of a layer's rows and columns of soft gate values.
 
-    R_g (FedMask eq. 9) is the sum of Euclidean norms of ``sigmoid(scores)`` over the layer's rows and columns (`shape`
-    = [out, in]) or filters and channels (`shape` = [out, in, height, width]). `scores` is the layer's float32[n].
-    A group of dead scores has no gradient.
+    `shape` is the layer's: rows and columns of [out, in], filters and channels of [out, in, height, width].
     """
-    soft = sigmoid(scores).reshape(shape[0], -1)  # [out, in * kernel]
-    square = np.square(soft)
-    ones = np.ones(max(square.shape), np.float32)
-    row_norms = np.sqrt(square @ ones[: square.shape[1]])
-    column_norms = np.sqrt((ones[: shape[0]] @ square).reshape(shape[1], -1).sum(axis=1))
-    rows, columns = (
-        np.divide(np.float32(strength), n, out=np.zeros_like(n), where=n > 0) for n in (row_norms, column_norms)
-    )
-    pull = np.add(rows[:, None], columns.repeat(square.shape[1] // shape[1]), out=out.reshape(soft.shape))
-    pull *= soft
-    pull *= sigmoid_slope(scores).reshape(soft.shape)
-    return strength * float(row_norms.sum() + column_norms.sum())
+
+    shape: tuple[int, ...]
+    strength: float
+
+    def gradient(self, soft: F32, out: F32) -> float:
+        """Write the gradient with respect to `soft`, float32[n], to `out`; returns the value. Dead groups have none."""
+        matrix = soft.reshape(self.shape[0], -1)  # [out, in * kernel]
+        square = np.square(matrix, out=out.reshape(matrix.shape))
+        ones = np.ones(max(square.shape), np.float32)  # BLAS sums faster than a reduction does
+        columns = (ones[: self.shape[0]] @ square).reshape(self.shape[1], -1)
+        norms = np.sqrt(square @ ones[: square.shape[1]]), np.sqrt(columns.sum(axis=1))
+        row, column = (np.divide(np.float32(self.strength), n, out=np.zeros_like(n), where=n > 0) for n in norms)
+        np.add(row[:, None], column.repeat(columns.shape[1]), out=square)
+        square *= matrix
+        return self.strength * float(norms[0].sum() + norms[1].sum())

@@ -62,19 +62,25 @@ class Adam:
     def step(self, parameters: F32, gradient: F32) -> None:
         """One step in place; see :class:`Optimiser`."""
         _check(self.size, parameters, gradient)
-        self.steps += 1
-        b1, b2 = self.betas
+        b1, c1, b2, c2, root, eps, rate = map(np.float32, self.advance())
         mean, square, move = self.mean, self.square, self._move
-        mean *= np.float32(b1)
-        np.multiply(gradient, np.float32(1 - b1), out=move)
+        mean *= b1
+        np.multiply(gradient, c1, out=move)
         mean += move
-        square *= np.float32(b2)
+        square *= b2
         np.square(gradient, out=move)
-        move *= np.float32(1 - b2)
+        move *= c2
         square += move
         np.sqrt(square, out=move)
-        move *= np.float32((1 - b2**self.steps) ** -0.5)
-        move += np.float32(self.eps)
+        move *= root
+        move += eps
         np.divide(mean, move, out=move)
-        move *= np.float32(self.lr / (1 - b1**self.steps))
+        move *= rate
         parameters -= move
+
+    def advance(self) -> tuple[float, ...]:
+        """Count one step; its factors b1, 1 - b1, b2, 1 - b2, that of the root with bias corrected, eps, the rate."""
+        self.steps += 1
+        b1, b2 = self.betas
+        root, rate = (1 - b2**self.steps) ** -0.5, self.lr / (1 - b1**self.steps)
+        return b1, 1 - b1, b2, 1 - b2, root, self.eps, rate
