@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter
-from edge_kernels.codecs.entropy import coupling_contexts
+from edge_kernels.coupling import coupling_contexts
 from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
 from numpy_mlp import assignment, course, mlp, secret
 

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from edge_kernels import bits, codecs, counter
 from edge_kernels.codecs import CodecError
-from edge_kernels.codecs.entropy import coupling_contexts
+from edge_kernels.coupling import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field
 
