@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
-from edge_client.methods import Personal
+from edge_client.task import Personal
 from edge_client.onnx_surgery import freeze, widen
 
 TOLERANCE = 1e-5

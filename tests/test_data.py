@@ -46,7 +46,7 @@ def test_the_same_seed_gives_the_same_split_and_another_seed_another(tmp_path: P
 
 def test_the_file_s_own_test_samples_are_used(tmp_path: Path) -> None:
     data = load(saved(tmp_path, x=X, y=Y, x_test=X[:3], y_test=Y[:3]), small_manifest())
-    assert (len(data.y), len(data.y_test)) == (20, 3)
+    assert (len(data.y), len(data.y_val), len(data.y_test)) == (18, 2, 3)
 
 
 def big(samples: int, group: np.ndarray | None = None, **parts: np.ndarray) -> dict[str, np.ndarray]:
