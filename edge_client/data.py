@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from edge_client.bundle import Manifest
 from edge_client.errors import DataError
 
-
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
 FEWEST = 20  # training samples below which none are kept for validation
 

@@ -14,7 +14,7 @@ from edge_client.bundle import Bundle, views
 from edge_client.errors import ConfigError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.methods import Personal
-from edge_client.personal import TOLERANCE, write_personal
+from edge_client.compaction.personal import TOLERANCE, write_personal
 from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")

@@ -12,8 +12,8 @@ import pytest
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest, views
 from edge_client.measure.latency import latency
-from edge_client.methods import Personal
-from edge_client.personal import TOLERANCE, write_dense, write_personal
+from edge_client.task import Personal
+from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
 
 torch = pytest.importorskip("torch")
 from edge_export.channels import find_groups  # noqa: E402

@@ -29,7 +29,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DataError, MaskfleetError
 from edge_client.measure.latency import latency
 from edge_client.methods import Personal
-from edge_client.personal import write_dense
+from edge_client.compaction.personal import write_dense
 from edge_client.protocol.messages import Accuracy, Device, Federation, FederationConfig, Report, Round, TokenRequest
 
 # What a user would pick for each method on each data set, tried on the validation part (for FedMask on HAR: `chosen` in

@@ -27,7 +27,7 @@ from edge_bench.simulate import Simulated, SimulationConfig, find_bundle, read_c
 from edge_client.bundle import Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import CompactionError, ConfigError
-from edge_client.personal import write_dense, write_personal
+from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.protocol.messages import Accuracy, Round
 
 
