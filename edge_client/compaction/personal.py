@@ -97,7 +97,7 @@ def write_personal(
 
 
 def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> int:
-    """Write `personal` with all its channels and return the file's size: the compact model's latency is compared with it.
+    """Write `personal` with all its channels, to compare the compact model's latency with; returns the file's size.
 
     It is built and checked as the compact model is, so the two differ in their channels only. When the check fails, as
     after training that left values which float32 cannot follow, the file is `eval.onnx` with the values put in: by

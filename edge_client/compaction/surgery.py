@@ -47,8 +47,8 @@ def freeze(
     inputs = [i for i in graph.input if i.name not in tensors]
     if len(inputs) != 1:
         raise CompactionError(
-            f"beside the bundle's tensors eval.onnx has inputs {[i.name for i in inputs]}; it must have one: export the "
-            "bundle again"
+            f"beside the bundle's tensors eval.onnx has inputs {[i.name for i in inputs]}, it must have one; "
+            "export the bundle again"
         )
     del graph.input[:]
     graph.input.extend(inputs)
@@ -67,7 +67,7 @@ def freeze(
 
 
 def widen(model: ModelProto) -> ModelProto:
-    """A copy of `model` with the same inputs and outputs that computes in float64 wherever rounding would be multiplied.
+    """A copy of `model`, with the same inputs and outputs, that computes in float64 where rounding would be multiplied.
 
     Batch-norm divides by sqrt(variance + epsilon): by 0.003 for a unit that never moved in training. In float32 it
     multiplies the rounding of its input, and of its own cancelling terms, by 300. Here batch-norms, linear layers and
