@@ -1,9 +1,9 @@
 """A device's data: one .npz file, checked against the bundle before anything trains on it.
 
-Keys: `x` [n, *input.shape], `y` [n, ...] labels as the bundle's target has them; optional `x_val`, `y_val` and `x_test`,
-`y_test`. A missing part is cut from the training samples, chosen by the seed: a fifth for testing, then a tenth for
-validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording, a writer's
-page) never fall on both sides of a cut.
+Keys: `x` [n, *input.shape] and `y` [n, ...], labels as the bundle's target has them; optional `x_val`, `y_val` and
+`x_test`, `y_test`. A missing part is cut from the training samples, chosen by the seed: a fifth for testing, then a
+tenth for validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording,
+a writer's page) never fall on both sides of a cut.
 
 `read` checks what needs no bundle, before a device joins; `fit` checks the rest.
 """
@@ -89,7 +89,7 @@ def split(
     order = counter.permutation(counter.key(seed, f"{part} split"), len(ids))
     chosen = order[np.cumsum(counts[order]) <= max(int(len(group) * share), 1)]
     if must and not len(chosen):
-        chosen = counts.argmin()[None]
+        chosen = np.array([counts.argmin()])
     gone = np.isin(group, ids[chosen])
     return ~gone, gone
 

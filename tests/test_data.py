@@ -97,7 +97,7 @@ def test_no_group_is_in_two_parts_and_no_sample_is_lost(
     parts = [data.part(name)[0][:, 0].astype(int) for name in ("train", "validation", "test")]
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(group)))
     held = [set(group[rows].tolist()) for rows in parts]
-    assert not (held[0] & held[1] or held[0] & held[2] or held[1] & held[2])
+    assert sum(map(len, held)) == len(held[0] | held[1] | held[2])
     assert held[0]
     assert held[2]
     assert len(parts[1]) <= 0.1 * (len(parts[0]) + len(parts[1])) + 1

@@ -11,9 +11,9 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle, views
+from edge_client.compaction.personal import TOLERANCE, write_personal
 from edge_client.errors import ConfigError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.personal import TOLERANCE, write_personal
 from edge_client.targets import Classification
 from edge_client.task import Personal
 from edge_client.training import open_trainer
@@ -224,7 +224,9 @@ def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(ModelError, match="other files"):
-        export_bundle(models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", target=Classification(classes=3), torch_part=False)
+        export_bundle(
+            models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", target=Classification(classes=3), torch_part=False
+        )
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
@@ -339,7 +341,14 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_plain_line(tmp_path: Pa
             return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
 
     with pytest.raises(ModelError, match="cannot be traced") as refusal:
-        export_bundle(Orthogonal(), torch.randn(2, 4), tmp_path / "b", name="b", target=Classification(classes=3), torch_part=False)
+        export_bundle(
+            Orthogonal(),
+            torch.randn(2, 4),
+            tmp_path / "b",
+            name="b",
+            target=Classification(classes=3),
+            torch_part=False,
+        )
     assert str(refusal.value).isprintable()
 
 

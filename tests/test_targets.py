@@ -1,4 +1,4 @@
-"""What a model predicts: labels are checked, outputs scored, losses exported; a third party adds a target in one file."""
+"""What a model predicts: its labels are checked, its outputs scored, its loss exported; third parties add a target."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_bundle import small_manifest
 
 from edge_client.bundle import Bundle, Manifest, parse_manifest
+from edge_client.compaction.personal import TOLERANCE, write_personal
 from edge_client.data import check
 from edge_client.errors import BundleError, CompactionError, DataError, ModelError
-from edge_client.personal import TOLERANCE, write_personal
 from edge_client.targets import WORST, Classification, Regression, Sequence, Target
 from edge_client.task import Personal
 from edge_client.training import open_trainer

@@ -34,8 +34,8 @@ class Point:
 def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Point]:
     """The curve of a federation of `devices`.
 
-    `final` is the score of the personal models after the last round. The score after round r is what the cohort of round
-    r + 1 measured on the downlink of that round, before it trained; a round without such a measurement has no point.
+    `final` is the score of the personal models after the last round. The score after round r is what the cohort of
+    round r + 1 measured on its downlink, before it trained; a round without such a measurement has no point.
     """
     after = [mean(r.score_before) for r in rounds[1:]] + [final]
     down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
@@ -143,9 +143,7 @@ def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     for i, (label, c) in enumerate(curves.items()):
         x, y = [max(p.bytes, 1.0) for p in c], [p.score for p in c]
         axes.plot(x, y, label=label, marker="os^Dv<>p"[i % 8], markersize=4, linewidth=1.0)
-    axes.set(
-        xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean score", title=title
-    )
+    axes.set(xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean score", title=title)
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     try:

@@ -107,7 +107,9 @@ def build_mlp(folder: Path) -> Bundle:
     net, right = pretrained_mlp()
     print(f"digits 0-4, held out: {right:.2%}")
     net[-1] = _new_head(100, 5)
-    return export_bundle(net, torch.zeros(2, 784), folder, name="mlp-mnist04", target=Classification(classes=5), torch_part=False)
+    return export_bundle(
+        net, torch.zeros(2, 784), folder, name="mlp-mnist04", target=Classification(classes=5), torch_part=False
+    )
 
 
 def build_resnet20(folder: Path) -> Bundle:
@@ -139,7 +141,9 @@ def build_signs(folder: Path) -> Bundle:
                 signs = np.where(counter.uint64(stream, values.numel()) >> np.uint64(63), -1.0, 1.0)
                 scaled = torch.from_numpy(signs * (np.e / layer.in_features**0.5)).float()
                 values.data = scaled.reshape(values.shape)
-    return export_bundle(net, torch.zeros(2, 784), folder, name="mlp-signs", target=Classification(classes=10), torch_part=False)
+    return export_bundle(
+        net, torch.zeros(2, 784), folder, name="mlp-signs", target=Classification(classes=10), torch_part=False
+    )
 
 
 BUILDERS: dict[str, Callable[[Path], Bundle]] = {"mlp": build_mlp, "resnet20": build_resnet20, "signs": build_signs}

@@ -97,7 +97,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _each_tensor_once(layers: list[Layer]) -> tuple[Layer, ...]:
-    """`layers` in forward order. A layer whose weights all belong to a later one is left out; that one gets its biases."""
+    """`layers` in forward order. A layer whose weights all belong to a later one is left out; its biases go there."""
     owner = {name: i for i, layer in enumerate(layers) for name in layer.weights}
     for layer in layers:
         owner.update(dict.fromkeys(layer.biases, owner[layer.weights[0]]))

@@ -11,7 +11,7 @@ nothing changes:
 
 Folding turns the consumer's slice into zeros, so the second and third facts end in the first. Whether a weight is
 zero is read from its value: parameters must come with the mask applied. Numpy only; what turns the tensors into an
-ONNX file, and proves it equal, is `edge_client.personal`.
+ONNX file, and proves it equal, is `edge_client.compaction.personal`.
 """
 
 from __future__ import annotations
