@@ -49,7 +49,9 @@ def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process that has the plugin; killed at the end of the block."""
     path = os.pathsep.join(p for p in (str(folder / "plugin"), os.environ.get("PYTHONPATH", "")) if p)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", OPERATOR_ENV: OPERATOR}
-    running = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    running = subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         yield running
     finally:
