@@ -18,9 +18,7 @@ to do."""
 BODY_PATIENCE = 60.0  # seconds without a byte until a body is given up
 
 
-def create_app(
-    coordinator: Coordinator, places: Places | None = None, body_patience: float = BODY_PATIENCE
-) -> FastAPI:
+def create_app(coordinator: Coordinator, places: Places | None = None, body_patience: float = BODY_PATIENCE) -> FastAPI:
     """The ASGI application that serves `coordinator`; its lifespan starts and closes it."""
 
     @asynccontextmanager

@@ -149,7 +149,9 @@ async def store(request: Request, blobs: Blobs, shelf: str, sha256: str, size: i
         await asyncio.to_thread(incoming.write, bytes(pieces))
         found = incoming.stored().sha256
         if found != sha256:
-            raise Refusal("bad-bundle", f"{what} has SHA-256 {found} instead of {sha256}; send the file of its manifest")
+            raise Refusal(
+                "bad-bundle", f"{what} has SHA-256 {found} instead of {sha256}; send the file of its manifest"
+            )
         await asyncio.to_thread(incoming.commit)
     finally:
         incoming.discard()

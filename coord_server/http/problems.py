@@ -24,9 +24,7 @@ log = logging.getLogger("maskfleet")
 def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
     """The response for a problem of this kind."""
     body = message(kind, detail, status)
-    return Response(
-        body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE
-    )
+    return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
 
 
 def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
