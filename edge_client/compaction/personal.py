@@ -1,15 +1,16 @@
-"""From a device's mask to its own small model: `personal.onnx`, shown equal to the masked model before it is written.
+"""A device's mask becomes its own small model: `personal.onnx`, shown equal to the masked model before it is written.
 
-Numpy, onnx and onnxruntime only. Which channels go is decided by `edge_kernels.compaction`, how the graph is edited by
-`edge_client.onnx_surgery`; here lie the proof and the file.
+Numpy, onnx and onnxruntime only. `edge_kernels.compaction` decides which channels go, `edge_client.compaction.surgery`
+edits the graph; this module holds the proof and writes the file.
 
-The masked model is `eval.onnx` with the effective values, its batch-norms computed in float64: in float32 they multiply
-rounding by up to 300 where a unit never moved in training, and the yardstick itself is off by more than is allowed.
+The masked model is `eval.onnx` with the effective values. Its batch-norms are computed in float64: where a unit never
+moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
+than the tolerance.
 
-Equal means: the largest difference of two logits is at most `TOLERANCE` times their scale, which is
-max(1, largest absolute logit) of the sample. Probes are random inputs (and the samples given) and extreme ones:
-zeros, ones, large values of both signs, single spikes. An extreme probe's scale counts its largest input value too:
-float32 rounds in proportion to what goes through the network, even where logits then cancel.
+Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. The scale is
+max(1, largest absolute output) of the sample. Probes are random inputs, the samples given, and extreme inputs: zeros,
+ones, large values of both signs, single spikes. The scale of an extreme probe also counts its largest input value,
+because float32 rounds in proportion to what passes through the network, even where the outputs then cancel.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from edge_kernels.compaction import compact
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.compaction.surgery import freeze, widen
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
-from edge_client.methods import Personal
-from edge_client.onnx_surgery import freeze, widen
+from edge_client.task import Personal
 
 TOLERANCE = 1e-5
 EVAL = "eval.onnx"
 PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
-LARGE = 100.0  # the extreme inputs' magnitude; trained models see about 1
+LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """How many of a channel group's channels are left."""
+    """How many channels of a group are left."""
 
     name: str
     channels_dense: int
@@ -51,8 +52,8 @@ class GroupReport:
 class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
-    `parameters_live` of the dense model's are not zero. `max_abs_diff` is the largest difference of two logits on
-    ordinary inputs, `max_scaled_diff` that on all probes after division by the scale.
+    `parameters_live` counts the dense model's parameters that are not zero. `max_abs_diff` is the largest difference of
+    two outputs on ordinary inputs, `max_scaled_diff` the largest on all probes, divided by the scale.
     """
 
     parameters_dense: int
@@ -69,9 +70,9 @@ def write_personal(
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
-    `samples` [n, *input] joins the probes, and must be given for a model of integers. The file appears whole or not
-    at all. Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do
-    not fit the bundle, StateError when the file cannot be written.
+    `samples` [n, *input] joins the probes; a model of integers needs it. The file appears whole or not at all.
+    Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
+    the bundle, StateError when the file cannot be written.
     """
     manifest = bundle.manifest
     tensors = _effective(manifest, personal)
@@ -96,12 +97,12 @@ def write_personal(
 
 
 def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> int:
-    """Write `personal` with all its channels, as the yardstick of the compact one's latency; returns its bytes.
+    """Write `personal` with all its channels, to compare the compact model's latency with; returns the file's size.
 
-    Built and checked just as the compact model, so that the two differ in nothing but channels. When it is not shown
-    equal, as after training that left numbers float32 cannot follow, it is `eval.onnx` itself with the values put in,
-    which is the masked model whatever its numbers. Raises CompactionError when the values do not fit the bundle or
-    the graph cannot be run, StateError when the file cannot be written.
+    It is built and checked as the compact model is, so the two differ in their channels only. When the check fails, as
+    after training that left values which float32 cannot follow, the file is `eval.onnx` with the values put in: by
+    definition the masked model. Raises CompactionError when the values do not fit the bundle or the graph does not
+    run, StateError when the file cannot be written.
     """
     tensors, model = _effective(bundle.manifest, personal), _read_eval(bundle)
     try:
@@ -115,7 +116,7 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
 
 
 def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
-    """Every tensor by name, after checking that the values fit the manifest and the mask is applied."""
+    """Every tensor by name. Raises CompactionError unless the values fit the manifest and the mask is applied."""
     for what, flat, size in (
         ("parameters", personal.parameters, manifest.d),
         ("buffers", personal.buffers, manifest.buffers_d),
@@ -132,7 +133,7 @@ def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
             raise CompactionError(f"the mask is {mask.dtype}{list(mask.shape)}, the bundle needs bool[{manifest.d}]")
         wrong = int(np.count_nonzero(personal.parameters[~mask]))
         if wrong:
-            raise CompactionError(f"{wrong} parameters are masked away and not zero; apply the mask first")
+            raise CompactionError(f"{wrong} masked parameters are not zero; apply the mask first")
     return {**views(manifest.parameters, personal.parameters), **views(manifest.buffers, personal.buffers)}
 
 
@@ -160,9 +161,9 @@ def _prove(
         difference = np.abs(found - expected).max(axis=1)
         floor = 1.0 if ordinary else max(1.0, float(np.abs(x).max()))
         scaled = float((difference / np.maximum(floor, np.abs(expected).max(axis=1))).max())
-        if not scaled <= TOLERANCE:  # a NaN fails too
+        if not scaled <= TOLERANCE:  # so that NaN fails too
             raise CompactionError(
-                f"on {probe} the compact model's logits differ from the masked model's by {difference.max():.3g} "
+                f"on {probe} the compact model's outputs differ from the masked model's by {difference.max():.3g} "
                 f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
             )
         worst = max(worst, scaled)
@@ -183,20 +184,22 @@ def _open(model: bytes) -> ort.InferenceSession:
 
 
 def _run(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]], probe: str) -> NDArray[np.float64]:
+    """The outputs, one row a sample: a sequence's steps lie side by side."""
     try:
-        return np.asarray(session.run(None, dict(feed))[0], np.float64)
+        output = np.asarray(session.run(None, dict(feed))[0], np.float64)
     except Exception as error:  # see _open
         raise CompactionError(f"the personal model does not run on {probe}: {error}; export the bundle again") from None
+    return output.reshape(len(output), -1)
 
 
 def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[str, bool, NDArray[Any]]]:
-    """(what it is, whether it is ordinary, a batch) for every probe; the same ones each time."""
+    """(name, whether it is ordinary, batch) of every probe; the same probes each time."""
     shape = (PROBES, *manifest.input.shape)
     if samples is not None and len(samples):
         yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
     elif manifest.input.dtype != "float32":
         raise CompactionError(
-            "this model reads integers whose range the bundle does not tell: give samples to check on"
+            "this model reads integers and the bundle does not say of which range; give samples to check on"
         )
     if manifest.input.dtype != "float32":
         return

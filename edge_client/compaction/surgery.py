@@ -1,9 +1,11 @@
-"""Edits of an exported evaluation graph: values put in, biases created, batch-norm folded, leftovers removed; and
-the graph widened to float64, the yardstick that a folded one is held to.
+"""Edits of an exported evaluation graph.
 
-Works on the canonical form that `edge_export` writes: parameters and statistics are graph inputs by name, a linear
-layer is `Gemm(transB=1)`, a convolution `Conv`, batch-norm `BatchNormalization`, a flatten takes no fixed sizes.
-What values to put in is decided in `edge_client.personal`.
+`freeze` puts values in, creates biases, folds batch-norm and removes leftovers. `widen` makes the same graph compute in
+float64: the reference that a folded graph is compared with.
+
+Both work on the canonical form that `edge_export` writes: parameters and statistics are graph inputs by name, a linear
+layer is `Gemm(transB=1)`, a convolution `Conv`, batch-norm `BatchNormalization`, and a flatten takes no fixed sizes.
+`edge_client.compaction.personal` decides which values to put in.
 """
 
 from __future__ import annotations
@@ -22,19 +24,18 @@ from edge_client.errors import CompactionError
 F64 = NDArray[np.float64]
 
 _WIDENED = frozenset({"BatchNormalization", "Gemm"})
-# What ONNX Runtime also has in float64, and nothing else: it stays there when its input is.
+# The other operators that ONNX Runtime has in float64: they stay in float64 when their input is.
 _STAY_WIDE = frozenset({"Relu", "Clip", "Tanh", "Sigmoid", "MaxPool", "Flatten"})
 
 
 def freeze(
     model: ModelProto, tensors: Mapping[str, F32 | F64], biases: Mapping[str, F32 | F64], *, fold: bool = True
 ) -> ModelProto:
-    """A copy of `model` with `tensors` as float32 constants and only its data input left.
+    """A copy of `model` with `tensors` as float32 constants and its data input alone.
 
-    `biases` adds a bias to the layer of each weight named. With `fold`, batch-norm behind a linear or convolution
-    layer becomes part of it; float64 values are rounded after that. Shapes recorded for intermediate values and notes
-    of the exporter are dropped.
-    Raises CompactionError when the graph is not in the canonical form.
+    `biases` adds a bias to the layer of each weight named. With `fold`, a batch-norm behind a linear or convolution
+    layer becomes part of that layer; float64 values are rounded afterwards. Recorded shapes of intermediate values and
+    the exporter's notes are dropped. Raises CompactionError when the graph is not in the canonical form.
     """
     frozen = ModelProto()
     frozen.CopyFrom(model)
@@ -46,7 +47,7 @@ def freeze(
     inputs = [i for i in graph.input if i.name not in tensors]
     if len(inputs) != 1:
         raise CompactionError(
-            f"eval.onnx has inputs {[i.name for i in inputs]} beside the bundle's tensors, it should have one; "
+            f"beside the bundle's tensors eval.onnx has inputs {[i.name for i in inputs]}, it must have one; "
             "export the bundle again"
         )
     del graph.input[:]
@@ -66,13 +67,13 @@ def freeze(
 
 
 def widen(model: ModelProto) -> ModelProto:
-    """A copy of `model`, inputs and outputs as they are, that computes in float64 what multiplies rounding, and around.
+    """A copy of `model`, with the same inputs and outputs, that computes in float64 where rounding would be multiplied.
 
     Batch-norm divides by sqrt(variance + epsilon): by 0.003 for a unit that never moved in training. In float32 it
-    multiplies the rounding of what it reads, and of its own cancelling terms, by 300. Here batch-norms, linear layers
-    and the plain operations between them run on float64 copies of their inputs. Convolutions, which ONNX Runtime has
-    in float32 only, leave the bias out where a batch-norm alone reads them, and its mean is that much less. Weights
-    are not touched: nothing is shared with the folding done by `freeze`.
+    multiplies the rounding of its input, and of its own cancelling terms, by 300. Here batch-norms, linear layers and
+    the plain operations between them run on float64 copies of their inputs. ONNX Runtime has convolutions in float32
+    only: where a batch-norm alone reads one, its bias is left out and subtracted from the batch-norm's mean instead.
+    Weights are not touched, so nothing is shared with the folding done by `freeze`.
     """
     made = ModelProto()
     made.CopyFrom(model)
@@ -81,7 +82,7 @@ def widen(model: ModelProto) -> ModelProto:
     uses.update(output.name for output in graph.output)
     norms = (n for n in graph.node if n.op_type == "BatchNormalization" and len(n.output) == 1)
     alone = {n.input[0] for n in norms if uses[n.input[0]] == 1}
-    biases: dict[str, str] = {}  # of a convolution's output, where it is left out
+    biases: dict[str, str] = {}  # the bias left out of each convolution, by its output
     wide: dict[str, str] = {}  # a value's float64 name
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -116,7 +117,7 @@ def _bias_name(weight: str) -> str:
 
 
 def _add_bias(graph: GraphProto, weight: str, bias: F32 | F64) -> None:
-    """Give the layer of `weight`, which has none, a bias."""
+    """Give a bias to the layer of `weight`. Raises CompactionError unless there is such a layer without one."""
     node = next((n for n in graph.node if len(n.input) > 1 and n.input[1] == weight), None)
     if node is None or not _is_layer(node) or (len(node.input) > 2 and node.input[2]):
         raise CompactionError(
@@ -129,7 +130,7 @@ def _add_bias(graph: GraphProto, weight: str, bias: F32 | F64) -> None:
 
 
 def _is_layer(node: NodeProto) -> bool:
-    """Whether axis 0 of input 1 makes `node`'s channels and input 2 is added to them."""
+    """Whether axis 0 of input 1 is the output channels of `node` and input 2 their bias."""
     if node.op_type == "Conv":
         return True
     attributes = {a.name: a for a in node.attribute}
@@ -143,7 +144,7 @@ def _is_layer(node: NodeProto) -> bool:
 
 
 def _fold_batch_norms(graph: GraphProto) -> None:
-    """Scale the weights of every layer whose only reader is a batch-norm, in float64, and remove the batch-norm."""
+    """Fold every batch-norm that is the only reader of a layer into that layer's weights, in float64."""
     values = {t.name: t for t in graph.initializer}
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(output.name for output in graph.output)
@@ -180,7 +181,7 @@ def _store(tensor: TensorProto, value: F64) -> None:
 
 
 def _drop_unused(graph: GraphProto) -> None:
-    """Remove constants that no node reads (subgraphs included)."""
+    """Remove constants that no node reads, subgraphs included."""
     used = {output.name for output in graph.output}
     pending = [graph]
     while pending:
