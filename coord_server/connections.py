@@ -128,7 +128,7 @@ class Connection(H11Protocol):
         self.address = self.client[0] if self.client else ""
         if self._places.enter(self):
             self._places.silent(self)
-            self._timer = self.loop.call_later(PATIENCE, transport.abort)
+            self._start_timer()
         else:
             transport.abort()
 
@@ -138,11 +138,8 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._places.busy(self)
             self._stop_timer()
-        elif self.conn.their_state is h11.SEND_BODY:  # the rest of a body that was answered unread
-            self._stop_timer()
-            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
-        elif self._timer is None:
-            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
+        elif self._timer is None or self.conn.their_state is h11.SEND_BODY:
+            self._start_timer()
 
     def on_response_complete(self) -> None:
         """The answer is sent. What was received of an unread body is dropped."""
@@ -151,6 +148,8 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if not self.cycle.response_complete:  # a pipelined request has begun
             self._places.busy(self)
+        elif self.conn.their_state is h11.SEND_BODY:  # the rest of an unread body has to arrive piece by piece
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the place."""
@@ -170,6 +169,10 @@ class Connection(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -326,11 +326,10 @@ def test_beyond_the_spare_places_a_connection_is_closed_without_an_answer(
 
     async def main() -> None:
         async with listening(tmp_path, most=3) as here:
-            for _ in range(5):
-                await here.busy(SLOW)
+            held = [await here.busy(SLOW) for _ in range(5)]
             reader, _ = await here.connect()
             await closed(reader)
-            assert len(here.places.open) == 5
+            assert len(here.places.open) == len(held)
 
     asyncio.run(main())
 
@@ -348,14 +347,15 @@ def test_requests_of_an_address_are_limited_until_they_show_a_credential(
                 await fleet.federation("a", "b", "c", min_devices=4)
                 polls = [asyncio.create_task(fleet.work(device, LIMIT)) for device in ("a", "b", "c")]
                 await until(lambda: len(here.places._polls) == 3)  # more than OF_ADDRESS, with credentials
-                for _ in range(2):
-                    await here.busy(SLOW)
+                held = [await here.busy(SLOW) for _ in range(2)]
                 status, headers, said = await ask(await here.connect(), HEALTH)
                 assert (status, said["type"], headers["retry-after"]) == (429, "/problems/too-many", "1")
                 assert (await ask(await here.connect(), LIST))[0] == 200
                 assert (await ask(await here.connect(source="127.0.0.2"), HEALTH))[0] == 200
                 for poll in polls:
                     poll.cancel()
+                for _, writer in held:
+                    writer.close()
 
             await here.fleet(script)
 
