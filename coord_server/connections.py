@@ -1,16 +1,16 @@
 """Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
-Nothing is closed while there is room. At the limit, a new connection replaces one without a request under way: the
-oldest of the address that has most of those, so that one caller can only displace itself. When every connection has a
-request, the oldest long poll is answered at once and closed. Only when neither is left do callers get a 503, and never
-the operator. uvicorn has no time limit for a request's head and answers its own limit to everyone alike, hence the
-small subclass of its connection.
+At the limit, a new connection replaces one without a request under way: the longest silent of the address that has most
+of those, so that a caller who opens many displaces its own. When every connection has a request, the oldest long poll
+is answered at once and closed. When no long poll is left, new callers get a 503, except the operator.
+
+uvicorn has no time limit for a request's head, and answers its own limit on connections to every caller alike; hence
+the small subclass of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ PATIENCE = 20.0  # seconds until a request's head must be complete
 
 T = TypeVar("T")
 Poll = tuple[str, str]  # federation and device
-log = logging.getLogger("maskfleet")
 
 
 class Places:

@@ -173,13 +173,13 @@ def test_a_part_of_the_last_downlink_counts_once_it_reaches_the_end(tmp_path: Pa
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)
-        waiting = asyncio.create_task(fleet.work("a", 30))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(fleet.work("a", 60))
+        await until(fleet, lambda f: f["devices"] == 1)
         assert not waiting.done()
         begun = time.monotonic()
         assert (await fleet.operator("POST", "/v1/federations/fed/start")).json()["phase"] == "running"
         assert (await waiting)["status"] == "train"
-        assert time.monotonic() - begun < LIMIT
+        assert time.monotonic() - begun < 50  # of the 60 it would wait by itself
 
     play(tmp_path, script)
 
