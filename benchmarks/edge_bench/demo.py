@@ -22,7 +22,7 @@ from typing import Any
 
 from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV
-from coord_server.operator_client import Operator
+from coord_server.operator.client import Operator
 from edge_bench.datasets import DataConfig, write
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData

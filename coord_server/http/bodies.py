@@ -1,4 +1,4 @@
-"""What HTTP adds to bytes: bounded bodies, `Content-Digest`, immutable answers with ETag and ranges."""
+"""Bodies of requests: bounded in size and time, digested, stored."""
 
 from __future__ import annotations
 
@@ -7,83 +7,81 @@ import binascii
 import re
 import sys
 from base64 import b64decode
-from collections.abc import Callable
 
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Request
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coord_server.refusals import Refusal
+from coord_server.http.access import CALL, Call
+from coord_server.problems import Refusal
 from coord_server.store.blobs import Blobs
 
-JSON_LIMIT = 256 * 1024  # bytes of a JSON message of the operator
-DEVICE_LIMIT = 16 * 1024  # the same of anybody else: a report with a long reason, every character of it escaped
-JSON_DEPTH = 201  # objects and lists within each other that the parser takes
-WHOLE = 8 << 20  # a blob up to this size is answered in one piece
-IMMUTABLE = "private, max-age=31536000, immutable"
+JSON_LIMIT = 256 * 1024  # bytes of the operator's JSON messages
+DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long reason, every character escaped
+JSON_DEPTH = 201  # levels of nested objects and lists that the parser reads
+CHUNK = 1 << 20  # bytes gathered before a thread writes them
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
-_RANGE = re.compile(r"^bytes=([0-9]{0,18})-([0-9]{0,18})$")
 _COUNT = re.compile(r"^[0-9]{1,18}$")
 _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
 
 
 class BoundedBody:
-    """ASGI middleware: an upload that stands still for `patience` seconds is given up with 408.
+    """ASGI middleware: ends an upload of which no byte arrives for `patience` seconds with 408.
 
-    A body that is not an upload is a message, held in memory whole before anybody is asked who sent it. So it is small,
-    unless it comes with the operator's token; it has arrived after `patience` seconds, and is JSON that can be read.
+    Every other body is a message. It is held in memory before its sender is authenticated, so it is small unless the
+    operator sends it, has to be complete after `patience` seconds, and has to be JSON within the parser's limits.
     """
 
-    def __init__(self, app: ASGIApp, patience: float, is_operator: Callable[[str], bool]) -> None:
-        self._app, self._patience, self._is_operator = app, patience, is_operator
+    def __init__(self, app: ASGIApp, patience: float) -> None:
+        self._app, self._patience = app, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        whole, upload = False, _UPLOADS.match(scope["path"]) is not None
+        complete, upload = False, _UPLOADS.match(scope["path"]) is not None
 
         async def bounded() -> Message:
-            nonlocal whole
-            if whole:  # what comes now is that the caller goes away, whenever that is
+            nonlocal complete
+            if complete:  # after the last chunk only a disconnect can arrive
                 return await receive()
             try:
-                message = await _within(self._patience, receive if upload else lambda: self._message(scope, receive))
+                message = await _within(self._patience, receive if upload else lambda: _message(scope, receive))
             except asyncio.TimeoutError:
-                text = f"{'nothing of the body' if upload else 'no whole message'} came for {self._patience:g} s"
-                raise HTTPException(408, f"{text}; send it again", {"Connection": "close"}) from None
-            whole = not message.get("more_body", False)
+                text = f"{'no byte of the body' if upload else 'no complete message'} arrived for {self._patience:g} s"
+                raise HTTPException(408, f"{text}; send it again") from None
+            complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, bounded, send)
 
-    async def _message(self, scope: Scope, receive: Receive) -> Message:
-        """A message in one piece, or that its sender went away. Raises HTTPException."""
-        headers, said = Headers(scope=scope), bytearray()
-        shown = headers.get("authorization", "").partition(" ")[2]
-        limit = JSON_LIMIT if self._is_operator(shown) else DEVICE_LIMIT
-        too_long = HTTPException(413, f"a message has at most {limit} bytes, this one more; shorten it")
-        announced, more = headers.get("content-length", ""), True
-        if _COUNT.match(announced) and int(announced) > limit:
+
+async def _message(scope: Scope, receive: Receive) -> Message:
+    """A message in one piece, or the disconnect of its sender. Raises HTTPException."""
+    headers, body = Headers(scope=scope), bytearray()
+    call: Call = scope[CALL]
+    limit = JSON_LIMIT if call.operator else DEVICE_LIMIT
+    too_long = HTTPException(413, f"a message has at most {limit} bytes, this one more; shorten it")
+    announced, more = headers.get("content-length", ""), True
+    if _COUNT.match(announced) and int(announced) > limit:
+        raise too_long
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return message
+        body += message.get("body", b"")
+        if len(body) > limit:
             raise too_long
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return message
-            said += message.get("body", b"")
-            if len(said) > limit:
-                raise too_long
-            more = message.get("more_body", False)
-        if said and headers.get("content-type", "").startswith("application/json"):
-            _check_json(bytes(said))
-        return {"type": "http.request", "body": bytes(said), "more_body": False}
+        more = message.get("more_body", False)
+    if body and headers.get("content-type", "").startswith("application/json"):
+        _check_json(bytes(body))
+    return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
 def _check_json(message: bytes) -> None:
-    """Refuse what is no JSON, or JSON that not every reader takes, before anybody unpacks it. Raises HTTPException."""
+    """Refuse text that is not JSON, or nests too deeply, before it is unpacked. Raises HTTPException."""
     try:
         from_json(message)
     except ValueError as error:
@@ -94,10 +92,10 @@ def _check_json(message: bytes) -> None:
 
 
 async def _within(seconds: float, receive: Receive) -> Message:
-    """What `receive` gives. Raises asyncio.TimeoutError when that takes longer."""
+    """The next message of `receive`. Raises asyncio.TimeoutError when it takes longer."""
     if sys.version_info < (3, 11):
         return await asyncio.wait_for(receive(), seconds)
-    async with asyncio.timeout(seconds):  # wait_for makes a task of each piece of a body
+    async with asyncio.timeout(seconds):  # wait_for would make a task of each piece of a body
         return await receive()
 
 
@@ -135,45 +133,25 @@ async def read_bounded(request: Request, limit: int, what: str) -> bytes:
     return bytes(body)
 
 
-def _range(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last that a single-range header asks for; None to send all. Raises Refusal."""
-    found = _RANGE.match(header or "")
-    if found is None or found.groups() == ("", ""):
-        return None  # RFC 9110: what is not understood is ignored
-    first, last = found.groups()
-    start = int(first) if first else max(size - int(last), 0)
-    stop = min(int(last) + 1, size) if first and last else size
-    if start >= size or start >= stop:
-        raise Refusal("bad-range", f"{header} of {size} bytes is empty; ask for what is there")
-    return start, stop
-
-
-async def immutable(
-    request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
-) -> Response:
-    """Content-addressed bytes, `data` or a blob: ETag, 304, single ranges.
-
-    Whoever fetched it may keep it for good; a shared cache may not, since all of it is for those with a credential.
-    """
-    headers = {"ETag": f'"{sha256}"', "Cache-Control": IMMUTABLE, "Accept-Ranges": "bytes"}
-    asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if headers["ETag"] in asked or "*" in asked:
-        return Response(status_code=304, headers=headers)
-    span = _range(request.headers.get("range"), size)
-    start, stop = span or (0, size)
-    if span:
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    status = 206 if span else 200
-    if data is None and size <= WHOLE:
-        data = await asyncio.to_thread(blobs.read, shelf, sha256)
-    if data is not None:
-        return Response(data[start:stop] if span else data, status, headers, media_type)
-    headers["Content-Length"] = str(stop - start)
-    return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)
-
-
-def to_the_end(answer: Response, size: int) -> bool:
-    """Whether an answer of `immutable` carries the last of the content's `size` bytes."""
-    if answer.status_code == 206:
-        return answer.headers["content-range"].endswith(f"-{size - 1}/{size}")
-    return answer.status_code == 200
+async def store(request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, what: str) -> None:
+    """Make the body durable as the blob `sha256` of `shelf`. Raises Refusal, StateError; then nothing is kept."""
+    check_length(request, size, what)
+    incoming, pieces, received = blobs.receive(shelf), bytearray(), 0
+    try:
+        async for chunk in request.stream():
+            received += len(chunk)
+            if received > size:
+                raise Refusal("too-large", f"{what} has at most {size} bytes; this body has more")
+            pieces += chunk
+            if len(pieces) >= CHUNK:
+                await asyncio.to_thread(incoming.write, bytes(pieces))
+                pieces.clear()
+        await asyncio.to_thread(incoming.write, bytes(pieces))
+        found = incoming.stored().sha256
+        if found != sha256:
+            raise Refusal(
+                "bad-bundle", f"{what} has SHA-256 {found} instead of {sha256}; send the file of its manifest"
+            )
+        await asyncio.to_thread(incoming.commit)
+    finally:
+        incoming.discard()

@@ -1,28 +1,36 @@
-"""The device's side of `/v1`: enrol, ask for work, fetch, upload, report."""
+"""The device's side of `/v1`: enrol, ask for work, fetch, upload, fail, report."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BaseModel
 
-from coord_server.api import wire
-from coord_server.api.access import BundleDigest, Calling, Reading, Served
-from coord_server.api.document import MANIFEST_SCHEMA
-from coord_server.api.problems import documented
 from coord_server.bundles import bundle_shelf
-from coord_server.refusals import Refusal
+from coord_server.http import blobs, bodies
+from coord_server.http.access import BundleDigest, Caller, Calling, Reading, Served
+from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.problems import STORAGE, documented
+from coord_server.problems import Refusal
 from edge_client.errors import StateError
-from edge_client.protocol.messages import Enrol, Enrolled, Name, Receipt, Report, Sha256, Wait, Work
+from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
-WAIT_MOST = 60.0  # seconds an answer is held back at most
+WAIT_MOST = 60.0  # seconds that an answer is held back at most
 
 log = logging.getLogger("maskfleet")
 router = APIRouter(prefix="/v1", tags=["device"])
 
 DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
+RoundNumber = Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round of the lease.", examples=[3])]
+Lease = Annotated[str, Header(description="The lease from the work message.", max_length=64)]
+Hold = Query(ge=0, allow_inf_nan=False, description=f"Seconds to hold the answer back, at most {WAIT_MOST:g}.")
+
+_COMMON = ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *STORAGE)
+_LEASED = ("forbidden", "wrong-round", "round-closed", "wrong-lease", "not-in-cohort", "wrong-phase")
 
 
 def _bytes(description: str, media_type: str, schema: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
@@ -31,62 +39,70 @@ def _bytes(description: str, media_type: str, schema: dict[str, str] | None = No
     return {
         200: {"description": description, "content": whole},
         206: {"description": "the range that was asked for", "content": binary},
-        304: {"description": "the copy that If-None-Match names is good"},
+        304: {"description": "the copy that If-None-Match names is valid"},
     }
+
+
+_AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "the update was in already"}}
 
 
 def _length(answer: Response) -> int:
     return int(answer.headers.get("content-length", 0))
 
 
-_AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "it was in already"}}
+def _own(calling: Caller, device: str, what: str) -> None:
+    if device != calling.device:
+        raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot {what} for {device!r}")
+
+
+def _json(found: BaseModel, status: int = 200, released: bool = False) -> Response:
+    """The message as JSON; `released` when a long poll gave up its place, whose connection then closes."""
+    body = found.model_dump_json(exclude_none=isinstance(found, Receipt)).encode()
+    return Response(body, status, {"Connection": "close"} if released else None, "application/json")
 
 
 @router.post(
     "/enrol",
     summary="Enrol with a join token",
     response_model=Enrolled,
-    responses=documented("unauthorized", "device-removed", "token-spent", "name-taken", "wrong-phase", "not-loaded",
-                         "bad-message", "storage-full"),
-)  # fmt: skip
-async def enrol(
-    served: Served,
-    request: Enrol,
-    raw: Request,
-) -> Any:
+    responses=documented(*_COMMON, "token-spent", "name-taken", "wrong-phase"),
+)
+async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 
-    Enrolling lets it fetch the bundle; it takes part once it asks for work. Sending the same name and credential
-    again gets the same answer.
+    Enrolling lets it fetch the bundle; it takes part once it asks for work. The same name and credential again get the
+    same answer.
     """
     found = await served.enrol(request)
-    live, body = served.federation(found.federation), found.model_dump_json().encode()
-    live.members.count(found.device, "up", "enrol", len(await raw.body()))
-    live.members.count(found.device, "down", "enrol", len(body))
-    return Response(body, media_type="application/json")
+    live, answer = served.federation(found.federation), _json(found)
+    live.count(found.device, "up", "enrol", len(await raw.body()))
+    live.count(found.device, "down", "enrol", _length(answer))
+    return answer
 
 
 @router.get(
     "/federations/{federation}/work",
     summary="Ask for work",
     response_model=Work,
-    responses=documented("unauthorized", "device-removed", "not-found", "not-loaded", "bad-message", "storage-full"),
+    responses=documented(*_COMMON),
 )
-async def work(
-    calling: Calling,
-    wait: Annotated[
-        float, Query(ge=0, allow_inf_nan=False, description=f"Seconds to hold the answer, at most {WAIT_MOST:g}.")
-    ] = 0.0,
-) -> Any:
-    """What this device is to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
+async def work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
+    """What this device has to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
 
-    A device counts, and may be drawn, from its first question on. With `wait` the answer is held back until there is
-    something to do.
+    A device counts, and may be drawn, from its first request on. With `wait` the answer is held back until there is
+    work. When connections run out, held answers are given early and their connections closed.
     """
-    calling.live.members.note(calling.device)
-    body = (await calling.live.polls.work(calling.device, min(wait, WAIT_MOST))).model_dump_json().encode()
-    calling.live.members.count(calling.device, "down", "work", len(body))
-    return Response(body, media_type="application/json")
+    calling.live.note(calling.device)
+    found = await _work(calling, min(wait, WAIT_MOST))
+    answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
+    calling.live.count(calling.device, "down", "work", _length(answer))
+    return answer
+
+
+async def _work(calling: Caller, wait: float) -> Work | None:
+    """The device's work; None when the answer was held back and its place is needed now."""
+    asking: Coroutine[Any, Any, Work] = calling.live.work(calling.device, wait)
+    return await calling.hold(asking) if wait > 0 else await asking
 
 
 @router.get(
@@ -94,13 +110,13 @@ async def work(
     summary="Fetch a bundle's manifest",
     response_class=Response,
     responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA)
-    | documented("unauthorized", "not-found", "not-loaded", "bad-range", "bad-message"),
+    | documented(*_COMMON, "not-found", "bad-range"),
 )
 async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
     await reading.served.bundle(digest)
-    shelf, blobs = bundle_shelf(digest), reading.served.store.blobs
-    answer = await wire.immutable(request, blobs, shelf, digest, blobs.size(shelf, digest) or 0, "application/json")
+    shelf, store = bundle_shelf(digest), reading.served.store.blobs
+    answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
     reading.count(_length(answer))
     return answer
 
@@ -109,16 +125,15 @@ async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> 
     "/bundles/{digest}/parts/{name}",
     summary="Fetch a part of a bundle",
     response_class=Response,
-    responses=_bytes("the part's bytes", "application/octet-stream")
-    | documented("unauthorized", "not-found", "not-loaded", "bad-range", "bad-message"),
+    responses=_bytes("the part's bytes", "application/octet-stream") | documented(*_COMMON, "not-found", "bad-range"),
 )
 async def part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
-    """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download goes on."""
+    """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
     shelf, sha256, size = await reading.served.part(digest, name)
-    blobs = reading.served.store.blobs
-    if blobs.size(shelf, sha256) != size:
+    store = reading.served.store.blobs
+    if store.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
-    answer = await wire.immutable(request, blobs, shelf, sha256, size, "application/octet-stream")
+    answer = await blobs.immutable(request, store, shelf, sha256, size, "application/octet-stream")
     reading.count(_length(answer))
     return answer
 
@@ -127,18 +142,17 @@ async def part(request: Request, reading: Reading, digest: BundleDigest, name: N
     "/federations/{federation}/payloads/{sha256}",
     summary="Fetch a round's payload",
     response_class=Response,
-    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE)
-    | documented("unauthorized", "device-removed", "not-found", "not-loaded", "bad-range", "bad-message"),
+    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE) | documented(*_COMMON, "not-found", "bad-range"),
 )
 async def payload(
     request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
 ) -> Response:
-    """Immutable. Only what is due now is here: when it is gone, ask for work again."""
-    down = await calling.live.polls.payload(calling.device, sha256)
-    answer = await wire.immutable(
+    """Immutable. Only payloads that are due now are here; after a 404 ask for work again."""
+    down = await calling.live.payload(calling.device, sha256)
+    answer = await blobs.immutable(
         request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.members.fetched(calling.device, down, _length(answer), wire.to_the_end(answer, down.size))
+    calling.live.fetched(calling.device, down, _length(answer), blobs.to_the_end(answer, down.size))
     return answer
 
 
@@ -148,10 +162,8 @@ async def payload(
     status_code=201,
     response_model=Receipt,
     responses=_AGAIN
-    | documented("unauthorized", "device-removed", "forbidden", "not-found", "not-loaded", "wrong-round",
-                 "round-closed", "wrong-lease", "not-in-cohort", "conflicting-update", "wrong-phase", "too-large",
-                 "bad-digest", "bad-payload", "bad-message", "too-slow", "superseded", "round-not-open",
-                 "storage-full"),
+    | documented(*_COMMON, *_LEASED, "conflicting-update", "too-large", "bad-digest", "bad-payload", "too-slow",
+                 "superseded", "round-not-open"),
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -162,53 +174,82 @@ async def payload(
 async def put_update(
     request: Request,
     calling: Calling,
-    round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round of the lease.", examples=[3])],
+    round_: RoundNumber,
     device: DeviceName,
-    maskfleet_lease: Annotated[str, Header(description="The lease from the work message.", max_length=64)],
+    maskfleet_lease: Lease,
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
-    wait: Annotated[
-        float | None, Query(ge=0, allow_inf_nan=False, description=f"As in `work`, at most {WAIT_MOST:g}.")
-    ] = None,
+    wait: Annotated[float | None, Hold] = None,
 ) -> Any:
-    """Idempotent: the same body again gets the same receipt. 201 or 200 means it is safe on disk and counts once.
+    """Idempotent: the same body again gets the same receipt. 201 or 200 means it is durable and counts once.
 
     Round, lease, device, digest and length are checked before the body is read. With `wait` the receipt is held back
-    until there is something to do, which it then carries as `work`: a device of a fast round need not ask for it.
+    until there is work, which it then carries as `work`: the device of a fast round need not ask for it.
     """
-    if device != calling.device:
-        raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot upload for {device!r}")
-    sha256 = wire.sha256_of_header(content_digest)
-    known = await calling.live.intake.admit(round_, device, maskfleet_lease, sha256)
-    receipt = known
-    if receipt is None:
-        wire.check_length(request, await calling.live.intake.limit(), "an update of this method")
-        receipt = await calling.live.intake.take(round_, device, maskfleet_lease, sha256, request.stream())
-    if wait is not None:
-        try:  # a body that is sent again is still on its way: its sender reads no answer yet
-            following = await calling.live.polls.work(device, min(wait, WAIT_MOST) if known is None else 0.0)
-            if not isinstance(following, Wait):
-                receipt = receipt.model_copy(update={"work": following})
-        except (Refusal, StateError):
-            pass
-        except Exception:  # the update is in, whatever keeps the device from going on: it will hear when it asks
-            log.exception("no next work for %s after its update of round %d", device, round_)
-    body = receipt.model_dump_json(exclude_none=True).encode()
-    calling.live.members.count(device, "down", "receipt", len(body))
-    return Response(body, 201 if known is None else 200, media_type="application/json")
+    _own(calling, device, "upload")
+    sha256 = bodies.sha256_of_header(content_digest)
+    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    if known is None:
+        bodies.check_length(request, await calling.live.limit(), "an update of this method")
+        receipt = await calling.live.take(round_, device, maskfleet_lease, sha256, request.stream())
+        receipt, released = await _with_work(calling, receipt, wait)
+        answer = _json(receipt, 201, released)
+    else:  # the body is still arriving, and its sender reads the answer only after it: nothing is held back
+        receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
+        answer = _json(receipt)
+    calling.live.count(device, "down", "receipt", _length(answer))
+    return answer
+
+
+async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> tuple[Receipt, bool]:
+    """The receipt with the device's next work, and whether the answer gave up its place while it was held back."""
+    if wait is None:
+        return receipt, False
+    try:
+        following = await _work(calling, min(wait, WAIT_MOST))
+    except (Refusal, StateError):
+        return receipt, False
+    except Exception:  # the update is in, whatever is wrong with the next work: the device learns that when it asks
+        log.exception("no next work for %s after its update of round %d", calling.device, receipt.round)
+        return receipt, False
+    if following is None or isinstance(following, Wait):
+        return receipt, following is None
+    return receipt.model_copy(update={"work": following}), False
+
+
+@router.put(
+    "/federations/{federation}/rounds/{round}/failures/{device}",
+    summary="Say that this device cannot do the round",
+    status_code=204,
+    responses=documented(*_COMMON, *_LEASED, "conflicting-update"),
+)
+async def put_failure(
+    request: Request,
+    calling: Calling,
+    round_: RoundNumber,
+    device: DeviceName,
+    failure: Failure,
+    maskfleet_lease: Lease = "",
+) -> None:
+    """Idempotent. The round goes on without the device, which may be drawn again in a later attempt or round.
+
+    After `lost` the device's next downlink holds everything. Once the federation is finished only `lost` of the round
+    after the last is accepted, which has no lease.
+    """
+    _own(calling, device, "report a failure")
+    calling.live.note(device)
+    calling.live.count(device, "up", "failure", len(await request.body()))
+    await calling.live.fail(round_, device, maskfleet_lease, failure)
 
 
 @router.put(
     "/federations/{federation}/devices/{device}/report",
     summary="Report the personal model",
     status_code=204,
-    responses=documented(
-        "unauthorized", "device-removed", "forbidden", "not-found", "not-loaded", "bad-message", "storage-full"
-    ),
+    responses=documented(*_COMMON, "forbidden"),
 )
 async def put_report(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
-    """A device's last word on its own test data. Sent again, the newest counts."""
-    if device != calling.device:
-        raise Refusal("forbidden", f"this credential is {calling.device!r}'s; it cannot report for {device!r}")
-    calling.live.members.note(device)
-    calling.live.members.count(device, "up", "report", len(await request.body()))
-    await calling.live.members.report(device, report)
+    """The device's final result on its own test data. The newest report counts."""
+    _own(calling, device, "report")
+    calling.live.note(device)
+    calling.live.count(device, "up", "report", len(await request.body()))
+    await calling.live.report(device, report)
