@@ -32,8 +32,8 @@ from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
 METHODS: dict[str, dict[str, Any]] = {
-    # FM "fedmask": {"keep": 0.5, "epochs": 1},
-    # FM "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
+    "fedmask": {"keep": 0.5, "epochs": 1},
+    "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
     "coupled": {"head": "mask", "theta0": 0.5, "epochs": 1},
     "fedavg": {"epochs": 1},
     "standalone": {"epochs": 1},
@@ -116,7 +116,7 @@ def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, S
     assert records["standalone"]["bytes_by_kind"]["down"].keys() == {"header"}
     fedmask = records["fedmask"]
     live = round(0.5 * 64 * 32) + round(0.5 * 32 * 10) + 64 * 64
-    assert 0 < fedmask["bytes_by_kind"]["up"]["flips.auto"] < 3 * 2 * -(-live // 8)
+    assert 0 < fedmask["bytes_by_kind"]["up"]["changes.auto"] < 3 * 2 * -(-live // 8)
     turns = [device for row in results["fedmask"].rows for device in row.record.devices]
     assert fedmask["bytes_by_kind"]["one_time_up"] == {"structure.bits": len(set(turns)) * (64 * 32 + 32 * 10) // 8}
     assert fedmask["bytes_as_the_paper_counts"]["up"] == (64 * 64 + 64 * 32 + 32 * 10) // 8
