@@ -31,7 +31,7 @@ class _Disk:
         self._open: list[int] = []  # so that no inode number is used twice
 
     def fsync(self, descriptor: int) -> None:
-        path = Path(os.readremote(f"/proc/self/fd/{descriptor}"))
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path == self.folder:
             files = [p for p in self.folder.iterdir() if p.is_file()]
             self._files = {p.name: p.stat().st_ino for p in files}
