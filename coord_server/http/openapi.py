@@ -1,7 +1,7 @@
-"""What the OpenAPI document has beyond what FastAPI finds out: two schemas, an example of every JSON body and answer.
+"""Additions to the OpenAPI document that FastAPI writes: two schemas, and an example of every JSON body and answer.
 
-The examples are the models' own (`edge_client/protocol/messages.py`); here they are put where a reader of the document
-looks for them. A manifest is not read by FastAPI, so its schema and example are here.
+The examples are the models' own (`edge_client/protocol/messages.py`). FastAPI does not read manifests, so their schema
+and example are here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ MANIFEST_EXAMPLE: dict[str, Any] = {
     "format": 1,
     "name": "har-mlp",
     "input": {"shape": [1152], "dtype": "float32"},
-    "classes": 6,
-    "loss": "cross_entropy",
+    "target": {"kind": "classification", "classes": 6, "loss": "cross_entropy"},
     "parameters": [
         {"name": "0.weight", "shape": [100, 1152], "offset": 0, "init": {"kind": "uniform", "scale": 0.0722}},
         {"name": "0.bias", "shape": [100], "offset": 115200, "init": {"kind": "constant", "scale": 0.0}},
@@ -47,7 +46,7 @@ MANIFEST_EXAMPLE: dict[str, Any] = {
         "train.onnx": {"sha256": "08d7b35a" * 8, "size": 5127},
     },
 }
-"""A multilayer perceptron of two layers whose weights are drawn from a seed."""
+"""A perceptron of two layers, its weights drawn from a seed."""
 
 
 def _schema(model: type[Manifest] | type[Problem]) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def _messages(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Complete the OpenAPI document of `app`, whose routes are all there."""
+    """Complete the OpenAPI document of `app`, which has all its routes."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

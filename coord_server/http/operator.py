@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -10,16 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response
 
 from coord_server import events
-from coord_server.api import wire
-from coord_server.api.access import BundleDigest, FederationId, Operated, Served
-from coord_server.api.document import MANIFEST_SCHEMA
-from coord_server.api.problems import documented
 from coord_server.coordinator import Coordinator
-from coord_server.federation import LiveFederation
-from coord_server.refusals import Refusal
-from coord_server.store.blobs import Blobs
-from coord_server.uploads import Body as UploadBody
-from coord_server.uploads import receive
+from coord_server.http import bodies
+from coord_server.http.access import BundleDigest, FederationId, Operated, Served
+from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.problems import STORAGE, documented
+from coord_server.problems import Refusal
 from edge_client.protocol.messages import (
     BundleReceipt,
     Device,
@@ -36,7 +31,7 @@ from edge_client.protocol.payload import MEDIA_TYPE
 MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
 
 router = APIRouter(prefix="/v1", tags=["operator"])
-_COMMON = ("unauthorized", "not-found", "bad-message", "storage-full")
+_COMMON = ("unauthorized", "not-found", "bad-message", *STORAGE)
 _OF_ONE = (*_COMMON, "not-loaded")
 
 _STATE: dict[int | str, dict[str, Any]] = {
@@ -65,7 +60,7 @@ async def health(served: Served) -> Health:
 )
 async def post_bundle(request: Request, served: Operated) -> BundleReceipt:
     """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
-    return await served.add_bundle(await wire.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
+    return await served.add_bundle(await bodies.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
 
 
 @router.put(
@@ -80,32 +75,11 @@ async def post_bundle(request: Request, served: Operated) -> BundleReceipt:
     },
 )
 async def put_part(request: Request, served: Operated, digest: BundleDigest, name: Name) -> BundleReceipt:
-    """Checked against the size and SHA-256 in the manifest. Again is harmless."""
+    """Checked against the size and SHA-256 in the manifest. Sending it again is harmless."""
     shelf, sha256, size = await served.part(digest, name)
-    if served.store.blobs.size(shelf, sha256) == size:
-        return await served.bundle(digest)
-    wire.check_length(request, size, f"part {name!r}")
-    received = await receive(served.store.blobs, shelf, request.stream(), size, f"part {name!r} by its manifest")
-    await asyncio.to_thread(_keep_part, served.store.blobs, shelf, received, name, sha256)
+    if served.store.blobs.size(shelf, sha256) != size:
+        await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
     return await served.bundle(digest)
-
-
-def _keep_part(blobs: Blobs, shelf: str, received: UploadBody, name: str, sha256: str) -> None:
-    """Make a part durable when it is what the manifest says. Blocks. Raises Refusal, StateError."""
-    try:
-        found = received.digest()
-        if found != sha256:
-            raise Refusal(
-                "bad-bundle",
-                f"part {name!r} has SHA-256 {found}, the manifest says {sha256}; "
-                "send the file the manifest was written with",
-            )
-        if received.incoming is None:
-            blobs.put(shelf, received.data)
-        else:
-            received.incoming.commit()
-    finally:
-        received.discard()
 
 
 # --- federations
@@ -130,13 +104,13 @@ async def post_federation(
 
 @router.get("/federations", summary="List federations", responses=documented("unauthorized"))
 async def get_federations(served: Operated) -> list[Federation]:
-    """All federations, oldest first; at the end those that could not be loaded, with their `fault`."""
+    """All federations, oldest first; those that could not be loaded come last, with their `fault`."""
     return served.summaries()
 
 
 @router.get("/federations/{federation}", summary="Show a federation", responses=documented(*_COMMON))
 async def get_federation(served: Operated, federation: FederationId) -> Federation:
-    """Phase, round, devices, updates in, and what is in the way if anything is."""
+    """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
     return served.summary(federation)
 
 
@@ -161,19 +135,19 @@ async def start(served: Operated, federation: FederationId) -> Federation:
 
 @router.post("/federations/{federation}/pause", summary="Pause a federation", responses=_IN_PHASE)
 async def pause(served: Operated, federation: FederationId) -> Federation:
-    """Stop the round's clock. Updates that are on their way are still taken; no round closes or opens."""
+    """Stop the round's clock. Updates under way are still taken; no round closes or opens."""
     return await _operate(served, federation, events.Paused)
 
 
 @router.post("/federations/{federation}/resume", summary="Resume a federation", responses=_IN_PHASE)
 async def resume(served: Operated, federation: FederationId) -> Federation:
-    """Go on with the seconds the round had left."""
+    """Go on with the seconds the round had left. After a pause by `max_attempts` the attempts count from 1 again."""
     return await _operate(served, federation, events.Resumed)
 
 
 @router.post("/federations/{federation}/stop", summary="Stop a federation", responses=_IN_PHASE)
 async def stop(served: Operated, federation: FederationId) -> Federation:
-    """For good. The state after the last closed round can still be exported."""
+    """End it for good. The state after the last closed round can still be exported."""
     return await _operate(served, federation, events.Stopped)
 
 
@@ -188,14 +162,14 @@ async def post_token(
     federation: FederationId,
     request: TokenRequest,
 ) -> JoinToken:
-    """Shown once: only its digest is kept."""
+    """The token is shown once; only its digest is kept."""
     return await served.new_token(federation, request)
 
 
 @router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_OF_ONE))
 async def get_devices(served: Operated, federation: FederationId) -> list[Device]:
-    """Every device that ever enrolled, by name, with its bytes and its report."""
-    return await served.federation(federation).members.listed()
+    """Every device that ever enrolled, by name, with its bytes, its last failure and its report."""
+    return await served.federation(federation).listed()
 
 
 @router.delete(
@@ -205,22 +179,8 @@ async def get_devices(served: Operated, federation: FederationId) -> list[Device
     responses=documented(*_OF_ONE),
 )
 async def delete_device(served: Operated, federation: FederationId, device: Name) -> None:
-    """It is not waited for and cannot come back. Updates of it that were acknowledged stay counted."""
-    await served.federation(federation).members.remove(device)
-
-
-async def _settled(served: Coordinator, federation: str) -> LiveFederation:
-    """The federation, once every round that devices know to be closed has its record."""
-    live = served.federation(federation)
-    await live.settled()
-    return live
-
-
-def _with_last_downlinks(live: LiveFederation, record: str) -> str:
-    """The last round's record with what was fetched after it, which nobody knew when it was written."""
-    found = Round.model_validate_json(record)
-    traffic = found.traffic.model_copy(update={"last_down": live.members.last_downlinks()})
-    return found.model_copy(update={"traffic": traffic}).model_dump_json()
+    """The round no longer waits for it, and it cannot come back. Its acknowledged updates still count."""
+    await served.federation(federation).remove(device)
 
 
 @router.get(
@@ -230,14 +190,11 @@ def _with_last_downlinks(live: LiveFederation, record: str) -> str:
     responses=documented(*_OF_ONE),
 )
 async def get_rounds(served: Operated, federation: FederationId) -> Any:
-    """Traffic, bits per parameter, loss and accuracies of every closed round.
+    """Traffic, bits per parameter, loss, scores, failures and guarded updates of every closed round.
 
     The last round's `traffic.last_down` grows as devices fetch the downlink after it.
     """
-    live = await _settled(served, federation)
-    records = await asyncio.to_thread(served.store.metadata.all_rounds, live.id)
-    if len(records) == live.config.rounds:
-        records[-1] = _with_last_downlinks(live, records[-1])
+    records = await served.federation(federation).rounds()
     return Response("[" + ",".join(records) + "]", media_type="application/json")
 
 
@@ -253,12 +210,9 @@ async def get_round(
     round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, examples=[3])],
 ) -> Any:
     """One closed round's record."""
-    live = await _settled(served, federation)
-    record = await asyncio.to_thread(served.store.metadata.one_round, live.id, round_)
+    record = await served.federation(federation).round(round_)
     if record is None:
-        raise Refusal("not-found", f"round {round_} of {live.id} is not closed; GET .../rounds lists those that are")
-    if round_ == live.config.rounds:
-        record = _with_last_downlinks(live, record)
+        raise Refusal("not-found", f"round {round_} of {federation} is not closed; GET .../rounds lists those that are")
     return Response(record, media_type="application/json")
 
 
@@ -269,5 +223,5 @@ async def get_round(
     responses=_STATE | documented(*_OF_ONE),
 )
 async def get_state(served: Operated, federation: FederationId) -> Response:
-    """Same seed, same updates: same bytes, here and in the simulator."""
+    """The same seed and updates give the same bytes, here and in the simulator."""
     return Response(await served.federation(federation).exported(), media_type=MEDIA_TYPE)

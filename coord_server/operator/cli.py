@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -13,11 +14,12 @@ from pydantic import BaseModel, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
-from coord_server.operator_client import Operator
+from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, first_fault
-from edge_client.protocol.messages import Federation, FederationConfig, Phase, TokenRequest
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Phase, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,9 +34,9 @@ Id = Annotated[str, typer.Argument(help="The federation's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
-REMOVED, NOT_READY = "removed", "not ready"  # what a device's state may be; nothing is said of one that takes part
-WHOLE: dict[str, tuple[str, ...]] = {"phase": get_args(Phase), "state": (REMOVED, NOT_READY)}  # columns of words
-UNKNOWN = "-"  # a round's loss or accuracy when every device sat it out
+REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
+WHOLE: dict[str, tuple[str, ...]] = {"phase": get_args(Phase), "state": (REMOVED, NOT_READY, FAILED)}  # unbroken words
+UNKNOWN = "-"  # a round's loss or score when no device reported one
 
 
 def _operator(url: str, token_file: Path) -> Operator:
@@ -72,12 +74,24 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
         raise ConfigError(f"{where}, {first_fault(error, 'settings')}") from None
 
 
-def _print(found: BaseModel) -> None:
-    print(found.model_dump_json(indent=1))
+def _json(found: Sequence[BaseModel] | BaseModel) -> None:
+    shown = (
+        found.model_dump(mode="json") if isinstance(found, BaseModel) else [f.model_dump(mode="json") for f in found]
+    )
+    print(json.dumps(shown, indent=1))
+
+
+def _plain(text: str) -> Text:
+    """Text of a device or coordinator: no markup, and nothing in it moves the cursor."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def _failure(who: str, failure: Failure) -> Text:
+    return _plain(f"{who} failed ({failure.kind}): {failure.reason}")
 
 
 def _table(*heads: str, caption: str | None = None) -> Table:
-    """A table that stays readable in a narrow terminal: what does not fit goes on in the next line, nothing is cut."""
+    """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, caption=caption, caption_justify="left")
     for head in heads:
         words = (*head.split(), *WHOLE.get(head, ()))
@@ -87,14 +101,15 @@ def _table(*heads: str, caption: str | None = None) -> Table:
     return table
 
 
-def _row(f: Federation) -> tuple[str, ...]:
+def _row(f: Federation) -> tuple[str | Text, ...]:
+    fault = _plain(f.fault or "")
     if f.config is None or f.phase is None:
-        return f.id, "", "", "", "", "", "", f.fault or ""
+        return f.id, "", "", "", "", "", "", fault
     method = str(f.config.method.get("name"))
     rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
     waits = f"{f.updates} in, {f.expected} due"
     ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
-    return f.id, method, f.phase, rounds, str(f.devices), waits, ends, f.fault or ""
+    return f.id, method, f.phase, rounds, str(f.devices), waits, ends, fault
 
 
 @app.command()
@@ -113,7 +128,7 @@ def create(
     named = settings.get("bundle")
     if folder is None and isinstance(named, str) and (file.parent / named).is_dir():
         folder = file.parent / named
-    # What is wrong in the file shows before anything is uploaded.
+    # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
     with _operator(url, token_file) as operator:
         if folder is not None:
@@ -127,7 +142,7 @@ def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = 
     with _operator(url, token_file) as operator:
         found = operator.federations()
     if as_json:
-        print(json.dumps([f.model_dump(mode="json") for f in found], indent=1))
+        _json(found)
         return
     table = _table("id", "method", "phase", "round", "devices", "updates", "ends in", "fault")
     for f in found:
@@ -136,31 +151,45 @@ def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = 
 
 
 @app.command()
-def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """Show a federation as JSON: phase, round, updates, deadline, config."""
+def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """Show a federation: phase, round, updates, deadline, fault, and its settings."""
     with _operator(url, token_file) as operator:
-        _print(operator.federation(id_))
+        found = operator.federation(id_)
+    if as_json:
+        _json(found)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    names = ("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
+    for name, value in zip(names, _row(found), strict=True):
+        if value:
+            table.add_row(name, value)
+    for name, setting in ({} if found.config is None else found.config.model_dump(mode="json")).items():
+        if name != "name" and setting is not None:
+            table.add_row(name, _plain(setting if isinstance(setting, str) else json.dumps(setting)))
+    Console().print(table)
 
 
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List a federation's devices: updates, bytes of payloads, bundle and messages, reported accuracy."""
+    """List a federation's devices: updates, bytes of payloads, bundle and messages, score, last failure."""
     with _operator(url, token_file) as operator:
         found = operator.devices(id_)
     if as_json:
-        print(json.dumps([d.model_dump(mode="json") for d in found], indent=1))
+        _json(found)
         return
     heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
-    caption = "\nbytes of bodies since enrolment; messages: enrol, work, receipt, report (--json: by kind)"
-    table = _table(*heads, "accuracy", "state", caption=caption)
+    caption = "\nbytes of bodies since enrolment; messages: all other bodies (--json: by kind)"
+    table = _table(*heads, "score", "state", caption=caption)
     for d in found:
-        accuracy = "" if d.report is None else f"{d.report.accuracy:.4f}"
-        state = REMOVED if d.removed else "" if d.ready else NOT_READY
+        score = "" if d.report is None else f"{d.report.score:.4f}"
+        state = REMOVED if d.removed else NOT_READY if not d.ready else FAILED if d.failure is not None else ""
         bundle = d.messages_down.get("bundle", 0)
         others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
         counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
-        table.add_row(d.device, *(f"{n:,}" for n in counts), accuracy, state)
-    Console().print(table)
+        table.add_row(d.device, *(f"{n:,}" for n in counts), score, state)
+    Console().print(table, *(_failure(d.device, d.failure) for d in found if d.failure is not None), sep="\n")
 
 
 @app.command()
@@ -177,32 +206,36 @@ def remove(
 
 @app.command()
 def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List the closed rounds: accuracy, bits per parameter, payload bytes by kind, seconds."""
+    """List the closed rounds: scores, bits per parameter, payload bytes by kind, failures, guarded updates."""
     with _operator(url, token_file) as operator:
         found = operator.rounds(id_)
     if as_json:
-        print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
+        _json(found)
         return
     table = _table(
-        "round", "devices", "loss", "accuracy", "worst", "bits/par up", "bits/par down", "seconds", "skipped"
+        "round", "devices", "loss", "score", "worst", "bits/par up", "bits/par down", "seconds", "failed", "skipped"
     )
     for r in found:
         loss = UNKNOWN if r.loss is None else f"{r.loss:.4f}"
-        after = r.accuracy_after
-        accuracy = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
+        after = r.score_after
+        scores = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
-        figures = (loss, *accuracy, *bits, f"{r.seconds:.1f}")
+        figures = (loss, *scores, *bits, f"{r.seconds:.1f}", str(len(r.failed) or ""))
         table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
     kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
     for r in found:
         t = r.traffic
         sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
         kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
-    Console().print(table, "", kinds)
+    notes = []
+    for r in found:
+        notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
+        notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
+    Console().print(table, "", kinds, *([""] if notes else []), *notes, sep="\n")
 
 
 def _by_kind(sizes: dict[str, int]) -> str:
-    """Payload bytes of all devices together, a line a kind."""
+    """Payload bytes of all devices together, one line for each kind."""
     return "\n".join(f"{kind} {size:,}" for kind, size in sizes.items())
 
 
@@ -227,7 +260,7 @@ def start(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
 
 @app.command()
 def pause(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """Stop the round's clock; updates on their way are still taken."""
+    """Stop the round's clock; updates under way are still taken."""
     _operate(id_, "pause", url, token_file)
 
 
