@@ -1,4 +1,4 @@
-"""A coordinator of a few lines behind httpx.MockTransport, and a trainer in numpy: the client's tests without processes.
+"""A coordinator of a few lines behind httpx.MockTransport, and a trainer in numpy: client tests without processes.
 
 Importing `numpy_trainer` into a test file makes its tests use that trainer, sleep for no time, and write the personal
 model without a graph.
