@@ -28,7 +28,7 @@ from coordination import (
 
 from coord_server import aggregation
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import INLINE
+from coord_server.store.values import INLINE
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
 

@@ -27,7 +27,7 @@ from coordination import (
 )
 
 from coord_server import aggregation
-from coord_server.store.tables import INLINE
+from coord_server.store.values import INLINE
 from edge_client.bundle import Model, generate
 from edge_client.methods import make_method
 

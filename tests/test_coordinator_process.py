@@ -36,7 +36,7 @@ from typer.testing import CliRunner
 
 from coord_server.operator import cli as operator_cli
 from coord_server.operator.client import Operator
-from coord_server.store.tables import INLINE
+from coord_server.store.values import INLINE
 from edge_client.errors import ServerError, UnreachableError
 from edge_client.protocol.messages import (
     Device,
