@@ -1,11 +1,12 @@
-"""Who may ask for what: the operator's token, join tokens, device credentials.
+"""Secrets: the operator's token, join tokens, device credentials.
 
-Secrets are 256 random bits in hex. Only their SHA-256 is stored, and what is compared is always two digests in
-constant time. Transport encryption is not done here: `serve --certificate` or a proxy in front does it.
+A secret is 256 random bits in hex. Only its SHA-256 is stored, and digests are compared in constant time. Transport
+encryption is not here: `serve --certificate` or a proxy in front does it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import os
@@ -25,7 +26,7 @@ def new_secret() -> str:
 
 
 def hashed(secret: str) -> str:
-    """What is stored of a secret. Any text has one: half a surrogate pair is nobody's secret, not a failure."""
+    """The digest that is stored of a secret. Any text has one, half a surrogate pair too."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -35,21 +36,25 @@ def same(left: str, right: str) -> bool:
 
 
 def operator_token(folder: Path) -> tuple[str, Path | None]:
-    """The operator's token and the file it is in: the environment's, or the data folder's, made at first start.
+    """The operator's token and the file that holds it: the environment's, or the data folder's, made at first start.
 
-    It is written whole or not at all; an empty file counts as none. Raises StateError when the file can neither be
-    read nor made.
+    Coordinators that start on one folder at once get the same token. Raises StateError when the file can neither be
+    read nor written.
     """
     given = os.environ.get(OPERATOR_ENV, "").strip()
     if given:
         return given, None
     path = folder / OPERATOR_FILE
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         token = path.read_text().strip() if path.exists() else ""
+        if not token:  # no file, or an empty one
+            token = new_secret()
+            write_whole(path, f"{token}\n".encode(), elsewhere=f"set {OPERATOR_ENV}")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise StateError(f"{path} cannot be read: {reason}; repair it, remove it, or set {OPERATOR_ENV}") from None
-    if not token:
-        token = new_secret()
-        write_whole(path, f"{token}\n".encode(), elsewhere=f"set {OPERATOR_ENV}")
+    finally:
+        os.close(lock)
     return token, path

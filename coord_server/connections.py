@@ -1,208 +1,177 @@
-"""Connections: how many there may be at once, and how long one may hold its place without asking anything.
+"""Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
-Who takes up a place and says nothing is let go, so that nobody can keep the fleet out for long. What a request may do
-is the API's business; the body of one that is being read has its own patience in `api.wire`.
+Nothing is closed while there is room. At the limit, a new connection replaces one without a request under way: the
+oldest of the address that has most of those, so that one caller can only displace itself. When every connection has a
+request, the oldest long poll is answered at once and closed. Only when neither is left do callers get a 503, and never
+the operator. uvicorn has no time limit for a request's head and answers its own limit to everyone alike, hence the
+small subclass of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
-import socket
-import time
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import h11
 import uvicorn
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from coord_server.api.problems import problem
-from edge_client.errors import ConfigError
+from coord_server.problems import MEDIA_TYPE, message
 
-try:
-    import resource
-except ImportError:  # not a POSIX system: nothing is known of its limit
-    resource = None  # type: ignore[assignment]
+MOST = 8192  # connections at once; each takes some ten kilobytes
+SPARE = 64  # connections beyond the limit whose request is still read, in case it is the operator's
+PATIENCE = 20.0  # seconds until a request's head must be complete
 
-MOST = 8192  # connections at once: each takes some ten kilobytes
-SPARE = 64  # connections beyond those that are told why they have to come again; any more are closed unheard
-OWN_FILES = 128  # descriptors kept for the database, the blobs and the like
-PATIENCE = 20.0  # seconds until a request's head must be whole
-BUSY_PATIENCE = 2.0  # the same for those beyond the limit
-PIECE = 4096  # bytes of a body that was answered already, at least, within PATIENCE: what follows is not read
-UNACKNOWLEDGED = 120  # seconds until a caller that takes nothing of its answer any more is given up
-AGAIN = "5"  # seconds until a refused caller is to come again
-COMPLAIN = 60.0  # seconds between two log lines on the same trouble
-
+T = TypeVar("T")
+Poll = tuple[str, str]  # federation and device
 log = logging.getLogger("maskfleet")
 
 
-def room(most: int) -> int:
-    """How many connections there can be, at most `most`, having raised this process's limit of open files for them.
+class Places:
+    """The connections and long polls of one server process."""
 
-    Each may have a file open beside its socket. Raises ConfigError.
-    """
-    if resource is None:
-        return most
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * (most + SPARE) + OWN_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with suppress(OSError, ValueError):  # a system may allow less than it says: then it stays as it was
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    found = most if soft == resource.RLIM_INFINITY else min(most, (soft - OWN_FILES) // 2 - SPARE)
-    if found < 1:
-        raise ConfigError(f"`ulimit -n` is {soft}, too few files to serve anybody; raise it to {needed}")
-    if found < most:
-        log.warning("%d connections at once, not %d: `ulimit -n` is %d; raise it to %d", found, most, soft, needed)
-    return found
+    def __init__(self, most: int = MOST) -> None:
+        self.most = most
+        self.open: set[Connection] = set()
+        self._silent: dict[str, dict[Connection, None]] = {}  # by address; the longest silent first
+        self._polls: dict[Poll, tuple[asyncio.Future[Any], Connection | None]] = {}  # the oldest first
 
+    def full(self) -> bool:
+        """Whether there are more connections than places, and none that can be closed."""
+        return len(self.open) > self.most and not self._make_room()
 
-class _Taken(socket.socket):
-    """A caller's socket, which its listening socket counts until it is closed."""
+    def enter(self, connection: Connection) -> bool:
+        """Take a place for a connection, closing another one if need be; False when it has to be closed itself."""
+        if len(self.open) >= self.most and not self._make_room() and len(self.open) >= self.most + SPARE:
+            return False
+        self.open.add(connection)
+        return True
 
-    def __init__(self, taken: socket.socket, listening: Listening) -> None:
-        super().__init__(fileno=taken.detach())
-        self._listening: Listening | None = listening
-        listening.taken += 1
+    def leave(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self.open.discard(connection)
+        self.busy(connection)
 
-    def close(self) -> None:
-        """Close it."""
-        if self._listening is not None:
-            self._listening.taken -= 1
-            self._listening = None
-        super().close()
+    def silent(self, connection: Connection) -> None:
+        """No request of this connection is under way."""
+        if connection in self.open:
+            self._silent.setdefault(connection.address, {}).setdefault(connection)
 
+    def busy(self, connection: Connection) -> None:
+        """A request of this connection is under way."""
+        of_address = self._silent.get(connection.address, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._silent.pop(connection.address, None)
 
-class Listening(socket.socket):
-    """A listening socket that hangs up on callers beyond `most` and `SPARE`, and when no descriptor is left.
+    async def hold(self, poll: Poll, answer: Coroutine[Any, Any, T], connection: Connection | None) -> T | None:
+        """What a long poll answers; None when it has to give up its place before there is an answer.
 
-    `taken` counts its callers, those too whose TLS handshake is not done, of whom no protocol knows.
-    """
-
-    def __init__(self, host: str, port: int, most: int = MOST) -> None:
-        """Bind. Raises ConfigError."""
-        self.taken, self._most = 0, most
-        # With the protocol named, asyncio turns Nagle's delay off: else an answer may wait 40 ms for its last segment.
-        super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._complained = -COMPLAIN
-        self._kept = os.open(os.devnull, os.O_RDONLY)  # given up for a moment to take a caller off the queue
+        A device has one long poll at a time: a newer one ends the older one, whose link may have broken.
+        """
+        self._let_go(poll)
+        task = asyncio.ensure_future(answer)
+        entry = self._polls[poll] = task, connection
         try:
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it
-                self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED * 1000)
-            self.bind((host, port))
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+            return await task
+        except asyncio.CancelledError:
+            if self._polls.get(poll) is not entry and task.cancelled():
+                return None
+            raise
+        finally:
+            if self._polls.get(poll) is entry:
+                del self._polls[poll]
 
-    def close(self) -> None:
-        """Close it and what it keeps."""
-        if self._kept >= 0:
-            os.close(self._kept)
-            self._kept = -1
-        super().close()
+    def _let_go(self, poll: Poll) -> None:
+        found = self._polls.pop(poll, None)
+        if found is not None:
+            task, connection = found
+            task.cancel()
+            if connection is not None:  # its answer says Connection: close
+                self.leave(connection)
 
-    def accept(self) -> tuple[socket.socket, Any]:
-        """The next caller. Raises BlockingIOError when there is none, or none that there is a place for."""
-        try:
-            taken, caller = super().accept()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._kept < 0:
-                raise
-            self._turn_away()
-            raise BlockingIOError(errno.EAGAIN, "no descriptor is left") from None
-        if self.taken >= self._most + SPARE:
-            taken.close()
-            raise BlockingIOError(errno.EAGAIN, "no place is left")
-        return _Taken(taken, self), caller
-
-    def _turn_away(self) -> None:
-        """Take a caller off the queue and hang up: one that is left there would wake the event loop for ever."""
-        if time.monotonic() - self._complained >= COMPLAIN:
-            self._complained = time.monotonic()
-            log.error("callers are turned away: no more files can be opened; raise `ulimit -n`")
-        os.close(self._kept)
-        self._kept = -1
-        with suppress(OSError):
-            super().accept()[0].close()
-        with suppress(OSError):
-            self._kept = os.open(os.devnull, os.O_RDONLY)
-
-
-def hurry_handshakes(loop: asyncio.AbstractEventLoop) -> None:
-    """Give TLS handshakes of the servers made on `loop` the time of a head: uvicorn has no setting for it."""
-    loop.create_server = partial(loop.create_server, ssl_handshake_timeout=PATIENCE)  # type: ignore[method-assign]
-
-
-async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
-    """The ASGI application of those for whom there is no place."""
-    detail = "the coordinator has as many connections as it can serve; come again in a few seconds"
-    await problem("too-busy", detail, {"Retry-After": AGAIN, "Connection": "close"})(scope, receive, send)
+    def _make_room(self) -> bool:
+        if self._silent:
+            address = max(self._silent, key=lambda a: len(self._silent[a]))
+            connection = next(iter(self._silent[address]))
+            self.leave(connection)
+            connection.transport.abort()
+            return True
+        if self._polls:
+            self._let_go(next(iter(self._polls)))
+            return True
+        return False
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP connection, closed when it asks nothing. `limit_concurrency` is how many there may be at once."""
+    """uvicorn's HTTP connection with a place in `Places` and a time limit for the head of a request."""
 
     def __init__(
         self,
+        places: Places,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._most, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's own answer is no problem+json
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        self.address = ""
+        self._places = places
         self._timer: asyncio.TimerHandle | None = None
-        self._for: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-        self._came = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """There is a caller."""
+        """Take a place, or close."""
         super().connection_made(transport)
-        over = 0 if self._most is None else len(self.connections) - self._most
-        if over > 0:
-            self.app = _busy
-        self._wait(h11.IDLE, BUSY_PATIENCE if over > 0 else PATIENCE)
+        self.address = self.client[0] if self.client else ""
+        if self._places.enter(self):
+            self._places.silent(self)
+            self._timer = self.loop.call_later(PATIENCE, transport.abort)
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """The caller said something."""
+        """Bytes arrived: part of a head, or of a body."""
         super().data_received(data)
-        caller = self.conn.their_state
-        if caller is h11.IDLE:
-            if self._for is not h11.IDLE:
-                self._wait(h11.IDLE, PATIENCE)
-        elif caller is h11.SEND_BODY and self.conn.our_state is h11.DONE:
-            self._came += len(data)
-            if self._for is not h11.SEND_BODY or self._came >= PIECE:
-                self._wait(h11.SEND_BODY, PATIENCE)
-        else:
-            self._wait(None, 0.0)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._places.busy(self)
+            self._stop_timer()
+        elif self.conn.their_state is h11.SEND_BODY:  # the rest of a body that was answered unread
+            self._stop_timer()
+            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
+        elif self._timer is None:
+            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
 
     def on_response_complete(self) -> None:
-        """The answer is out; of a request that was answered unread, nothing is kept."""
+        """The answer is sent. What was received of an unread body is dropped."""
         self.cycle.body = bytearray()
+        self._places.silent(self)
         super().on_response_complete()
+        if not self.cycle.response_complete:  # a pipelined request has begun
+            self._places.busy(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The caller is gone."""
-        self._wait(None, 0.0)
+        """Free the place."""
+        self._stop_timer()
+        self._places.leave(self)
         super().connection_lost(exc)
 
-    def _wait(self, part: type[h11.IDLE] | type[h11.SEND_BODY] | None, seconds: float) -> None:
-        """Give the caller `seconds` for the head (IDLE) or a piece of the body, or any time at all (None)."""
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP with a problem, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer has begun, and cannot become another
+            body = message("bad-request", f"{msg} Send HTTP/1.1 as RFC 9112 defines it").model_dump_json().encode()
+            headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(body)), "Connection": "close"}
+            for event in (
+                h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._for, self._came = part, 0
-        self._timer = None if part is None else self.loop.call_later(seconds, self._let_go)
-
-    def _let_go(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
+            self._timer = None

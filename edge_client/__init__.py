@@ -1,5 +1,37 @@
-"""What runs on the device: protocol, methods, training, client. Imports no torch, no compiler needed.
+"""What runs on a device: protocol, methods, training, client. Needs neither PyTorch nor a compiler.
 
-Other packages import from the modules themselves; this page only names the two things a device's own
-program needs: :class:`edge_client.client.Client` and :mod:`edge_client.errors`.
+    from edge_client import Bundle, Client, Method
+
+Importing the package is cheap: each name is loaded from its module at its first use.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edge_client.bundle import Bundle as Bundle
+    from edge_client.client import Client as Client
+    from edge_client.client import Result as Result
+    from edge_client.data import DeviceData as DeviceData
+    from edge_client.errors import MaskfleetError as MaskfleetError
+    from edge_client.methods import Method as Method
+    from edge_client.methods import make_method as make_method
+
+_HOME = {
+    "Bundle": "bundle",
+    "Client": "client",
+    "DeviceData": "data",
+    "MaskfleetError": "errors",
+    "Method": "methods",
+    "Result": "client",
+    "make_method": "methods",
+}
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

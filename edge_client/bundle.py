@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from edge_client.errors import BundleError, first_fault
-from edge_client.targets import Target
+from edge_client.targets import AnyTarget
 
 F32 = NDArray[np.float32]
 MANIFEST = "manifest.json"
@@ -99,7 +99,7 @@ class Manifest(_Data):
     format: Literal[1] = 1
     name: str
     input: Input
-    target: Target
+    target: AnyTarget
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...] = ()
     layers: tuple[Layer, ...]

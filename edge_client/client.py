@@ -1,43 +1,53 @@
 """The device's side of a federation over HTTP: enrol, train the rounds asked for, end with a personal model.
 
-    from edge_client.client import Client
+    from edge_client import Client
     result = Client("https://fleet.example.org", token, "mine.npz").run()
 
-What happens in a round is the method's business (`edge_client.local`), how a request is repeated the transport's,
-what survives a power cut the journal's. This file is the order in which they are called. Nothing here draws random
-numbers or reads a clock that could reach an update: the same assignment gives the same bytes, so a device killed in
-mid-round repeats the round, or sends the update it had written down, and nobody can tell.
+What happens in a round is the method's business (`edge_client.local`), repeating a request that of `retry`, surviving a
+power cut that of `journal`. This file is the order in which they are called. Nothing here draws random numbers or reads
+a clock that could reach an update: the same assignment gives the same bytes, so a device killed in a round trains it
+again, or sends the update it had stored, with the same effect.
+
+A round that cannot be done (training diverged, memory ran out, values were lost) is reported, and the device asks for
+work again. Only what asking again cannot mend ends the run: see `edge_client.exit_codes`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from edge_client.backends import DEFAULT_BACKEND, check_parts, installed
-from edge_client.bundle import Bundle, digest
-from edge_client.data import DataFile, DeviceData, check, fit, read
-from edge_client.errors import BundleError, ConfigError, MaskfleetError, PayloadError, ServerError
+from edge_client.backends import installed
+from edge_client.bundle import digest
+from edge_client.data import DeviceData, read
+from edge_client.errors import ConfigError, LostError, PayloadError, ServerError
 from edge_client.events import Event, OnEvent
-from edge_client.journal import Identity, Journal, Pending
-from edge_client.local import run_round
-from edge_client.methods import Assignment, Method, Task, make_method
-from edge_client.protocol.messages import Enrol, Enrolled, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
+from edge_client.failures import failure_of
+from edge_client.journal import Identity, Journal, Pending, Secret
+from edge_client.local import Outcome, personal, run_round
+from edge_client.protocol.messages import Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
-from edge_client.remote_bundle import open_remote
-from edge_client.training import open_trainer
+from edge_client.remote import Remote
+from edge_client.remote_bundle import MAX_PARAMETERS, check_downlink
+from edge_client.retry import Retry
+from edge_client.session import Session, enrol, open_session, try_out
+from edge_client.task import Personal
 from edge_client.transport import Transport
 
-HOLD = 25.0  # seconds the coordinator may hold a question for work: under the usual 30 s of proxies
+HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 SENDS = 3  # times an update is sent that arrives damaged
+LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
+FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
+LOST_ENDS = 3  # last downlinks that may build on lost values before the device ends with the model it trained last
+
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
-NAME: TypeAdapter[str] = TypeAdapter(Name)
+log = logging.getLogger("maskfleet")
 
 
 @dataclass(frozen=True)
@@ -54,46 +64,22 @@ class Result:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Session:
-    """What stays the same through a run."""
-
-    identity: Identity
-    enrolled: Enrolled
-    bundle: Bundle
-    method: Method
-    task: Callable[[int], Task]
-    """The task of a round."""
-
-    @property
-    def federation(self) -> str:
-        return f"/v1/federations/{self.enrolled.federation}"
-
-
 def default_state(token: str) -> Path:
-    """Where a device's state lies unless it says otherwise: one folder for each join token."""
+    """The default state folder: one for each join token."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "maskfleet" / digest(token.encode())[:16]
-
-
-def _check_name(device: str) -> None:
-    try:
-        NAME.validate_python(device)
-    except ValidationError:
-        raise ConfigError(
-            f"{device!r} is no name for a device; give one of 1 to 64 letters, digits, '.', '_' or '-' that begins "
-            "with a letter or digit"
-        ) from None
 
 
 class Client:
     """One device in one federation.
 
     `data` is the path of an .npz file (see `edge_client.data`) or a DeviceData. `state` is the folder of the
-    journal; what is there is resumed. `backend` None takes what the federation asks for, else ONNX Runtime.
-    `patience` is how many seconds the coordinator may be unreachable before `run` raises UnreachableError;
-    `poll` the longest it may hold a question for work; `personal` where the personal model is written
-    (default: `personal.onnx` in the state folder). `transport` is httpx's, a seam for tests.
+    journal; a run that was interrupted there is resumed. `backend` None takes the federation's choice, else ONNX
+    Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
+    UnreachableError; `poll` the longest it may hold a request for work; `personal` where the personal model is written
+    (default: `personal.onnx` in the state folder). A model with more than `max_parameters` parameters and statistics is
+    refused before memory is taken for it. `secret` fixes the device's own randomness, for experiments that must be
+    repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
     """
 
     def __init__(
@@ -109,50 +95,56 @@ class Client:
         patience: float = 3600.0,
         poll: float = HOLD,
         personal: str | Path | None = None,
+        max_parameters: int = MAX_PARAMETERS,
+        secret: int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         if not token:
             raise ConfigError("the join token is empty; ask the federation's operator for one")
         if device is not None:
             _check_name(device)
+        if secret is not None:
+            _check_secret(secret)
         if backend is not None:
             installed(backend)
-        self.url, self.token, self.data, self.device = url, token, data, device
+        self.url, self.token, self.data, self.device, self.secret = url, token, data, device, secret
         self.state = default_state(token) if state is None else Path(state)
         self.backend, self.threads, self.patience, self.poll = backend, threads, patience, poll
         self.personal = self.state / "personal.onnx" if personal is None else Path(personal)
-        self._transport = transport
+        self.max_parameters, self._transport = max_parameters, transport
 
     def run(self, rounds: int | None = None, once: bool = False, on_event: OnEvent | None = None) -> Result:
         """Take part until the federation ends, or `rounds` rounds are acknowledged.
 
-        `once` asks for work a single time, does what there is and returns, waiting for nothing. Raises
-        MaskfleetError; `edge_client.exit_codes` says what each kind means to a shell.
+        `once` asks for work a single time, does what there is and returns without waiting. Raises MaskfleetError;
+        `edge_client.exit_codes` says what each kind means to a shell.
         """
         say: OnEvent = on_event or (lambda _: None)
-        journal = Journal(self.state)
-        transport: Transport | None = None
+        transport = Transport(self.url, self._transport)
         try:
-            transport = Transport(self.url, patience=self.patience, on_event=say, transport=self._transport)
-            return _Run(self, journal, transport, say).go(1 if once and rounds is None else rounds, once)
+            with Journal(self.state) as journal:
+                remote = Remote(transport, Retry(transport.url, self.patience, say))
+                return _Run(self, journal, remote, say).go(1 if once and rounds is None else rounds, once)
         finally:
-            journal.close()
-            if transport is not None:
-                transport.close()
+            transport.close()
 
 
 class _Run:
-    """One call of `Client.run`: the parts it is made of, and the loop."""
+    """One call of `Client.run`: its parts, and the loop."""
 
-    def __init__(self, client: Client, journal: Journal, transport: Transport, say: OnEvent) -> None:
-        self.client, self.journal, self.transport, self.say = client, journal, transport, say
+    def __init__(self, client: Client, journal: Journal, remote: Remote, say: OnEvent) -> None:
+        self.client, self.journal, self.remote, self.say = client, journal, remote, say
+        self.trained: Personal | None = None  # the model of the last round trained in this run
+        self.failures = 0  # rounds that failed in a row
+        self.lost_ends = 0
 
     def go(self, rounds: int | None, once: bool) -> Result:
-        identity = self.journal.identity(self.client.token, self.client.device)
+        client = self.client
+        identity = self.journal.identity(client.token, client.device, client.secret)
         report = self.journal.done()
         if report is not None:
-            self.say(Event("done", f"the federation was finished before; the model is {self.client.personal}"))
-            return Result(identity.device, 0, "finished", report, self.client.personal)
+            self.say(Event("done", f"the federation was finished before; the model is {client.personal}"))
+            return Result(identity.device, 0, "finished", report, client.personal)
         session = self._begin(identity)
         done = 0
         receipt: Receipt | None = None
@@ -160,8 +152,8 @@ class _Run:
         if pending is not None:
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
             done += self._send(session, pending) is not None
-        self._try_out(session)
-        hold = 0.0  # the first answer is wanted at once: it says what is waited for
+        try_out(session)
+        hold = 0.0  # the first request is answered at once: the answer says what is waited for
         while rounds is None or done < rounds:
             work = receipt.work if receipt is not None and receipt.work is not None else self._ask(session, hold)
             receipt = None
@@ -171,10 +163,10 @@ class _Run:
             if isinstance(work, Finish):
                 report = self._finish(session, work)
                 if report is not None:
-                    return Result(identity.device, done, "finished", report, self.client.personal)
+                    return Result(identity.device, done, "finished", report, client.personal)
             elif isinstance(work, Train):
                 goes_on = not once and (rounds is None or done + 1 < rounds)
-                receipt = self._round(session, work, min(LINGER, self.client.poll) if goes_on else None)
+                receipt = self._round(session, work, min(LINGER, client.poll) if goes_on else None)
                 done += receipt is not None
             elif once:
                 self.say(Event("info", f"no work now: {work.reason}"))
@@ -182,144 +174,115 @@ class _Run:
                 self._wait(work, hold)
             if once:
                 break
-            hold = self.client.poll
+            hold = client.poll
         self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
+    def _begin(self, identity: Identity) -> Session:
+        """The session of this device. The arrays read from its file do not outlive this call."""
+        client, given = self.client, self.client.data
+        found = given if isinstance(given, DeviceData) else read(Path(given))  # before the token is used up
+        identity = enrol(identity, self.journal, self.remote, client.token, self.say)
+        cache = self.journal.folder / "bundles"
+        return open_session(identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters)
+
+    # --- work
+
+    def _ask(self, session: Session, wait: float) -> Work:
+        self.say(Event("asking", f"asking for work, for up to {wait:.0f} s", seconds=wait))
+        return self.remote.ask("GET", f"{session.path}/work", WORK, "asking for work", wait=wait)
+
     def _wait(self, work: Wait, held: float) -> None:
-        """Say what is waited for, and stay away as long as the coordinator wishes one that was held so long to."""
-        after = work.poll_after if held or not self.client.poll else 0.0
+        """Pause as long as the coordinator asks; after the first answer, which was not held, ask again at once."""
+        after = max(work.poll_after, LEAST_PAUSE) if held or not self.client.poll else 0.0
         again = f"in {after:.0f} s, " if after else ""
         text = f"no work yet: {work.reason}; asking again {again}for up to {self.client.poll:.0f} s"
         self.say(Event("wait", text, seconds=after + self.client.poll))
-        self.transport.pause(after)
+        self.remote.retry.pause(after)
 
-    # --- before the rounds
-
-    def _begin(self, identity: Identity) -> _Session:
-        """The session of this device, enrolled if it was not. What was read of a file is not kept beside it."""
-        given = self.client.data
-        found = given if isinstance(given, DeviceData) else read(Path(given))  # before a token is used up for it
-        return self._session(self._enrol(identity), found)
-
-    def _enrol(self, identity: Identity) -> Identity:
-        self.transport.credential = identity.credential
-        if identity.enrolled is not None:
-            self.say(Event("info", f"device {identity.device!r} of federation {identity.enrolled.federation!r}"))
-            return identity
-        if not self.transport.secure:
-            self.say(Event("info", f"{self.client.url} is not https: anyone on the way can read the credential"))
-        ask = Enrol(token=self.client.token, device=identity.device, credential=identity.credential)
-        enrolled = self.transport.ask("POST", "/v1/enrol", Enrolled, "joining", body=ask)
-        self.say(Event("info", f"joined federation {enrolled.federation!r} as device {enrolled.device!r}"))
-        return self.journal.store_identity(identity.model_copy(update={"enrolled": enrolled}))
-
-    def _session(self, identity: Identity, found: DataFile | DeviceData) -> _Session:
-        enrolled = identity.enrolled
-        assert enrolled is not None
-        bundle = open_remote(self.transport, enrolled.bundle, self.journal.folder / "bundles")
-        try:
-            method = make_method(enrolled.method)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}; federation {enrolled.federation!r} needs the version of maskfleet, and of the method's "
-                "package, that its coordinator has: install that one here"
-            ) from None
-        if isinstance(found, DeviceData):
-            train = check(bundle.manifest, found.x, found.y, "training data")
-            data = DeviceData(*train, *check(bundle.manifest, found.x_test, found.y_test, "test data"))
-        else:
-            data = fit(found, bundle.manifest, enrolled.seed)
-        backend = self.client.backend or enrolled.backend or DEFAULT_BACKEND
-        check_parts(backend, bundle.manifest)
-        trainer = open_trainer(backend, bundle, self.client.threads)
-        model = bundle.model()
-
-        def task(round_: int) -> Task:
-            return Task(Assignment(model, enrolled.seed, enrolled.rounds, round_, enrolled.device), trainer, data)
-
-        return _Session(identity, enrolled, bundle, method, task)
-
-    def _try_out(self, session: _Session) -> None:
-        """Run the model once each way, so that a device whose backend cannot never asks for work and is never drawn."""
-        task = session.task(1)
-        model, x, y = task.assignment.model, task.data.x[:1], task.data.y[:1]
-        try:
-            task.trainer.gradient(model.parameters, model.buffers, x, y)
-            task.trainer.logits(model.parameters, model.buffers, x)
-        except MaskfleetError:
-            raise
-        except Exception as error:  # the engines' errors share no base class
-            raise BundleError(
-                f"this device's training backend cannot run model {model.manifest.name!r} "
-                f"({type(error).__name__}: {error}); choose another --backend, or have the model exported again"
-            ) from error
-
-    # --- a round
-
-    def _ask(self, session: _Session, wait: float) -> Work:
-        self.say(Event("asking", f"asking for work, for up to {wait:.0f} s", seconds=wait))
-        return self.transport.ask("GET", f"{session.federation}/work", WORK, "asking for work", wait=wait)
-
-    def _downlink(self, session: _Session, work: Train | Finish) -> bytes | None:
+    def _downlink(self, session: Session, work: Train | Finish) -> bytes | None:
         """The payload's bytes; None when the coordinator has dropped it because the round is over."""
-        path = f"{session.federation}/payloads/{work.downlink}"
+        check_downlink(session.bundle.manifest, work.downlink_size)
+        path, what = f"{session.path}/payloads/{work.downlink}", f"fetching round {work.round}"
         try:
-            return self.transport.fetch(path, work.downlink, work.downlink_size, f"fetching round {work.round}")
+            return self.remote.fetch(path, work.downlink_size, work.downlink, what)
         except ServerError as error:
             if error.status not in (404, 410):
                 raise
             self.say(Event("dropped", f"round {work.round} went on without this device: {error}", work.round))
-            self.transport.pause(1.0)
+            self.remote.retry.pause(1.0)
             return None
 
-    def _round(self, session: _Session, work: Train, linger: float | None) -> Receipt | None:
+    # --- a round
+
+    def _round(self, session: Session, work: Train, linger: float | None) -> Receipt | None:
         """Train and send one round: its receipt, with the next round's work when that comes within `linger` seconds."""
-        downlink = self._downlink(session, work)
-        if downlink is None:
+        outcome = self._train(session, work)
+        if outcome is None:
             return None
-        text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
-        self.say(Event("training", text, work.round, work.deadline_in))
-        kept = self.journal.kept(before=work.round)
-        outcome = run_round(session.method, session.task(work.round), kept, decode(downlink))
+        self.failures, self.trained = 0, outcome.trained
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
         figures = f"loss {m.loss:.4f}"
         if m.test_samples:
-            figures += f", accuracy {m.accuracy_before:.1%} -> {m.accuracy_after:.1%}"
-        if not m.samples:
-            figures = "sat out, what this device kept was lost or is out of date; the next round brings all of it"
+            figures += f", score {m.score_before:.3f} -> {m.score_after:.3f}"
         text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes"
         self.say(Event("trained", text, work.round))
         return self._send(session, pending, linger)
 
-    def _send(self, session: _Session, pending: Pending, linger: float | None = None) -> Receipt | None:
-        """Upload an update until the coordinator has it, or says that the round went on without it (None)."""
-        path = f"{session.federation}/rounds/{pending.round}/updates/{session.enrolled.device}"
+    def _train(self, session: Session, work: Train) -> Outcome | None:
+        """The round, trained; None when it is over or failed, after the coordinator was told why."""
+        try:
+            downlink = self._downlink(session, work)
+            if downlink is None:
+                return None
+            text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
+            self.say(Event("training", text, work.round, work.deadline_in))
+            kept = self.journal.kept(before=work.round)
+            return run_round(session.method, session.task(work.round), kept, decode(downlink))
+        except Exception as error:  # an engine's errors share no base class
+            failure = failure_of(error)
+            if failure is None:
+                raise
+            log.debug("round %d failed", work.round, exc_info=True)
+            self._fail(session, work.round, work.lease, failure)
+            if isinstance(error, PayloadError) and not isinstance(error, LostError):
+                raise  # the two sides do not understand each other: no later round will do better
+        self.failures += 1
+        delay = min(LEAST_PAUSE * 2.0**self.failures, FAILED_PAUSE)
+        self.remote.retry.pause(delay, f"round {work.round} failed; asking for work again in {delay:.0f} s")
+        return None
+
+    def _fail(self, session: Session, round_: int, lease: str | None, failure: Failure) -> None:
+        """Report that this device cannot do a round, unless the round is over anyway."""
+        text = f"round {round_} failed on this device ({failure.kind}): {failure.reason}"
+        self.say(Event("failed", text, round_))
+        path = f"{session.path}/rounds/{round_}/failures/{session.enrolled.device}"
+        headers = {} if lease is None else {"Maskfleet-Lease": lease}
+        try:
+            self.remote.tell("PUT", path, failure, f"reporting the failure of round {round_}", headers)
+        except ServerError as error:
+            if error.status not in (404, 409, 410):
+                raise
+            self.say(Event("dropped", f"round {round_} went on without this device: {error}", round_))
+
+    def _send(self, session: Session, pending: Pending, linger: float | None = None) -> Receipt | None:
+        """Upload an update until the coordinator has it, or answers that the round went on without it (None)."""
+        path = f"{session.path}/rounds/{pending.round}/updates/{session.enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
+        what = f"sending the update of round {pending.round}"
         for attempt in range(1, SENDS + 1):
             try:
-                what = f"sending the update of round {pending.round}"
-                receipt = self.transport.put(
+                receipt = self.remote.put(
                     path, pending.update, headers, Receipt, what, sha256_hex=pending.sha256, wait=linger
                 )
             except ServerError as error:
-                if error.status in (404, 409, 410):
-                    # Another body of ours was acknowledged before: what is kept goes with that one.
-                    if error.kind == "conflicting-update":
-                        self.journal.acknowledge(pending.round)
-                    else:
-                        self.journal.drop_pending()
-                    text = f"round {pending.round} went on without this update: {error}"
-                    self.say(Event("dropped", text, pending.round))
-                    return None
                 if error.kind == "bad-digest" and attempt < SENDS:
                     self.say(Event("info", f"the update arrived damaged; sending it again: {error}", pending.round))
                     continue
-                if error.status in (400, 413, 415, 422):
-                    self.journal.drop_pending()
-                raise
+                self._refused(pending, error)
+                return None
             if receipt.sha256 != pending.sha256:
                 raise PayloadError(
                     f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
@@ -330,9 +293,20 @@ class _Run:
             return receipt
         raise AssertionError("the loop returns or raises")
 
+    def _refused(self, pending: Pending, error: ServerError) -> None:
+        """Drop an update whose round went on without it; raise any other refusal."""
+        if error.kind == "conflicting-update":  # another update of this device was acknowledged: keep what it kept
+            self.journal.acknowledge(pending.round)
+        elif error.status in (400, 404, 409, 410, 413, 415, 422):
+            self.journal.drop_pending()
+        if error.status not in (404, 409, 410):
+            raise error
+        text = f"round {pending.round} went on without this update: {error}"
+        self.say(Event("dropped", text, pending.round))
+
     # --- the end
 
-    def _finish(self, session: _Session, work: Finish) -> Report | None:
+    def _finish(self, session: Session, work: Finish) -> Report | None:
         """Make, measure and write the personal model, and report it; None when there is newer work to ask for."""
         from edge_client.conclude import conclude  # onnx is needed only here
 
@@ -341,13 +315,41 @@ class _Run:
             return None
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
         task = session.task(work.round)
-        kept = self.journal.kept(before=work.round)
-        personal = session.method.personal(task, kept, decode(downlink))
-        report = conclude(session.bundle, task, personal, self.client.personal, self.client.threads)
-        path = f"{session.federation}/devices/{session.enrolled.device}/report"
-        self.transport.tell("PUT", path, report, "sending the report")
+        try:
+            model = personal(session.method, task, self.journal.kept(before=work.round), decode(downlink))
+        except LostError as error:
+            self.lost_ends += 1
+            failure = failure_of(error)
+            if self.lost_ends < LOST_ENDS and failure is not None:
+                self._fail(session, work.round, None, failure)
+                self.remote.retry.pause(1.0)
+                return None
+            if self.trained is None:
+                raise
+            self.say(Event("info", f"{error}; the personal model is the one this device trained last"))
+            model = self.trained
+        report = conclude(session.bundle, task, model, self.client.personal, self.client.threads)
+        path = f"{session.path}/devices/{session.enrolled.device}/report"
+        self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
         self.say(Event("done", f"finished: the personal model is {self.client.personal}"))
         return report
+
+
+def _check_name(device: str) -> None:
+    try:
+        TypeAdapter(Name).validate_python(device)
+    except ValidationError:
+        raise ConfigError(
+            f"{device!r} is not a device name; give 1 to 64 letters, digits, '.', '_' or '-' that begin with a letter "
+            "or digit"
+        ) from None
+
+
+def _check_secret(secret: int) -> None:
+    try:
+        TypeAdapter(Secret).validate_python(secret)
+    except ValidationError:
+        raise ConfigError(f"{secret!r} is not a secret; give an integer from 0 to 2**64 - 1, or none") from None

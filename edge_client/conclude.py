@@ -1,4 +1,4 @@
-"""The end of a federation on the device: its personal model written, verified, measured. No network here."""
+"""The end of a federation on the device: its personal model is written, verified and measured. No network here."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import tempfile
 from pathlib import Path
 
 from edge_client.bundle import Bundle
+from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.errors import CompactionError, StateError
-from edge_client.local import accuracy
 from edge_client.measure.latency import latency
-from edge_client.methods import Personal, Task
-from edge_client.personal import write_dense, write_personal
 from edge_client.protocol.messages import Report
+from edge_client.task import Personal, Task
+
+REASON_MOST = 1000  # characters of `Report.uncompacted`
 
 
 def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int = 1) -> Report:
-    """Write the personal model to `path` and report its accuracy, size and latency beside the dense model's.
+    """Write the personal model to `path`; report its score, size and latency beside the dense model's.
 
-    Latency is the median of one sample at a time, both models in turns. When the compact model cannot be shown equal
-    to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why. Raises
-    CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
+    Latency is the median of one sample at a time, the two models timed in turns. When the compact model cannot be
+    shown equal to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why.
+    Raises CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
     """
-    data = task.data
+    data, d = task.data, bundle.manifest.d
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StateError(f"cannot make {path.parent}: {error.strerror or error}; choose another --personal") from None
-    right = accuracy(task.trainer, personal, data.x_test, data.y_test)
+    score = task.score(personal)
     try:
         compact = write_personal(bundle, personal, path, data.x)
     except CompactionError as error:
         write_dense(bundle, personal, path, data.x)
         (of_dense,) = latency([path], data.x[:1], threads=threads)
         return Report(
-            accuracy=right,
+            score=score,
             test_samples=len(data.y_test),
-            parameters_dense=bundle.manifest.d,
-            parameters_compact=bundle.manifest.d,
+            parameters_dense=d,
+            parameters_compact=d,
             latency_dense_ms=of_dense.p50_ms,
             latency_compact_ms=of_dense.p50_ms,
-            uncompacted=str(error)[:1000],
+            uncompacted=str(error)[:REASON_MOST],
         )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         dense = Path(folder) / "dense.onnx"
         write_dense(bundle, personal, dense, data.x)
         of_dense, of_compact = latency([dense, path], data.x[:1], threads=threads)
     return Report(
-        accuracy=right,
+        score=score,
         test_samples=len(data.y_test),
         parameters_dense=compact.parameters_dense,
         parameters_compact=compact.parameters_compact,

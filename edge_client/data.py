@@ -1,11 +1,11 @@
 """A device's data: one .npz file, checked against the bundle before anything trains on it.
 
-Keys: `x` [n, *input.shape], `y` [n, ...] labels as the bundle's target has them; optional `x_val`, `y_val` and `x_test`,
-`y_test`. A part that is not given is kept back from the training samples, chosen by the seed: a fifth for testing, then
-a tenth for validation. Optional `group` [n]: samples of one group (a recording, a writer's page) are never on both
-sides of a split.
+Keys: `x` [n, *input.shape] and `y` [n, ...], labels as the bundle's target has them; optional `x_val`, `y_val` and
+`x_test`, `y_test`. A missing part is cut from the training samples, chosen by the seed: a fifth for testing, then a
+tenth for validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording,
+a writer's page) never fall on both sides of a cut.
 
-What can be known without a bundle is checked by `read`, so before a device joins; the rest by `fit`.
+`read` checks what needs no bundle, before a device joins; `fit` checks the rest.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from numpy.typing import NDArray
 from edge_client.bundle import Manifest
 from edge_client.errors import DataError
 
-
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
 FEWEST = 20  # training samples below which none are kept for validation
 
 
 @dataclass(frozen=True)
 class DeviceData:
-    """Training, validation and test samples of one device. Both of the last two may be empty.
+    """Training, validation and test samples of one device. The last two may be empty.
 
-    `x` is [n, *input.shape] in the bundle's dtype, `y` what the bundle's target has: int64[n] for classes.
+    `x` is [n, *input.shape] in the bundle's dtype, `y` as the bundle's target has it: int64[n] for classes.
     """
 
     x: NDArray[Any]
@@ -74,22 +73,24 @@ def _check_lengths(x: NDArray[Any], y: NDArray[Any], what: str) -> None:
 
 
 def split(
-    x: NDArray[Any], y: NDArray[Any], group: NDArray[Any], seed: int, part: str, share: float
+    group: NDArray[Any], seed: int, part: str, share: float, must: bool = True
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which samples stay and which go to `part` ("test", "validation"), bool[n] each.
+    """Which samples stay and which go to `part` ("test", "validation"), bool[n] each; `group` has one entry a sample.
 
-    Whole groups go, in an order drawn from `seed`, until `part` holds `share` of the samples; when every group is
-    larger than that the smallest one goes. Raises DataError when there is only one group.
+    Whole groups go, in an order drawn from `seed`, until `part` holds `share` of the samples. When no group is that
+    small, the smallest one goes if the part `must` have samples, and none otherwise. Raises DataError when a part that
+    must have samples would take the only group.
     """
-    ids, member, counts = np.unique(group, return_inverse=True, return_counts=True)
-    if len(ids) < 2:
+    ids, counts = np.unique(group, return_counts=True)
+    if must and len(ids) < 2:
         raise DataError(
-            f"all samples are of one group, so none can be kept for the {part} part; give x_test and y_test (and x_val "
-            "and y_val)"
+            f"all samples belong to one group, so none can be kept for the {part} part; give x_{part} and y_{part}"
         )
     order = counter.permutation(counter.key(seed, f"{part} split"), len(ids))
-    chosen = order[np.cumsum(counts[order]) <= max(int(len(y) * share), 1)]
-    gone = np.isin(member, chosen if len(chosen) else [counts.argmin()])
+    chosen = order[np.cumsum(counts[order]) <= max(int(len(group) * share), 1)]
+    if must and not len(chosen):
+        chosen = np.array([counts.argmin()])
+    gone = np.isin(group, ids[chosen])
     return ~gone, gone
 
 
@@ -104,7 +105,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error.strerror or error}; {advice}") from None
     if not archive:
-        raise DataError(f"{path} is not a readable .npz file: it is no zip archive of arrays; {advice}")
+        raise DataError(f"{path} is not a readable .npz file: it is not a zip archive of arrays; {advice}")
     try:
         with np.load(path, allow_pickle=False) as z:
             found = {name: z[name] for name in z}
@@ -118,7 +119,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class DataFile:
-    """The arrays of a device's file: x and y are there and fit each other, whatever the bundle."""
+    """The arrays of a device's file: x and y are present and equally long."""
 
     path: Path
     arrays: Mapping[str, NDArray[Any]]
@@ -139,7 +140,7 @@ def read(path: Path) -> DataFile:
         given = names & arrays.keys()
         if len(given) == 1:
             (lacks,) = names - given
-            raise DataError(f"{path} has {given.pop()} but no {lacks}; give both, or neither to have some kept")
+            raise DataError(f"{path} has {given.pop()} but no {lacks}; give both, or neither")
         if given:
             _check_lengths(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{path} ({part})")
     if "group" in arrays and arrays["group"].shape != y.shape[:1]:
@@ -151,8 +152,8 @@ def read(path: Path) -> DataFile:
 def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     """A file's samples as the bundle takes them. Raises DataError with what is wrong and what the bundle takes.
 
-    Without a test part a fifth of the samples is kept for it; without a validation part a tenth of the training
-    samples that are left, when there are enough groups for that.
+    A file without a test part gives up a fifth of its samples for one. A file without a validation part then gives up
+    a tenth of the remaining training samples, unless they are fewer than `FEWEST` or no group is that small.
     """
     path, arrays = found.path, found.arrays
     x, y = check(manifest, arrays["x"], arrays["y"], str(path))
@@ -160,13 +161,13 @@ def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     if "x_test" in arrays:
         test = check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)")
     else:
-        stay, gone = split(x, y, group, seed, "test", TEST_SHARE)
+        stay, gone = split(group, seed, "test", TEST_SHARE)
         test, x, y, group = (x[gone], y[gone]), x[stay], y[stay], group[stay]
     if "x_val" in arrays:
         validation = check(manifest, arrays["x_val"], arrays["y_val"], f"{path} (validation)")
-    elif len(y) < FEWEST or len(np.unique(group)) < 2:
+    elif len(y) < FEWEST:
         validation = x[:0], y[:0]
     else:
-        stay, gone = split(x, y, group, seed, "validation", VALIDATION_SHARE)
+        stay, gone = split(group, seed, "validation", VALIDATION_SHARE, must=False)
         validation, x, y = (x[gone], y[gone]), x[stay], y[stay]
     return DeviceData(x, y, *validation, *test)

@@ -1,4 +1,4 @@
-"""What a client says while it works: plain values that a program reads and a terminal prints."""
+"""What a client reports while it works: plain values that a program reads and a terminal prints."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["info", "asking", "wait", "training", "trained", "sent", "dropped", "done"]
+Kind = Literal["info", "asking", "wait", "training", "trained", "sent", "dropped", "failed", "done"]
 
 
 @dataclass(frozen=True)
 class Event:
     """Something happened, or is waited for.
 
-    `text` is a sentence for a person. `seconds` says how long a wait, or the time left for a round, is;
-    `round` is 0 where no round is meant.
+    `text` is a sentence for a person. `seconds` is the length of a wait, or the time left for a round; `round` is 0
+    for an event outside the rounds.
     """
 
     kind: Kind

@@ -1,6 +1,6 @@
-"""Files that survive a power cut, and what the operating system's refusals mean to a person. What they hold: elsewhere.
+"""Files that survive a power cut, and the operating system's refusals as sentences.
 
-A file's bytes are safe once the file is synced, its name once its folder is: only both together count.
+A file's bytes are safe once the file is synced, its name once its folder is synced: only both together count.
 """
 
 from __future__ import annotations
@@ -8,16 +8,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from edge_client.errors import StateError
 
+RESERVE = 16 << 20  # bytes of a disk that a download leaves free, for the journal
+BLOCK = 1 << 20  # bytes hashed at a time
+
 
 @contextmanager
 def disk(path: Path, elsewhere: str = "choose another folder with --state") -> Iterator[None]:
-    """Turn the operating system's refusal into a StateError that says what to do, `elsewhere` at the last."""
+    """Turn an OSError into a StateError that says what to do; `elsewhere` is the last resort."""
     try:
         yield
     except OSError as error:
@@ -30,11 +35,10 @@ def disk(path: Path, elsewhere: str = "choose another folder with --state") -> I
         raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
 
 
-def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int, over: bool = False) -> None:
-    with open(path, "r+b" if over else "wb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
+def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int) -> None:
+    with open(path, "wb", opener=lambda p, flags: os.open(p, flags, mode)) as file:
         for chunk in chunks:
             file.write(chunk)
-        file.truncate()
         file.flush()
         os.fsync(file.fileno())
 
@@ -49,7 +53,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path, elsewhere: str = "choose another folder with --state") -> None:
-    """Make a private folder, and those above it that are missing, safe from a power cut. Raises StateError."""
+    """Make a private folder, and the missing ones above it, safe from a power cut. Raises StateError."""
     with disk(path, elsewhere):
         missing = [p for p in (path, *path.parents) if not p.exists()]
         for folder in reversed(missing):
@@ -60,9 +64,9 @@ def make_folder(path: Path, elsewhere: str = "choose another folder with --state
 def write_whole(
     path: Path, *chunks: bytes | memoryview, mode: int = 0o600, elsewhere: str = "choose another folder with --state"
 ) -> None:
-    """Replace `path` by `chunks` so that a reader, or the next start after a power cut, sees all or nothing.
+    """Replace the content of `path`: a reader, or the next start after a power cut, sees the old or the new one whole.
 
-    Once this returns it is all. Raises StateError (disk full, not writable); the old content then stays.
+    Raises StateError (disk full, not writable); the old content then stays.
     """
     temporary = path.with_name(path.name + ".new")
     with disk(path, elsewhere):
@@ -76,22 +80,49 @@ def write_whole(
         sync_folder(path.parent)
 
 
-def write_new(path: Path, *chunks: bytes | memoryview, spare: Path | None = None) -> None:
-    """Write `chunks` under their final name at once, for a file that tells by itself whether it is whole.
+# --- downloads
 
-    Once this returns the file and its name are safe; until then a power cut may leave a torn one, or one with the
-    content of `spare`: a file nobody needs any more, which is written over when it is there, because a disk takes in
-    bytes where some were before in a fraction of the time. Raises StateError (disk full, not writable); then there is
-    no file.
-    """
+
+def check_room(path: Path, size: int) -> None:
+    """Raise StateError unless the disk of `path` takes `size` bytes more and keeps a reserve."""
     with disk(path):
-        try:
-            over = spare is not None and spare.is_file()
-            if spare is not None and over:
-                os.replace(spare, path)
-            _write(path, chunks, 0o600, over)
-            sync_folder(path.parent)
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
+        free = shutil.disk_usage(path.parent).free
+    if free < size + RESERVE:
+        raise StateError(
+            f"{path} needs {size} bytes and {RESERVE} have to stay free, but its disk has only {free}; "
+            "free some space, then run the same command again: nothing is lost"
+        )
+
+
+def append(path: Path, at: int, chunks: Iterable[bytes], size: int) -> None:
+    """Write `chunks` to `path` from byte `at` on, and stop just after byte `size`. Raises StateError."""
+    chunks = iter(chunks)
+    with disk(path):
+        file = open(path, "r+b" if at else "wb")  # noqa: SIM115
+    with file:
+        file.seek(at)
+        for chunk in chunks:  # a broken link raises here, which is not the disk's fault
+            with disk(path):
+                file.write(chunk)
+                file.flush()
+            at += len(chunk)
+            if at > size:
+                break
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file in hex, read block by block."""
+    found = sha256()
+    with disk(path), path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def replace(source: Path, target: Path) -> None:
+    """Give the synced bytes of `source` the name `target`, safe from a power cut. Raises StateError."""
+    with disk(target):
+        with source.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(source, target)
+        sync_folder(target.parent)

@@ -1,24 +1,21 @@
-"""What a device must not lose when its power goes: who it is, what it keeps between rounds, the update not yet sent.
+"""What a device must not lose when its power fails: its identity, what its method keeps, the update not yet sent.
 
 A state folder serves one enrolment and one process at a time:
 
     lock             held (flock) while a client runs
-    device.json      name, credential, token digest, what the coordinator answered to the enrolment
-    pending-0000013  round 13 as it was trained: a line of JSON and its digest, what the method keeps, the update
+    device.json      name, credential, secret, token digest, the coordinator's answer to the enrolment
+    pending-0000013  round 13 as it was trained: a line of JSON, what the method keeps, the update
     kept-0000012     the same of round 12, whose update the coordinator has acknowledged
-    spare            the file of an older round, to be written over by the next one
     bundles/         the models, see `edge_client.remote_bundle`
     personal.onnx, done.json: the end
 
-The order of a round is `pending-r`, PUT, then renaming it to `kept-r`: what a method keeps counts only together with
-an update that counts. `pending-r` and its name are synced before the PUT, because a coordinator that has the update
-never asks for that round again. A power cut before that leaves no file, a torn one, which its digests tell, or an
-older round's, which its header tells: the round is trained again from the same values to the same bytes. The renaming
-is not synced: when a power cut or a kill takes it back, the same bytes are sent again and the coordinator, in whatever
-round it is by then, answers with the same receipt. So a round waits for its file and its folder to be synced, and for
-nothing after the receipt.
-The other files are written whole: temporary file, sync, rename, sync.
-No network and no clock here.
+The order of a round is `pending-r`, PUT, rename to `kept-r`: what a method keeps counts only together with an update
+that counts. Every file is written whole (temporary file, sync, rename, sync), and `pending-r` is safe before the PUT,
+because a coordinator that has an update never asks for that round again. A power cut before that leaves no file: the
+round is trained again from the same values to the same bytes. The rename to `kept-r` is not synced: when a power cut
+takes it back, the same bytes are sent again, and the coordinator answers with the same receipt in whatever round it is.
+
+Files that decayed on the disk are recognised by their digests. No network and no clock here.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from re import sub
-from typing import IO, TypeVar
+from typing import IO, Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_client.bundle import digest
-from edge_client.errors import ConfigError, StateError, first_fault
-from edge_client.files import disk, make_folder, write_new, write_whole
+from edge_client.errors import ConfigError, LostError, StateError, first_fault
+from edge_client.files import disk, make_folder, write_whole
 from edge_client.protocol.messages import Enrolled, Name, Report
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, decode, encode
 
@@ -47,25 +44,25 @@ log = logging.getLogger("maskfleet")
 LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
 
+Secret = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
+
 
 class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Identity(_Stored):
-    """Who this device is to the coordinator. `token` is the SHA-256 of the join token, never the token."""
+    """Who this device is. `token` is the SHA-256 of the join token; `secret` never leaves the device."""
 
     device: Name
     credential: str
     token: str
+    secret: Secret
     enrolled: Enrolled | None = None
 
 
 class _Header(_Stored):
-    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update.
-
-    The line ends with the SHA-256 of its JSON, because the file may be an older round's, half written over.
-    """
+    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update."""
 
     round: int
     lease: str
@@ -78,7 +75,7 @@ class _Header(_Stored):
 
 @dataclass(frozen=True)
 class Pending:
-    """An update that was trained and waits to be acknowledged. `downlink` is the digest it was trained from."""
+    """A trained update that is not acknowledged yet. `downlink` is the digest of what it was trained from."""
 
     round: int
     lease: str
@@ -94,18 +91,10 @@ class Pending:
 M = TypeVar("M", bound=BaseModel)
 
 
-def _line(header: _Header) -> bytes:
-    text = header.model_dump_json().encode()
-    return text + b" " + digest(text).encode() + b"\n"
-
-
 def _header(line: bytes, round_: int) -> _Header | None:
-    """The header in a first line, when it is whole and of this round."""
-    text, _, mark = line.rpartition(b" ")
-    if mark != digest(text).encode() + b"\n":
-        return None
+    """The header in a first line; None when it is not one of this round."""
     try:
-        header = _Header.model_validate_json(text)
+        header = _Header.model_validate_json(line)
     except ValidationError:
         return None
     return header if header.round == round_ else None
@@ -127,6 +116,8 @@ class Journal:
                 raise StateError(
                     f"another maskfleet client is using {folder}; wait for it to end, or choose another --state"
                 ) from None
+            for torn in folder.glob("*.new"):  # of a client that was killed while it wrote
+                torn.unlink()
 
     def __enter__(self) -> Journal:
         return self
@@ -140,35 +131,38 @@ class Journal:
 
     # --- who
 
-    def identity(self, token: str, device: str | None) -> Identity:
-        """The device's stored identity, made (and stored) at the first call.
+    def identity(self, token: str, device: str | None, secret: int | None = None) -> Identity:
+        """The device's stored identity, made and stored at the first call.
 
-        The default name is the host's name and six random hex digits. Raises ConfigError when the folder
-        belongs to another enrolment or another device name.
+        The default name is the host's name and six random hex digits, the default secret 64 random bits. Raises
+        ConfigError when the folder belongs to another enrolment, device name or secret.
         """
         hashed = digest(token.encode())
         stored = self._read("device.json", Identity)
         if stored is None:
             host = sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "device"
             made = Identity(
-                device=device or f"{host[:57]}-{secrets.token_hex(3)}", credential=secrets.token_hex(32), token=hashed
+                device=device or f"{host[:57]}-{secrets.token_hex(3)}",
+                credential=secrets.token_hex(32),
+                token=hashed,
+                secret=secrets.randbits(64) if secret is None else secret,
             )
             return self.store_identity(made)
-        if stored.token != hashed:
-            if stored.enrolled is not None:
-                raise ConfigError(
-                    f"{self.folder} belongs to device {stored.device!r} of federation {stored.enrolled.federation!r}, "
-                    "which joined with another token; give that token, or another --state for another federation"
-                )
-            stored = self.store_identity(stored.model_copy(update={"token": hashed}))
-        if device is not None and device != stored.device:
-            if stored.enrolled is not None:
-                raise ConfigError(
-                    f"{self.folder} belongs to device {stored.device!r}, not {device!r}; "
-                    f"leave --device out, or choose another --state for device {device!r}"
-                )
-            stored = self.store_identity(stored.model_copy(update={"device": device}))
-        return stored
+        asked = {"token": hashed, "device": device, "secret": secret}
+        changes = {k: v for k, v in asked.items() if v is not None and v != getattr(stored, k)}
+        if not changes:
+            return stored
+        if stored.enrolled is None:
+            return self.store_identity(stored.model_copy(update=changes))
+        whose = f"{self.folder} belongs to device {stored.device!r}"
+        if "token" in changes:
+            raise ConfigError(
+                f"{whose} of federation {stored.enrolled.federation!r}, which joined with another token; give that "
+                "token, or another --state for another federation"
+            )
+        if "device" in changes:
+            raise ConfigError(f"{whose}, not {device!r}; leave --device out, or give another --state for {device!r}")
+        raise ConfigError(f"{whose}, which joined with another secret; leave --secret out, or give another --state")
 
     def store_identity(self, identity: Identity) -> Identity:
         """Write `identity` down and return it."""
@@ -178,9 +172,10 @@ class Journal:
     # --- rounds
 
     def kept(self, before: int) -> Arrays:
-        """What the method kept after the last acknowledged round before round `before`; {} when there is none.
+        """What the method kept in the last acknowledged round before round `before`; {} when there is none.
 
-        A damaged file is passed over, as if it were gone. Raises StateError when all are damaged.
+        A damaged file counts as missing. Raises LostError, once, when all there are are damaged: they are removed, so
+        that the device goes on like a new one after it has reported the loss.
         """
         rounds = sorted((r for r in self._rounds("kept") if r < before), reverse=True)
         for r in rounds:
@@ -189,13 +184,12 @@ class Journal:
                 return dict(decode(found, FILE_HEADER_BYTES).arrays)
             log.warning("%s is damaged; going on without it", self._path("kept", r))
         if rounds:
-            raise StateError(
-                f"nothing kept in {self.folder} can be read; remove that folder and join again under another name"
-            )
+            self._drop(rounds, "kept")
+            raise LostError(f"all that this device kept in {self.folder} is damaged")
         return {}
 
     def trained(self, kept: Arrays, pending: Pending) -> None:
-        """Note a trained round. Only after this returns may the update be sent. Raises StateError."""
+        """Store a trained round. Only after this returns may the update be sent. Raises StateError."""
         body = encode(Payload(kept), FILE_HEADER_BYTES)
         header = _Header(
             round=pending.round,
@@ -206,12 +200,12 @@ class Journal:
             update=len(pending.update),
             update_sha256=pending.sha256,
         )
-        path = self._path("pending", pending.round)
-        write_new(path, _line(header), body, pending.update, spare=self._spare)
+        line = header.model_dump_json().encode() + b"\n"
+        write_whole(self._path("pending", pending.round), line, body, pending.update)
         self._drop([r for r in self._rounds("pending") if r != pending.round], "pending")
 
     def pending(self) -> Pending | None:
-        """The last update not yet acknowledged. One whose bytes have decayed is passed over: it is trained again."""
+        """The last update not yet acknowledged. A damaged one counts as missing: its round is trained again."""
         for round_ in sorted(self._rounds("pending"), reverse=True):
             found = self._read_round(round_)
             if found is not None:
@@ -223,16 +217,11 @@ class Journal:
         """The coordinator has the update of `round_`: what the method kept in it now counts."""
         with disk(self.folder):
             os.replace(self._path("pending", round_), self._path("kept", round_))
-            for r in sorted(self._rounds("kept"))[:-KEPT_ROUNDS]:
-                os.replace(self._path("kept", r), self._spare)
+        self._drop(sorted(self._rounds("kept"))[:-KEPT_ROUNDS], "kept")
 
     def drop_pending(self) -> None:
-        """Forget the update that waits: its round went on without this device."""
+        """Forget the update that is not acknowledged: its round went on without this device."""
         self._drop(self._rounds("pending"), "pending")
-
-    @property
-    def _spare(self) -> Path:
-        return self.folder / "spare"
 
     def _path(self, kind: str, round_: int) -> Path:
         return self.folder / f"{kind}-{round_:07d}"
@@ -247,7 +236,7 @@ class Journal:
                 self._path(kind, r).unlink(missing_ok=True)
 
     def _read_kept(self, round_: int) -> bytes | None:
-        """What a round's file keeps, the update unread; None when it is not what was written."""
+        """What a round's file keeps, without reading the update; None when the file is damaged."""
         path = self._path("kept", round_)
         with disk(path), path.open("rb") as file:
             header = _header(file.readline(LINE_MOST), round_)
@@ -255,7 +244,7 @@ class Journal:
         return kept if header is not None and digest(kept) == header.kept_sha256 else None
 
     def _read_round(self, round_: int) -> tuple[_Header, bytes] | None:
-        """A pending round's header and update; None when anything in the file is not what was written."""
+        """A pending round's header and update; None when the file is damaged."""
         path = self._path("pending", round_)
         with disk(path), path.open("rb") as file:
             header = _header(file.readline(LINE_MOST), round_)
@@ -272,7 +261,7 @@ class Journal:
         return self._read("done.json", Report)
 
     def finish(self, report: Report) -> None:
-        """Note that the coordinator has the device's report."""
+        """Store the report that the coordinator has accepted."""
         write_whole(self.folder / "done.json", report.model_dump_json(indent=1).encode())
 
     def _read(self, name: str, kind: type[M]) -> M | None:

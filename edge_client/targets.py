@@ -1,98 +1,250 @@
 """What a model predicts: a class, a label for each step of a sequence, or numbers.
 
-A target is a tagged entry of the manifest. It names the loss that `train.onnx` computes, checks a device's labels, and
-scores outputs. Nothing else tells the kinds apart. Scores are higher when better: accuracy for labels, the
-coefficient of determination R^2 for numbers.
+A target is an entry of the manifest with a `kind`. It checks a device's labels, scores the model's outputs, and says
+how the loss is computed; nothing else tells the kinds apart. A score is higher when the model is better and at most 1:
+accuracy for labels, the coefficient of determination R^2 for numbers.
+
+The loss travels inside `train.onnx`. Only the exporter and the PyTorch backend call `torch_loss`, whose code uses the
+methods of the tensors that it receives and so never imports torch.
+
+Targets are entry points of the group `maskfleet.targets`, each under its kind. A third party adds one by a subclass of
+`Target` in a package of its own, installed where models are exported, coordinated and trained.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, WithJsonSchema
 
 from edge_client.errors import DataError
 
 Labels = NDArray[Any]
 WORST = -1e6  # the least score that is reported: R^2 has no lower bound
+_MOST = 2**31 - 1
+
+Size = Annotated[int, Field(gt=0, le=_MOST)]
+Classes = Annotated[int, Field(gt=1, le=_MOST)]
 
 
-class _Target(BaseModel):
+class Target(BaseModel):
+    """Base of every target: its fields are what the manifest holds."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str
+
+    @classmethod
+    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
+        """The settings that follow from the shape of one sample's outputs; none when the shape does not suit."""
+        return {}
+
+    @property
+    @abstractmethod
+    def output(self) -> tuple[int, ...]:
+        """The shape of one sample's outputs."""
+        ...
+
+    @abstractmethod
+    def labels(self, n: int) -> Labels:
+        """Labels of `n` samples, all zero, in the dtype and shape that `train.onnx` takes."""
+        ...
+
+    @abstractmethod
+    def check(self, y: Labels, what: str) -> Labels:
+        """A device's labels in the dtype and shape of `labels`. Raises DataError naming `what` and the value."""
+        ...
+
+    @abstractmethod
+    def score(self, outputs: NDArray[Any], y: Labels) -> float:
+        """How good outputs float32[n, *output] are, between `WORST` and 1."""
+        ...
+
+    @abstractmethod
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """The batch's mean loss, a differentiable scalar, from torch tensors like `score`'s arrays."""
+        ...
 
 
-class Classification(_Target):
+class Classification(Target):
     """One of `classes` labels a sample. Labels int64[n], outputs float32[n, classes]."""
 
     kind: Literal["classification"] = "classification"
-    classes: Annotated[int, Field(gt=1)]
+    classes: Classes
     loss: Literal["cross_entropy"] = "cross_entropy"
+
+    @classmethod
+    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
+        """The classes."""
+        return {"classes": output[0]} if len(output) == 1 else {}
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """A logit for each class."""
+        return (self.classes,)
+
+    def labels(self, n: int) -> Labels:
+        """int64[n]."""
+        return np.zeros(n, np.int64)
 
     def check(self, y: Labels, what: str) -> Labels:
         """The labels as int64[n]. Raises DataError."""
-        return _classes(y, self.classes, 1, what)
+        return _classes(y, self.classes, (), what)
 
     def score(self, outputs: NDArray[Any], y: Labels) -> float:
         """The share of samples whose largest output is the label's."""
-        return float((outputs.argmax(axis=-1) == y).mean())
+        return _accuracy(outputs, y)
+
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """Cross-entropy, the mean over samples."""
+        return _cross_entropy(outputs, y, self.classes)
 
 
-class Sequence(_Target):
-    """One of `classes` labels for each step. Labels int64[n, steps], outputs float32[n, steps, classes]."""
+class Sequence(Target):
+    """One of `classes` labels for each of `steps`. Labels int64[n, steps], outputs float32[n, steps, classes]."""
 
     kind: Literal["sequence"] = "sequence"
-    classes: Annotated[int, Field(gt=1)]
+    steps: Size
+    classes: Classes
     loss: Literal["cross_entropy"] = "cross_entropy"
+
+    @classmethod
+    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
+        """The steps and the classes."""
+        return dict(zip(("steps", "classes"), output, strict=True)) if len(output) == 2 else {}
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """A logit for each step and class."""
+        return self.steps, self.classes
+
+    def labels(self, n: int) -> Labels:
+        """int64[n, steps]."""
+        return np.zeros((n, self.steps), np.int64)
 
     def check(self, y: Labels, what: str) -> Labels:
         """The labels as int64[n, steps]. Raises DataError."""
-        return _classes(y, self.classes, 2, what)
+        return _classes(y, self.classes, (self.steps,), what)
 
     def score(self, outputs: NDArray[Any], y: Labels) -> float:
         """The share of steps whose largest output is the label's."""
-        return float((outputs.argmax(axis=-1) == y).mean())
+        return _accuracy(outputs, y)
+
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """Cross-entropy, the mean over samples and steps."""
+        return _cross_entropy(outputs, y, self.classes)
 
 
-class Regression(_Target):
+class Regression(Target):
     """`outputs` numbers a sample. Labels and outputs float32[n, outputs]."""
 
     kind: Literal["regression"] = "regression"
-    outputs: Annotated[int, Field(gt=0)] = 1
+    outputs: Size
     loss: Literal["mean_squared_error"] = "mean_squared_error"
 
+    @classmethod
+    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
+        """The number of outputs."""
+        return {"outputs": output[0]} if len(output) == 1 else {}
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The numbers."""
+        return (self.outputs,)
+
+    def labels(self, n: int) -> Labels:
+        """float32[n, outputs]."""
+        return np.zeros((n, self.outputs), np.float32)
+
     def check(self, y: Labels, what: str) -> Labels:
-        """The values as float32[n, outputs]; [n] is taken for one output. Raises DataError."""
+        """The values as float32[n, outputs]; y of shape [n] is taken for one output. Raises DataError."""
         if not (np.issubdtype(y.dtype, np.floating) or np.issubdtype(y.dtype, np.integer)):
-            raise DataError(f"{what}: values have dtype {y.dtype}; give numbers")
+            raise DataError(f"{what}: the values to predict have dtype {y.dtype}; give numbers")
         shaped = y.reshape(-1, 1) if y.ndim == 1 else y
         if shaped.ndim != 2 or shaped.shape[1] != self.outputs:
-            raise DataError(f"{what}: values have shape {y.shape}; the model gives [n, {self.outputs}]")
-        values = np.ascontiguousarray(shaped, np.float32)
+            raise DataError(
+                f"{what}: the values to predict have shape {y.shape}; give {self.outputs} for each sample, shape "
+                f"{(len(y), self.outputs)}"
+            )
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(shaped, np.float32)
         if not np.isfinite(values).all():
-            raise DataError(f"{what}: a value is NaN or infinite; clean the data")
+            at = int(np.argwhere(~np.isfinite(values))[0][0])
+            raise DataError(
+                f"{what}: the value to predict of sample {at} is NaN, infinite or beyond float32; clean the data"
+            )
         return values
 
     def score(self, outputs: NDArray[Any], y: Labels) -> float:
-        """R^2 over all outputs together: 1 - squared error / squared deviation from the mean, at least `WORST`."""
+        """R^2: 1 - squared error / squared deviation from the mean, each summed over all outputs.
+
+        0 when the labels do not vary, where R^2 is undefined, unless every prediction is exact; `WORST` when an
+        output is not finite.
+        """
         error = float(np.square(outputs.astype(np.float64) - y).sum())
-        spread = float(np.square(y.astype(np.float64) - y.mean(axis=0)).sum())
+        spread = float(np.square(y.astype(np.float64) - y.mean(axis=0, dtype=np.float64)).sum())
+        if not np.isfinite(error):
+            return WORST
         if spread == 0.0:
-            return 1.0 if error == 0.0 else WORST
+            return 1.0 if error == 0.0 else 0.0
         return max(1.0 - error / spread, WORST)
 
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """The squared error, the mean over samples and outputs."""
+        return (outputs - y).square().mean()
 
-Target = Annotated[Classification | Sequence | Regression, Field(discriminator="kind")]
 
-
-def _classes(y: Labels, classes: int, dimensions: int, what: str) -> Labels:
+def _classes(y: Labels, classes: int, each: tuple[int, ...], what: str) -> Labels:
+    """The labels as int64[n, *each]. Raises DataError."""
     if not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{classes - 1}")
-    if y.ndim != dimensions:
-        raise DataError(f"{what}: labels have shape {y.shape}; give {dimensions} dimension(s), samples first")
+    if y.ndim == 0 or y.shape[1:] != each:
+        raise DataError(f"{what}: labels have shape {y.shape}; give {(*y.shape[:1], *each)}, samples first")
     bad = (y < 0) | (y >= classes)
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise DataError(f"{what}: label {y[at]} at {list(at)} is outside 0..{classes - 1}")
+        raise DataError(f"{what}: label {y[at]} at index {', '.join(map(str, at))} is outside 0..{classes - 1}")
     return y.astype(np.int64)
+
+
+def _accuracy(outputs: NDArray[Any], y: Labels) -> float:
+    return float((outputs.argmax(axis=-1) == y).mean())
+
+
+def _cross_entropy(outputs: Any, y: Any, classes: int) -> Any:
+    """Mean over all axes but the last, which holds the logits."""
+    truth = (y.unsqueeze(-1) == y.new_tensor(range(classes))).to(outputs.dtype)
+    return -(outputs.log_softmax(-1) * truth).sum(-1).mean()
+
+
+def target_type(kind: object) -> type[Target]:
+    """The installed target of this kind. Raises ValueError with the choices."""
+    found = {e.name: e for e in entry_points(group="maskfleet.targets")}
+    if not isinstance(kind, str) or kind not in found:
+        raise ValueError(
+            f"there is no target {kind!r} here, only {sorted(found)}; install the package that adds it, or another "
+            "version of maskfleet"
+        )
+    try:
+        made: type[Target] = found[kind].load()
+    except Exception as error:  # a third party's package may fail in any way
+        raise ValueError(f"target {kind!r} cannot be loaded ({type(error).__name__}: {error}); reinstall it") from error
+    return made
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return target_type(value.get("kind")).model_validate(value)
+    return value
+
+
+AnyTarget = Annotated[
+    SerializeAsAny[Target],
+    BeforeValidator(_read),
+    WithJsonSchema({"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}),
+]
+"""A field that holds any installed target."""

@@ -1,10 +1,12 @@
-"""What the coordinator's tests share: a small bundle, updates made by hand, an operator and a device over httpx."""
+"""Helpers of the coordinator's tests: a small bundle, updates made by hand, an operator and a device over httpx."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -13,13 +15,16 @@ from typing import Any
 import httpx
 import numpy as np
 
-from coord_server.api import create_app
 from coord_server.coordinator import Coordinator
+from coord_server.http import create_app
+from coord_server.problems import PROBLEMS
 from coord_server.store import open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.protocol.messages import Problem
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.targets import Classification
 
+LIMIT = 60.0  # seconds that a condition may take to come true on the slowest machine
 OPERATOR = "o" * 64
 D = 12  # parameters of the small bundle
 
@@ -122,7 +127,7 @@ class Fleet:
 
     async def work(self, device: str, wait: float = 0.0) -> dict[str, Any]:
         path = f"/v1/federations/fed/work?wait={wait}"
-        answer = await self.http.get(path, headers=bearer(credential(device)), timeout=30)
+        answer = await self.http.get(path, headers=bearer(credential(device)), timeout=2 * LIMIT)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -149,7 +154,13 @@ class Fleet:
             shown["Content-Digest"] = content_digest(body)
         return await self.http.put(path, content=body, headers={**shown, **(headers or {})})
 
-    async def train(self, device: str, wait: float = 10.0) -> httpx.Response:
+    async def fail(self, device: str, work: dict[str, Any], kind: str, reason: str = "odd") -> httpx.Response:
+        """Report that `device` cannot do its round."""
+        path = f"/v1/federations/fed/rounds/{work['round']}/failures/{device}"
+        shown = {"Maskfleet-Lease": str(work.get("lease", "")), **bearer(credential(device))}
+        return await self.http.put(path, json={"kind": kind, "reason": reason}, headers=shown)
+
+    async def train(self, device: str, wait: float = LIMIT) -> httpx.Response:
         """One whole turn of a device that has work."""
         work = await self.work(device, wait)
         assert work["status"] == "train", work
@@ -158,12 +169,63 @@ class Fleet:
 
 @asynccontextmanager
 async def served(folder: Path, clock: Callable[[], float] = time.time, patience: float = 60.0) -> AsyncIterator[Fleet]:
-    """A coordinator on `folder`, spoken to without a socket; again on the same folder is a restart."""
+    """A coordinator on `folder`, called without a socket; the same folder again is a restart."""
     store = open_store(folder)
     coordinator = Coordinator(store, OPERATOR, clock)
     await coordinator.start()
-    transport = httpx.ASGITransport(create_app(coordinator, patience), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(coordinator, body_patience=patience), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as http:
         yield Fleet(http)
     await coordinator.close()
     store.close()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def play(folder: Path, script: Callable[[Fleet], Awaitable[Any]]) -> Any:
+    """Run `script` against a coordinator on `folder`."""
+
+    async def main() -> Any:
+        async with served(folder) as fleet:
+            return await script(fleet)
+
+    return asyncio.run(main())
+
+
+def refused(answer: httpx.Response, kind: str) -> str:
+    """The sentence of a problem of this kind."""
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    problem, status = Problem.model_validate_json(answer.content), PROBLEMS[kind].status
+    assert (problem.type, problem.status, answer.status_code) == (f"/problems/{kind}", status, status)
+    assert "Traceback" not in answer.text
+    return problem.detail
+
+
+async def until(fleet: Fleet, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The federation once `done` holds of it."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        found: dict[str, Any] = (await fleet.operator("GET", "/v1/federations/fed")).json()
+        if done(found):
+            return found
+        await asyncio.sleep(0.01)
+    raise AssertionError(found)
+
+
+async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
+    """Train the rounds that are left with these devices; the final state."""
+    for _ in range(rounds):
+        for device in devices:
+            assert (await fleet.train(device)).status_code == 201
+    assert (await fleet.work(devices[0], LIMIT))["status"] == "finish"
+    return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+
+
+def flipped(data: bytes) -> bytes:
+    """The same with one bit changed."""
+    return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]

@@ -16,8 +16,8 @@ from edge_kernels.channels import ChannelGroup, Consumer, Op, OpKind, Producer
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
-from edge_client.methods import Personal
 from edge_client.targets import Classification
+from edge_client.task import Personal
 
 
 @dataclass(frozen=True)

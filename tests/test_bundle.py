@@ -25,6 +25,7 @@ from edge_client.bundle import (
     views,
 )
 from edge_client.errors import BundleError
+from edge_client.targets import Classification
 
 
 def small_manifest(**changes: object) -> Manifest:
@@ -32,7 +33,7 @@ def small_manifest(**changes: object) -> Manifest:
     fields: dict[str, object] = {
         "name": "small",
         "input": Input(shape=(3,)),
-        "classes": 2,
+        "target": Classification(classes=2),
         "parameters": (
             Tensor(name="fc.weight", shape=(2, 3), offset=0, init=Init(kind="uniform", scale=0.5)),
             Tensor(name="fc.bias", shape=(2,), offset=6, init=Init(kind="constant", scale=0.25)),

@@ -1,4 +1,4 @@
-"""A real coordinator process: how it starts and stops, what it costs, and kill -9 while devices upload."""
+"""Real coordinator processes: how they start and stop, what they cost, and kill -9 while devices upload."""
 
 from __future__ import annotations
 
@@ -12,23 +12,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from coordination import OPERATOR, bearer, content_digest, credential, served, settings, trained, write_bundle
+from coordination import (
+    LIMIT,
+    OPERATOR,
+    bearer,
+    content_digest,
+    credential,
+    free_port,
+    served,
+    settings,
+    trained,
+    whole,
+    write_bundle,
+)
 from typer.testing import CliRunner
 
-from coord_server import operator_cli
-from coord_server.operator_client import Operator
+from coord_server.operator import cli as operator_cli
+from coord_server.operator.client import Operator
 from coord_server.store.tables import INLINE
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import Accuracy, Device, Federation, FederationConfig, Round, TokenRequest, Traffic
+from edge_client.protocol.messages import (
+    Device,
+    Failure,
+    Federation,
+    FederationConfig,
+    Round,
+    Scores,
+    TokenRequest,
+    Traffic,
+)
 
-SERVE = [sys.executable, "-c", "from coord_server.cli import serve; import typer; typer.run(serve)"]
+SERVE = [sys.executable, "-c", "from coord_server.serve import serve; import typer; typer.run(serve)"]
 IDLE_LIMIT = 120e6  # bytes
 
 
@@ -49,9 +70,16 @@ def coordinator(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[
         process.wait()
 
 
+def _until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_the_coordinator_never_imports_torch_or_onnx() -> None:
     code = (
-        "import sys; import coord_server.cli, coord_server.operator_cli; from edge_client.methods import make_method;"
+        "import sys; import coord_server.serve, coord_server.operator.cli; from edge_client.methods import make_method;"
         "make_method({'name': 'fedavg'});"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'onnx', 'onnxruntime', 'executorch'}))"
     )
@@ -74,47 +102,57 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        time.sleep(0.3)
+        _until(lambda: operator.devices("fed")[0].ready)  # its request is under way
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        waiting.join(20)
+        assert process.wait(LIMIT) == 0
+        waiting.join(LIMIT)
         assert answers[0]["status"] == "wait"
 
 
 def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = Federation(
         id="har-by-person", config=FederationConfig.model_validate(settings(name="har-by-person", rounds=1000)),
-        phase="recruiting", round=120, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
+        phase="paused", round=120, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
+        fault="round 120 failed 3 times: 1 of 2 updates; pi-07: out-of-memory [bold]",
     )  # fmt: skip
-    half = Accuracy(mean=0.5, worst=0.25, p10=0.25, best=1.0)
+    half = Scores(mean=0.5, worst=0.25, p10=0.25, best=1.0)
     weights = {"parameters": 123_456_789}
     traffic = Traffic(up={**weights, "header": 1000}, down=weights, last_down={"parameters": 987_654_321})
+    failure = Failure(kind="out-of-memory", reason="training needs 310 MB, 96 MB are free; \x1b[2Jlower `batch` " * 3)
     record = Round(
         round=120, devices=["a"] * 100, traffic=traffic, bits_per_parameter_up=32.004, bits_per_parameter_down=32.004,
-        loss=12.3456, accuracy_before=half, accuracy_after=half, seconds=3599.9,
+        loss=12.3456, score_before=half, score_after=half, seconds=3599.9, failed={"pi-07": failure},
+        guarded={"pi-03": "clipped: norm 41.2, median 2.1"}, skipped=["pi-in-the-kitchen-4c0ffe"],
     )  # fmt: skip
     monkeypatch.setattr(Operator, "federations", lambda _: [federation])
-    unknown = {"round": 121, "loss": None, "accuracy_before": None, "accuracy_after": None}
+    monkeypatch.setattr(Operator, "federation", lambda *_: federation)
+    unknown = {"round": 121, "loss": None, "score_before": None, "score_after": None, "failed": {}}
     monkeypatch.setattr(Operator, "rounds", lambda *_: [record, record.model_copy(update=unknown)])
     new = Device(device="pi-in-the-kitchen-4c0ffe", enrolled_at=0.0, last_seen_at=0.0, updates=0, bytes_up=0,
                  bytes_down=0, ready=False)  # fmt: skip
     sizes: dict[str, Any] = {"updates": 1000, "bytes_up": 123_456_789, "bytes_down": 987_654_321, "ready": True}
     messages = {"bundle": 123_456_789, "work": 123_456_789}
     old = new.model_copy(update={**sizes, "messages_up": messages, "messages_down": messages, "removed": True})
-    monkeypatch.setattr(Operator, "devices", lambda *_: [new, old])
+    ill = new.model_copy(update={"device": "pi-07", "ready": True, "failure": failure})
+    monkeypatch.setattr(Operator, "devices", lambda *_: [new, old, ill])
     environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
+    shown = {}
     for command, words in {
-        "list": ["method", "recruiting", "120/1000", "devices", "updates", "ends", "fault"],
-        "devices har": ["accuracy", "messages", "state", "not ready", "removed"],
-        "rounds har": ["accuracy", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789", "987,654,321"],
-    }.items():
-        shown = CliRunner().invoke(operator_cli.app, command.split(), env=environment)
-        assert shown.exit_code == 0, shown.output
-        assert "…" not in shown.output
-        assert all(word in shown.output for word in words), shown.output
-        assert max(len(line) for line in shown.output.splitlines()) <= 80
-    (silent,) = (line for line in shown.output.splitlines() if line.split()[:2] == ["121", "100"])
-    assert silent.split()[2:5] == ["-", "-", "-"]  # loss, accuracy, worst
+        "list": ["method", "paused", "120/1000", "devices", "updates", "ends", "fault", "[bold]"],
+        "show har": ["paused", "120/1000", "fault", "out-of-memory [bold]", "max_attempts", "fedavg"],
+        "devices har": ["score", "messages", "state", "not ready", "removed", "failed", "pi-07 failed (out-of-memory)"],
+        "rounds har": ["score", "bits/par", "32.004", "seconds", "3599.9", "skipped", "123,456,789", "987,654,321",
+                       "round 120: pi-07 failed (out-of-memory)", "round 120: pi-03 clipped: norm 41.2"],
+    }.items():  # fmt: skip
+        result = CliRunner().invoke(operator_cli.app, command.split(), env=environment)
+        assert result.exit_code == 0, result.output
+        assert "…" not in result.output
+        assert "\x1b" not in result.output
+        assert all(word in result.output for word in words), result.output
+        assert max(len(line) for line in result.output.splitlines()) <= 80
+        shown[command] = result.output
+    (silent,) = (line for line in shown["rounds har"].splitlines() if line.split()[:2] == ["121", "100"])
+    assert silent.split()[2:5] == ["-", "-", "-"]  # loss, score, worst
 
 
 def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:
@@ -130,70 +168,130 @@ def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:
                 operator.health()
 
 
+class Deadly:
+    """Coordinators on one data folder that are killed when devices have made certain numbers of steps."""
+
+    def __init__(self, folder: Path, processes: int, kills: list[int], dice: random.Random) -> None:
+        self._folder, self._kills, self._dice = folder, sorted(kills), dice
+        self._ports = [free_port() for _ in range(processes)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        self._running: list[subprocess.Popen[str] | None] = [None] * processes
+        self._steps, self.killed = 0, 0
+        self._changed = threading.Condition()
+
+    def step(self) -> None:
+        """A device has made a step; at the steps chosen beforehand one coordinator is killed, whatever it is doing."""
+        with self._changed:
+            self._steps += 1
+            alive = [i for i, process in enumerate(self._running) if process is not None]
+            if self._kills and self._steps >= self._kills[0] and alive:
+                slot = self._dice.choice(alive)
+                process = self._running[slot]
+                assert process is not None
+                process.kill()
+                process.wait()
+                self._running[slot] = None
+                self._kills.pop(0)
+                self.killed += 1
+                self._changed.notify_all()
+
+    def keep_alive(self, over: Callable[[], bool]) -> None:
+        """Start every coordinator that is dead, until `over`."""
+        with ExitStack() as processes:
+            while not over():
+                for slot, port in enumerate(self._ports):
+                    if self._running[slot] is None:
+                        started, _ = processes.enter_context(coordinator(self._folder, port))
+                        with self._changed:
+                            self._running[slot] = started
+                with self._changed:
+                    self._changed.wait_for(lambda: None in self._running, 0.1)
+
+
 def _again(send: Callable[[], httpx.Response]) -> httpx.Response:
     """Send until something answers: the coordinator may be dead just now."""
-    for _ in range(2400):  # a coordinator starts slowly on a busy machine
+    end = time.monotonic() + 2 * LIMIT  # a coordinator starts slowly on a busy machine
+    while time.monotonic() < end:
         try:
             answer = send()
             if answer.status_code < 500:
                 return answer
         except httpx.RequestError:
             pass
-        time.sleep(0.05)
+        time.sleep(0.02)
     raise AssertionError("the coordinator never came back")
 
 
-def _device(name: str, url: str, receipts: list[tuple[int, str, str]]) -> None:
-    """Take part to the end; every acknowledgement is noted."""
+def _device(name: str, url: str, site: Deadly, receipts: list[tuple[int, str, str]]) -> None:
+    """Take part to the end; every acknowledgement is noted, every step counted."""
     mine = bearer(credential(name))
-    with httpx.Client(base_url=url, timeout=10, trust_env=False) as http:
+    with httpx.Client(base_url=url, timeout=LIMIT, trust_env=False) as http:
         while True:
             work = _again(lambda: http.get("/v1/federations/fed/work?wait=5", headers=mine)).json()
             if work["status"] == "finish":
                 return
             if work["status"] != "train":
                 continue
+            site.step()
             down = _again(lambda w=work: http.get(f"/v1/federations/fed/payloads/{w['downlink']}", headers=mine))
             if down.status_code != 200:
                 continue
+            site.step()
             body = trained(down.content, name)
             shown = {**mine, "Maskfleet-Lease": work["lease"], "Content-Digest": content_digest(body)}
+            shown["Content-Length"] = str(len(body))
             path = f"/v1/federations/fed/rounds/{work['round']}/updates/{name}"
-            answer = _again(lambda p=path, b=body, h=shown: http.put(p, content=b, headers=h))
-            while answer.status_code == 503:  # killed before the closed round was journalled: it is folded again first
-                answer = _again(lambda p=path, b=body, h=shown: http.put(p, content=b, headers=h))
+
+            def halves(b: bytes = body) -> Iterator[bytes]:
+                yield b[: len(b) // 2]
+                site.step()
+                yield b[len(b) // 2 :]
+
+            answer = _again(lambda p=path, h=shown: http.put(p, content=halves(), headers=h))
             assert answer.status_code in (200, 201), answer.text
             receipts.append((work["round"], name, answer.json()["sha256"]))
+            site.step()
 
 
-@pytest.mark.parametrize("d", [64, 2 * (INLINE // 8 + 100)], ids=["in the database", "in the folder"])
-def test_killed_again_and_again_the_federation_ends_as_if_undisturbed(tmp_path: Path, d: int) -> None:
-    devices, rounds, kills = ("a", "bb", "ccc"), 8, 4
-    dice = random.Random(d)
-    data, receipts = tmp_path / "data", list[tuple[int, str, str]]()
-    config = {"rounds": rounds, "cohort": 3, "min_devices": 3, "min_updates": 3}
-    with coordinator(data) as (_, url):
-        port = int(url.rpartition(":")[2])
-        with Operator(url, OPERATOR) as operator:
+LARGE = 2 * (INLINE // 8 + 100)  # parameters whose update lies in the folder, not in the database
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
+@pytest.mark.parametrize("d", [64, LARGE], ids=["in the database", "in the folder"])
+def test_killed_again_and_again_the_federation_ends_as_if_undisturbed(tmp_path: Path, d: int, processes: int) -> None:
+    devices, rounds, kills = ("a", "bb", "ccc"), 8, 5
+    least = rounds * len(devices) * 4  # steps of an undisturbed run: the kills come before its end at any speed
+    dice = random.Random(d + processes)
+    site = Deadly(tmp_path / "data", processes, dice.sample(range(1, least - 10), kills), dice)
+    receipts = list[tuple[int, str, str]]()
+    config = {"rounds": rounds, "cohort": 3, "min_devices": 3, "min_updates": 3, "deadline_seconds": 3600.0}
+    finished = threading.Event()
+    keeper = threading.Thread(target=site.keep_alive, args=(finished.is_set,), daemon=True)
+    keeper.start()
+    try:
+        with Operator(site.urls[0], OPERATOR) as operator:
+            _up(operator)
             bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle", d))
             operator.create(FederationConfig.model_validate(settings(bundle=bundle, **config)))
             join = operator.token("fed", TokenRequest()).token
-        for name in devices:
-            body = {"token": join, "device": name, "credential": credential(name)}
-            httpx.post(f"{url}/v1/enrol", json=body, trust_env=False).raise_for_status()
-        threads = [threading.Thread(target=_device, args=(n, url, receipts), daemon=True) for n in devices]
-        for thread in threads:
-            thread.start()
-        time.sleep(dice.uniform(0.02, 0.3))
-    assert all(thread.is_alive() for thread in threads)
-    for _ in range(kills - 1):
-        with coordinator(data, port):
-            time.sleep(dice.uniform(0.02, 0.3))
-    with coordinator(data, port), Operator(url, OPERATOR) as operator:
-        for thread in threads:
-            thread.join(60)
-        assert operator.federation("fed").phase == "finished"
-        state, records, shown = operator.state("fed"), operator.rounds("fed"), operator.devices("fed")
+            for name in devices:
+                body = {"token": join, "device": name, "credential": credential(name)}
+                httpx.post(f"{site.urls[0]}/v1/enrol", json=body, trust_env=False).raise_for_status()
+            threads = [
+                threading.Thread(target=_device, args=(n, site.urls[i % processes], site, receipts), daemon=True)
+                for i, n in enumerate(devices)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(4 * LIMIT)
+            assert site.killed == kills
+            _up(operator)
+            assert operator.federation("fed").phase == "finished"
+            state, records, shown = operator.state("fed"), operator.rounds("fed"), operator.devices("fed")
+    finally:
+        finished.set()
+        keeper.join(LIMIT)
     assert [(r.round, r.devices) for r in records] == [(n, list(devices)) for n in range(1, rounds + 1)]
     assert {d.device: d.updates for d in shown} == dict.fromkeys(devices, rounds)
     assert len(set(receipts)) == len({(r, n) for r, n, _ in receipts})  # one body a device and round
@@ -201,10 +299,18 @@ def test_killed_again_and_again_the_federation_ends_as_if_undisturbed(tmp_path: 
     async def undisturbed() -> bytes:
         async with served(tmp_path / "other") as fleet:
             await fleet.federation(*devices, d=d, **config)
-            for _ in range(rounds):
-                for name in devices:
-                    assert (await fleet.train(name)).status_code == 201
-            assert (await fleet.work("a", 10))["status"] == "finish"
-            return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+            return await whole(fleet, *devices, rounds=rounds)
 
     assert state == asyncio.run(undisturbed())
+
+
+def _up(operator: Operator) -> None:
+    """Return once the coordinator answers."""
+
+    def answers() -> bool:
+        try:
+            return operator.health().status == "ok"
+        except UnreachableError:
+            return False
+
+    _until(answers)

@@ -1,4 +1,4 @@
-"""A device's data file: what is accepted, and what each mistake is told."""
+"""A device's data file: what is accepted, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -46,22 +46,77 @@ def test_the_same_seed_gives_the_same_split_and_another_seed_another(tmp_path: P
 
 def test_the_file_s_own_test_samples_are_used(tmp_path: Path) -> None:
     data = load(saved(tmp_path, x=X, y=Y, x_test=X[:3], y_test=Y[:3]), small_manifest())
-    assert (len(data.y), len(data.y_test)) == (20, 3)
+    assert (len(data.y), len(data.y_val), len(data.y_test)) == (18, 2, 3)
+
+
+def big(samples: int, group: np.ndarray | None = None, **parts: np.ndarray) -> dict[str, np.ndarray]:
+    """`samples` rows, each marked by its index, and the group of each."""
+    x = np.repeat(np.arange(samples, dtype=np.float64)[:, None], 3, axis=1)
+    arrays = {"x": x, "y": np.arange(samples) % 2, **parts}
+    return arrays if group is None else {**arrays, "group": group}
+
+
+def test_a_tenth_of_what_is_left_after_testing_is_kept_for_validation(tmp_path: Path) -> None:
+    data = load(saved(tmp_path, **big(100)), small_manifest())
+    assert (len(data.y), len(data.y_val), len(data.y_test)) == (72, 8, 20)
+    rows = [data.part(name)[0][:, 0] for name in ("train", "validation", "test")]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(100))
+    for name in ("train", "validation", "test"):
+        x, y = data.part(name)
+        assert np.array_equal(x[:, 0] % 2, y)
+
+
+def test_a_device_of_few_samples_or_large_groups_trains_on_all_that_is_not_tested(tmp_path: Path) -> None:
+    few = load(saved(tmp_path, **big(24)), small_manifest())
+    assert (len(few.y), len(few.y_val), len(few.y_test)) == (18, 2, 4)
+    fewer = load(saved(tmp_path, **big(23)), small_manifest())
+    assert (len(fewer.y), len(fewer.y_val), len(fewer.y_test)) == (19, 0, 4)
+    recordings = np.repeat(np.arange(3), 40)
+    large = load(saved(tmp_path, **big(120, recordings)), small_manifest())
+    assert (len(large.y), len(large.y_val), len(large.y_test)) == (80, 0, 40)
+
+
+def test_the_file_s_own_validation_samples_are_used_and_may_be_none(tmp_path: Path) -> None:
+    mine = load(saved(tmp_path, **big(100, x_val=X[:7], y_val=Y[:7])), small_manifest())
+    assert (len(mine.y), len(mine.y_val), len(mine.y_test)) == (80, 7, 20)
+    none = load(saved(tmp_path, **big(100, x_val=X[:0], y_val=Y[:0], x_test=X[:3], y_test=Y[:3])), small_manifest())
+    assert (len(none.y), len(none.y_val), len(none.y_test)) == (100, 0, 3)
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=2, max_size=12), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_no_group_is_in_two_parts_and_no_sample_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int
+) -> None:
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    if len(group) < 2:
+        return
+    path = tmp_path_factory.getbasetemp() / "grouped.npz"
+    np.savez(path, **big(len(group), group))
+    data = load(path, small_manifest(), seed)
+    parts = [data.part(name)[0][:, 0].astype(int) for name in ("train", "validation", "test")]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(group)))
+    held = [set(group[rows].tolist()) for rows in parts]
+    assert sum(map(len, held)) == len(held[0] | held[1] | held[2])
+    assert held[0]
+    assert held[2]
+    assert len(parts[1]) <= 0.1 * (len(parts[0]) + len(parts[1])) + 1
 
 
 def test_no_group_is_on_both_sides_of_the_split() -> None:
     group = np.repeat(np.arange(10), 2)
-    data = split(group[:, None].astype(np.float32), Y.astype(np.int64), group, seed=0)
-    assert not set(data.x[:, 0].tolist()) & set(data.x_test[:, 0].tolist())
-    assert len(data.y_test) == 4
+    stay, gone = split(group, 0, "test", 0.2)
+    assert not set(group[stay].tolist()) & set(group[gone].tolist())
+    assert (stay ^ gone).all()
+    assert gone.sum() == 4
 
 
 def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_group_is_refused() -> None:
     group = np.repeat([3, 5], [12, 8])
-    data = split(X, Y.astype(np.int64), group, seed=0)
-    assert (len(data.y), len(data.y_test)) == (12, 8)
+    stay, gone = split(group, 0, "test", 0.2)
+    assert (int(stay.sum()), int(gone.sum())) == (12, 8)
     with pytest.raises(DataError, match="one group"):
-        split(X, Y.astype(np.int64), np.zeros(20), seed=0)
+        split(np.zeros(20), 0, "test", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +134,9 @@ def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_
         ({"x": X, "y": Y, "group": Y[:3]}, "one group a sample"),
         ({"x": X, "y": Y, "x_test": X}, "has x_test but no y_test"),
         ({"x": X, "y": Y, "y_test": Y}, "has y_test but no x_test"),
+        ({"x": X, "y": Y, "x_val": X}, "has x_val but no y_val"),
+        ({"x": X, "y": Y, "x_val": X, "y_val": Y[1:]}, "d.npz (val): samples of shape (20, 3)"),
+        ({"x": X, "y": Y, "x_val": X, "y_val": Y + 1}, "(validation): label 2 at index 1"),
     ],
 )
 def test_each_mistake_is_named_with_its_value(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
@@ -100,7 +158,7 @@ def test_a_missing_a_broken_and_a_pickled_file_are_refused(tmp_path: Path) -> No
 def test_a_single_array_and_a_zip_of_other_things_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "one.npz").open("wb") as file:
         np.save(file, X)
-    with pytest.raises(DataError, match=r"no zip archive of arrays; write x and y with numpy\.savez"):
+    with pytest.raises(DataError, match=r"not a zip archive of arrays; write x and y with numpy\.savez"):
         load(tmp_path / "one.npz", small_manifest())
     with zipfile.ZipFile(tmp_path / "zip.npz", "w") as z:
         z.writestr("x", b"text")
@@ -167,4 +225,4 @@ def test_a_damaged_file_is_read_or_refused_with_a_data_error(
         found = load(path, small_manifest())
     except DataError:
         return
-    assert len(found.y) + len(found.y_test) == 20
+    assert len(found.y) + len(found.y_val) + len(found.y_test) == 20

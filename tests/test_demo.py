@@ -1,4 +1,4 @@
-"""`maskfleet demo` with real processes: the figures it writes, and nothing left behind when it is interrupted."""
+"""`maskfleet demo` with real processes: the figures it writes, and that an interrupt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from edge_bench.simulate import BUNDLES
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
-from edge_client.protocol.messages import Accuracy, Device, Report, Round, Traffic
+from edge_client.protocol.messages import Device, Report, Round, Scores, Traffic
 
 pytest.importorskip("sklearn")
 FIGURES = {
-    "accuracy_mean",
-    "accuracy_worst",
+    "score_mean",
+    "score_worst",
     "bytes_up_per_device_round",
     "bytes_down_per_device_round",
     "bits_per_parameter_up",
@@ -47,7 +47,7 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert plot.read_bytes().startswith(b"\x89PNG")
     for record in written["methods"].values():
         assert record.keys() >= FIGURES
-        assert 0 < record["accuracy_worst"] <= record["accuracy_mean"] <= 1
+        assert 0 < record["score_worst"] <= record["score_mean"] <= 1
     fedmask = written["methods"]["fedmask"]
     assert fedmask["bits_per_parameter_up"] < 32 * 0.06
     assert fedmask["bytes_up_per_device_round"] > written["methods"]["standalone"]["bytes_up_per_device_round"]
@@ -71,7 +71,7 @@ def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_
     bundle = Bundle.open(BUNDLES / "digits")
     names = ("a", "b", "c")
     reports = [
-        Report(accuracy=0.5, test_samples=4, parameters_dense=6570, parameters_compact=size, max_abs_diff=size / 1e9)
+        Report(score=0.5, test_samples=4, parameters_dense=6570, parameters_compact=size, max_abs_diff=size / 1e9)
         for size in (900, 500, 600)
     ]
     devices = [
@@ -99,44 +99,47 @@ def test_the_demo_compares_ours_with_fedmask_fedavg_and_standalone() -> None:
 
 
 def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:
-    same = Accuracy(mean=before, worst=before, p10=before, best=before)
+    same = Scores(mean=before, worst=before, p10=before, best=before)
     traffic = Traffic(up={"mask": up}, down={"mask": 20}, one_time_up={"structure": 10} if round_ == 1 else {})
     if last:
         traffic = traffic.model_copy(update={"last_down": {"mask": last}})
     return Round(
         round=round_, devices=["a", "b"], traffic=traffic, bits_per_parameter_up=1, bits_per_parameter_down=1, loss=1,
-        accuracy_before=same, accuracy_after=same, seconds=1,
+        score_before=same, score_after=same, seconds=1,
     )  # fmt: skip
 
 
-def test_a_curve_has_the_bytes_up_to_each_round_and_the_accuracy_they_bought() -> None:
+def test_a_curve_has_the_bytes_up_to_each_round_and_the_score_after_it() -> None:
     points = curve([a_round(1, 30, 0.1), a_round(2, 50, 0.6, last=24)], 2, 0.8)
     # Down 20, up 30 + 10 once, down 20: 80 bytes of two devices led to 0.6; up 50, down 24 after the last round to 0.8.
     assert points == [Point(1, 40.0, 0.6), Point(2, 77.0, 0.8)]
 
 
-def test_a_round_that_everybody_sat_out_has_no_point_and_no_figures() -> None:
-    silent = a_round(2, 0, 0.0).model_copy(update={"loss": None, "accuracy_before": None, "accuracy_after": None})
+def test_a_round_without_measurements_has_no_point_and_no_figures() -> None:
+    silent = a_round(2, 0, 0.0).model_copy(update={"loss": None, "score_before": None, "score_after": None})
     points = curve([a_round(1, 30, 0.1), silent, a_round(3, 50, 0.6, last=24)], 2, 0.8)
-    assert [p.round for p in points] == [2, 3]  # nobody measured what round 1 led to
-    assert (shown(mean(silent.accuracy_before), ".1%"), shown(silent.loss, ".3f"), shown(0.25, ".1%")) == (
+    assert [p.round for p in points] == [2, 3]  # round 2 measured nothing, so round 1 has no score
+    assert (shown(mean(silent.score_before), ".1%"), shown(silent.loss, ".3f"), shown(0.25, ".1%")) == (
         "-",
         "-",
         "25.0%",
     )
 
 
-def test_the_sketch_has_every_method_at_its_bytes_and_accuracy() -> None:
+def test_the_sketch_has_every_method_at_its_bytes_and_score() -> None:
     text = sketch({"ours": [Point(1, 100, 0.5), Point(2, 1000, 1.0)], "theirs": [Point(1, 10_000, 1.0)]}, 47, 11)
     lines = text.splitlines()
-    assert lines[0] == "100% |" + " " * 20 + "o" + " " * 18 + "x"
-    assert lines[10] == " 50% |o"
+    assert lines[0] == " 1.0 |" + " " * 20 + "o" + " " * 18 + "x"
+    assert lines[10] == " 0.5 |o"
     assert lines[-1].split() == ["o", "ours", "x", "theirs"]
     assert lines[-2].split("  ")[-1].strip() == "10.0 kB"
     assert all(len(line) <= 47 for line in lines)
     alone = sketch({"one": [Point(1, 0, 0.0)]})
     assert alone.splitlines()[-1].strip() == "o one"
     assert "o" in alone.splitlines()[-4]
+    hopeless = sketch({"one": [Point(1, 100, -5e5), Point(2, 1000, 0.4)]}).splitlines()  # R^2 has no lower bound
+    assert hopeless[0].startswith(" 0.4 |")
+    assert hopeless[13].startswith("-1.0 |o")
 
 
 @pytest.mark.parametrize(

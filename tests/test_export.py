@@ -11,10 +11,11 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle, views
+from edge_client.compaction.personal import TOLERANCE, write_personal
 from edge_client.errors import ConfigError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.methods import Personal
-from edge_client.personal import TOLERANCE, write_personal
+from edge_client.targets import Classification
+from edge_client.task import Personal
 from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
@@ -116,7 +117,7 @@ def test_every_backend_trains_and_compacts_a_model_of_tied_weights_as_the_module
     make: type[nn.Module], example: torch.Tensor, classes: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    bundle = export_bundle(make(), example, tmp_path / "b", name="tied", classes=classes, seed=5)
+    bundle = export_bundle(make(), example, tmp_path / "b", name="tied", target=Classification(classes=classes), seed=5)
     model, random = bundle.model(), np.random.default_rng(0)
     x = random.integers(0, 11, (7, 5)) if example.dtype == torch.int64 else random.random((7, 6), np.float32)
     y = random.integers(0, classes, 7)
@@ -205,7 +206,8 @@ def test_vgg9_has_the_size_the_paper_prints() -> None:
     [
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.zeros(2, 4), "dropout"),
         (nn.Linear(4, 3).double(), torch.zeros(2, 4), "float64"),
-        (nn.Linear(4, 5), torch.zeros(2, 4), "classes"),
+        (nn.Linear(4, 5), torch.zeros(2, 4), r"shape \[n, 5\].*needs \[n, 3\]"),
+        (nn.LSTM(4, 3), torch.zeros(2, 5, 4), "returns tuple"),
         (nn.Linear(4, 3), torch.zeros(2, 4, dtype=torch.float64), "float32 or int64"),
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None)), torch.zeros(2, 4), "momentum"),
         (nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3)), torch.zeros(2, 3), "no linear"),
@@ -215,14 +217,16 @@ def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
     tmp_path: Path, module: nn.Module, example: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        export_bundle(module, example, tmp_path / "b", name="b", classes=3)
+        export_bundle(module, example, tmp_path / "b", name="b", target=Classification(classes=3))
     assert not (tmp_path / "b").exists()
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(ModelError, match="other files"):
-        export_bundle(models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", classes=3, torch_part=False)
+        export_bundle(
+            models.mlp(4, 3), torch.zeros(2, 4), tmp_path, name="b", target=Classification(classes=3), torch_part=False
+        )
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
@@ -235,9 +239,9 @@ def test_the_command_loads_a_factory_and_names_what_is_wrong(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"FILE\.py:NAME"):
         cli.load_factory("net.py")
     with pytest.raises(ConfigError, match="must return a torch"):
-        cli.export(f"{file}:make", "4", 3, tmp_path / "b")
+        cli.export(f"{file}:make", "4", tmp_path / "b")
     with pytest.raises(ConfigError, match="not a shape"):
-        cli.export(f"{file}:make", "4,x", 3, tmp_path / "b")
+        cli.export(f"{file}:make", "4,x", tmp_path / "b")
 
 
 def test_the_command_says_what_devices_cannot_mask_and_that_nothing_is_compacted(
@@ -248,7 +252,7 @@ def test_the_command_says_what_devices_cannot_mask_and_that_nothing_is_compacted
         "from torch import nn\n"
         "def make():\n    return nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(10, 3))\n"
     )
-    cli.export(f"{file}:make", "5", 3, tmp_path / "b", dtype=cli.Dtype.int64, torch_part=False)
+    cli.export(f"{file}:make", "5", tmp_path / "b", dtype=cli.Dtype.int64, torch_part=False)
     said = capsys.readouterr().out
     assert "no method masks or prunes 0.weight: only linear" in said
     assert "personal.onnx does not shrink" in said
@@ -337,7 +341,14 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_plain_line(tmp_path: Pa
             return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
 
     with pytest.raises(ModelError, match="cannot be traced") as refusal:
-        export_bundle(Orthogonal(), torch.randn(2, 4), tmp_path / "b", name="b", classes=3, torch_part=False)
+        export_bundle(
+            Orthogonal(),
+            torch.randn(2, 4),
+            tmp_path / "b",
+            name="b",
+            target=Classification(classes=3),
+            torch_part=False,
+        )
     assert str(refusal.value).isprintable()
 
 

@@ -1,4 +1,4 @@
-"""A simulation and the real federation beside it: the command that compares them, and what it says when they differ."""
+"""The command that compares a simulation with the real federation, and its message when they differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edge_bench.over_http import Outcome, differences
 from typer import Exit
 
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Accuracy
+from edge_client.protocol.messages import Scores
 
 pytest.importorskip("sklearn")
 CONFIG = """
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_command_writes_what_both_sides_came_to(
+def test_the_command_writes_the_outcome_of_both_sides(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
@@ -51,7 +51,7 @@ def test_the_command_writes_what_both_sides_came_to(
     assert set(written["methods"]) == {"ours"}
     record = written["methods"]["ours"]
     assert (record["differences"], record["client_processes"], record["rounds"]) == ([], 2, 2)
-    for kind in ("state_sha256", "models_sha256", "payload_bytes", "accuracy_mean"):
+    for kind in ("state_sha256", "models_sha256", "payload_bytes", "score_mean"):
         assert record[kind]["simulator"] == record[kind]["http"]
     said = capsys.readouterr().out
     assert said.count(record["state_sha256"]["http"]) == 2
@@ -65,7 +65,7 @@ def test_a_difference_is_named_and_ends_the_command_with_code_1(
     record = {
         "differences": ["state", "models"], "rounds": 1, "client_processes": 2, "state_sha256": both,
         "models_sha256": both, "payload_bytes": {side: {"up": 1, "down": 2} for side in both},
-        "accuracy_mean": dict.fromkeys(both, 0.5), "seconds": dict.fromkeys(both, 1.0),
+        "score_mean": dict.fromkeys(both, 0.5), "seconds": dict.fromkeys(both, 1.0),
     }  # fmt: skip
     monkeypatch.setattr(over_http, "fleet", lambda *given: nullcontext())
     monkeypatch.setattr(over_http, "compare", lambda *given: record)
@@ -81,11 +81,11 @@ def test_a_method_that_the_file_lacks_is_refused_before_anything_runs(config: Pa
 
 
 def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_sent_once() -> None:
-    same = Accuracy(mean=0.5, worst=0.5, p10=0.5, best=0.5)
+    same = Scores(mean=0.5, worst=0.5, p10=0.5, best=0.5)
     traffic = {"up": {"mask": 7, "header": 2}, "down": {"theta": 40}, "one_time_up": {"head": 5}}
     traffic |= {"one_time_down": {"head": 3}, "last_down": {"theta": 40}}
     one = Outcome("s", {"a": "m"}, [{"round": 1, "traffic": traffic}] * 2, same)
     assert one.payload_bytes() == {"up": 28, "down": 166}
     assert differences(one, replace(one)) == []
-    changed = replace(one, models={"a": "n"}, accuracy=same.model_copy(update={"worst": 0.4}))
-    assert differences(one, changed) == ["models", "accuracy"]
+    changed = replace(one, models={"a": "n"}, scores=same.model_copy(update={"worst": 0.4}))
+    assert differences(one, changed) == ["models", "scores"]

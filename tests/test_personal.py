@@ -32,16 +32,16 @@ from sequential_bundle import (
     sequential_bundle,
 )
 
-import edge_client.onnx_surgery as surgery
-import edge_client.personal as personal_module
+import edge_client.compaction.personal as personal_module
+import edge_client.compaction.surgery as surgery
 from edge_client.bundle import F32, Bundle, Input, views
+from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
+from edge_client.compaction.surgery import freeze, widen
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.measure.latency import Latency
 from edge_client.methods import Assignment, Personal, Task
-from edge_client.onnx_surgery import freeze, widen
-from edge_client.personal import TOLERANCE, write_dense, write_personal
 from edge_client.training import Trainer
 
 
@@ -187,7 +187,7 @@ def settled(bundle: Bundle, personal: Personal) -> Personal:
 
 
 def in_float64(bundle: Bundle, personal: Personal, x: np.ndarray) -> np.ndarray:
-    """The masked model's logits, every operation in float64, by onnx's own evaluator."""
+    """The masked model's outputs, every operation in float64, by onnx's own evaluator."""
     tensors = {
         **views(bundle.manifest.parameters, personal.parameters),
         **views(bundle.manifest.buffers, personal.buffers),
@@ -199,7 +199,7 @@ def in_float64(bundle: Bundle, personal: Personal, x: np.ndarray) -> np.ndarray:
 
 
 def in_float32(bundle: Bundle, personal: Personal, x: np.ndarray) -> np.ndarray:
-    """The masked model's logits as a trainer computes them."""
+    """The masked model's outputs as a trainer computes them."""
     session = ort.InferenceSession(str(bundle.part("eval.onnx")), providers=["CPUExecutionProvider"])
     tensors = {
         **views(bundle.manifest.parameters, personal.parameters),
@@ -254,7 +254,7 @@ def test_a_part_of_a_constant_lost_between_units_that_never_moved_is_refused(
         return replace(made, tensors={**made.tensors, name: made.tensors[name] - lost * folded})
 
     monkeypatch.setattr(personal_module, "compact", forgetful)
-    with pytest.raises(CompactionError, match="logits differ"):
+    with pytest.raises(CompactionError, match="outputs differ"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", X)
 
 
@@ -302,7 +302,7 @@ def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one
     monkeypatch.setattr(personal_module, "compact", wrong)
     report = conclude(bundle, task, personal, path)
     assert report.uncompacted is not None
-    assert "logits differ" in report.uncompacted
+    assert "outputs differ" in report.uncompacted
     assert (report.parameters_dense, report.parameters_compact) == (17, 17)
     np.testing.assert_allclose(run(path, np.ones((1, 2), np.float32)), [[23.75, -40.0]])
     with pytest.raises(CompactionError, match="NaN"):
@@ -331,7 +331,7 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     assert asked == [((1, 2), 3)]
 
     def refuses(*given: object, **more: object) -> None:
-        raise CompactionError("the compact model's logits differ")
+        raise CompactionError("the compact model's outputs differ")
 
     monkeypatch.setattr("edge_client.conclude.write_personal", refuses)
     report = conclude(bundle, task, personal, path, threads=3)
@@ -377,7 +377,7 @@ def test_the_dense_yardstick_of_latency_never_costs_the_compact_model(
 def test_the_samples_given_are_probed_and_a_model_of_integers_needs_them(tmp_path: Path) -> None:
     bundle = sequential_bundle(tmp_path, (2,), MLP)
     personal = personal_of(bundle, MLP_VALUES)
-    with pytest.raises(CompactionError, match="on the given samples the compact model's logits differ"):
+    with pytest.raises(CompactionError, match="on the given samples the compact model's outputs differ"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", np.full((1, 2), np.nan))
     with pytest.raises(CompactionError, match="does not run on the given samples"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", np.zeros((1, 3)))

@@ -11,9 +11,10 @@ import onnxruntime as ort
 import pytest
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest, views
+from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
 from edge_client.measure.latency import latency
-from edge_client.methods import Personal
-from edge_client.personal import TOLERANCE, write_dense, write_personal
+from edge_client.targets import Classification
+from edge_client.task import Personal
 
 torch = pytest.importorskip("torch")
 from edge_export.channels import find_groups  # noqa: E402
@@ -92,7 +93,7 @@ def exported(module: nn.Module, folder: Path, sample: tuple[int, ...] = (1, 8, 8
     manifest = Manifest(
         name="net",
         input=Input(shape=sample),
-        classes=4,
+        target=Classification(classes=4),
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
+from edge_bench import datasets
 from edge_bench.datasets import DataConfig, find, read, read_digits
 from edge_bench.repeat import summary
 
+from edge_client.bundle import Bundle
+from edge_client.data import fit
+from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
@@ -85,3 +89,20 @@ def test_a_summary_takes_the_mean_over_seeds() -> None:
     assert made["accuracy"] == [0.5, 0.75]
     assert made["accuracy_mean"] == 0.625
     assert (made["last_round_bits_up"], made["all_rounds_bits_down"]) == (0.5, 2.0)
+
+
+def test_devices_hold_a_validation_part_only_when_asked_and_the_test_part_stays(tmp_path: Path) -> None:
+    manifest = Bundle.open(Path(datasets.__file__).parent / "bundles" / "digits").manifest
+    config = DataConfig(name="digits", devices=3)
+    plain = datasets.load(config, 5, manifest)
+    held = datasets.load(config.model_copy(update={"validation": 0.25}), 5, manifest)
+    for name, data in plain.items():
+        assert len(data.y_val) == 0
+        mine = held[name]
+        assert len(mine.y_val) == int(0.25 * len(data.y))
+        assert np.array_equal(mine.x_test, data.x_test)
+        rows = np.concatenate([mine.x, mine.x_val])
+        assert sorted(map(bytes, rows)) == sorted(map(bytes, data.x))
+    for name, path in datasets.write(plain, tmp_path).items():  # an empty part stays empty on a device
+        again = fit(read_file(path), manifest)
+        assert all(np.array_equal(again.part(p)[0], plain[name].part(p)[0]) for p in ("train", "validation", "test"))

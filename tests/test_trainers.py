@@ -12,12 +12,12 @@ import pytest
 
 from edge_client.bundle import F32, Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.targets import Classification, Regression, Sequence, Target
 from edge_client.training import Trainer, open_trainer
 from edge_client.training.sgd import Sgd
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
-from edge_bench.simulate import find_bundle  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -68,6 +68,19 @@ class _SensorLstm(nn.Module):
         return self.head(states[:, -1])
 
 
+class _CharacterTagger(nn.Module):
+    """A label for each character: embedding, LSTM, a linear layer on every step; token ids [n, t]."""
+
+    def __init__(self, characters: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, 5)
+        self.lstm = nn.LSTM(5, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
 class _MeanOverTime(nn.Module):
     """A linear layer at each time step, then the mean over time."""
 
@@ -79,21 +92,38 @@ class _MeanOverTime(nn.Module):
         return self.each(x).mean(1)
 
 
+def _sequence_loss(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), y)
+
+
+LOSSES: dict[type[Target], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Classification: nn.functional.cross_entropy,
+    Sequence: _sequence_loss,
+    Regression: nn.functional.mse_loss,
+}
+"""PyTorch's own loss for each target, the reference that every backend is compared with."""
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
     sample: tuple[int, ...]
-    classes: int
+    target: Target
     tokens: int = 0  # number of different tokens; 0: float input
+
+    def loss(self, outputs: torch.Tensor, y: np.ndarray) -> torch.Tensor:
+        return LOSSES[type(self.target)](outputs, torch.from_numpy(y))
 
 
 CASES = {
-    "mlp": Case(lambda: models.mlp(40, 24, 16, 6), (40,), 6),
-    "max-pool cnn": Case(_max_pool_cnn, (1, 10, 10), 5),
-    "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), 4),
-    "sensor lstm": Case(lambda: _SensorLstm(9, 6, 4), (16, 9), 4),
-    "mean over time": Case(_MeanOverTime, (6, 5), 3),
-    "lstm": Case(lambda: models.CharacterLstm(11, 6, 9), (3,), 11, tokens=11),
+    "mlp": Case(lambda: models.mlp(40, 24, 16, 6), (40,), Classification(classes=6)),
+    "max-pool cnn": Case(_max_pool_cnn, (1, 10, 10), Classification(classes=5)),
+    "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), Classification(classes=4)),
+    "sensor lstm": Case(lambda: _SensorLstm(9, 6, 4), (16, 9), Classification(classes=4)),
+    "mean over time": Case(_MeanOverTime, (6, 5), Classification(classes=3)),
+    "lstm": Case(lambda: models.CharacterLstm(11, 6, 9), (3,), Classification(classes=11), tokens=11),
+    "character tagger": Case(lambda: _CharacterTagger(11, 6, 4), (5,), Sequence(steps=5, classes=4), tokens=11),
+    "regression mlp": Case(lambda: models.mlp(6, 8, 2), (6,), Regression(outputs=2)),
 }
 
 
@@ -117,14 +147,16 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             nn.init.uniform_(part.running_var, 0.5, 2.0)
     x, _ = _batch(case, 2, 0)
     folder = tmp_path_factory.mktemp("bundle") / "b"
-    return Exported(case, module, export_bundle(module, torch.from_numpy(x), folder, name="c", classes=case.classes))
+    return Exported(case, module, export_bundle(module, torch.from_numpy(x), folder, name="c", target=case.target))
 
 
 def _batch(case: Case, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     shape = (n, *case.sample)
     x = rng.integers(0, case.tokens, shape) if case.tokens else rng.standard_normal(shape).astype(np.float32)
-    return x, rng.integers(0, case.classes, n)
+    if isinstance(case.target, Regression):
+        return x, rng.standard_normal((n, *case.target.output)).astype(np.float32)
+    return x, rng.integers(0, case.target.output[-1], (n, *case.target.output[:-1]))
 
 
 def _distance(a: F32, b: F32) -> float:
@@ -136,7 +168,7 @@ def test_loss_gradients_and_statistics_equal_eager_pytorch_whatever_the_batch_si
     x, y = _batch(exported.case, n, n)
     module = exported.case.make().train()
     module.load_state_dict(exported.module.state_dict())
-    loss = nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
+    loss = exported.case.loss(module(torch.from_numpy(x)), y)
     loss.backward()
     m, start = exported.bundle.manifest, exported.bundle.model()
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -162,7 +194,7 @@ def test_a_batch_of_one_sample_leaves_the_running_variance_and_moves_the_running
         module[1].bias.copy_(torch.tensor([0.5, -1.0]))
         module[2].weight.copy_(torch.eye(2))
         module[2].bias.zero_()
-    bundle = export_bundle(module, torch.zeros(2, 3), tmp_path / "b", name="b", classes=2)
+    bundle = export_bundle(module, torch.zeros(2, 3), tmp_path / "b", name="b", target=Classification(classes=2))
     start, rows = bundle.model(), {t.name: t.span for t in bundle.manifest.parameters}
     x, y = np.array([[4.0, 1.0, 0.0]], np.float32), np.array([0])
     share = 1 / (1 + np.exp(1.5))  # of the other label: the logits are the batch-norm's bias
@@ -240,9 +272,8 @@ def test_parameters_of_a_payload_which_cannot_be_changed_serve_as_any(exported: 
 
 def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backends_are_refused(tmp_path: Path) -> None:
     module = models.mlp(5, 4, 3)
-    bundle = export_bundle(
-        module, torch.zeros(2, 5), tmp_path / "b", name="b", classes=3, trainable={"2.weight", "2.bias"}
-    )
+    free, target = {"2.weight", "2.bias"}, Classification(classes=3)
+    bundle = export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=target, trainable=free)
     start = bundle.model()
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((6, 5)).astype(np.float32), rng.integers(0, 3, 6)
@@ -269,7 +300,7 @@ def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytes
         return open_session(graph, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
-    bundle = find_bundle("digits")
+    bundle = Bundle.open(Path(models.__file__).parent / "bundles" / "digits")
     x = np.zeros((1, *bundle.manifest.input.shape), np.float32)
     start = bundle.model()
     try:

@@ -39,14 +39,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError when `write_json` could not write there, before there is anything to write."""
+    """Raise ConfigError when `write_json` could not write there."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} for --json {path}; make it, or name a file in another one")
     if path.is_dir():
         raise ConfigError(f"--json {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: permission denied; name a file of your own")
+        raise ConfigError(f"--json {path} cannot be written: permission denied; name another file")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _console() -> Console:
-    """Standard output; a log or a pipe has room for whole tables."""
+    """Standard output; at least 80 columns in a log or a pipe, so that tables fit."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -107,11 +107,11 @@ def simulate(
 
     def said(label: str, row: RoundRow) -> None:
         r = row.record
-        before, after = (shown(mean(a), ".1%") for a in (r.accuracy_before, r.accuracy_after))
-        everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.1%}"
+        before, after = (shown(mean(a), ".3f") for a in (r.score_before, r.score_after))
+        everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
         console.print(
             f"{time.monotonic() - started:7.1f} s  {label:12s} round {r.round:3d}/{checked.rounds}  loss "
-            f"{shown(r.loss, '.3f')}  cohort {before}, after local epochs {after}{everyone}"
+            f"{shown(r.loss, '.3f')}  score {before}, after local epochs {after}{everyone}"
         )
 
     results = run_all(checked, bundle, devices, said)
@@ -137,8 +137,8 @@ def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Feder
         if not done:
             return "devices are joining"
         r = done[-1]
-        before, after = (shown(mean(a), ".1%") for a in (r.accuracy_before, r.accuracy_after))
-        return f"loss {shown(r.loss, '.3f')}, accuracy {before}, after local epochs {after}"
+        before, after = (shown(mean(a), ".3f") for a in (r.score_before, r.score_after))
+        return f"loss {shown(r.loss, '.3f')}, score {before}, after local epochs {after}"
 
     if not console.is_terminal:
 
@@ -168,9 +168,9 @@ def demo(
         str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
     ] = "fedmask,coupled,fedavg,standalone",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write accuracy against bytes here, as a PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
     keep_files: Annotated[
-        Path | None, typer.Option(help="An empty or new folder for data, logs and models; else they are removed.")
+        Path | None, typer.Option(help="Keep data, logs and models in this empty or new folder.")
     ] = None,
 ) -> None:
     """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
@@ -227,7 +227,7 @@ def demo(
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:
-        head = "\naccuracy after each round against a device's payload bytes so far, both ways"
+        head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
     console.print(

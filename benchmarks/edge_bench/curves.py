@@ -1,4 +1,4 @@
-"""Accuracy against bytes: what a device has sent and received after each round, and how good its model is then.
+"""Score against bytes: what a device has sent and received after each round, and how good its model is then.
 
 The curve of a method as numbers, as plain characters for a terminal, and as a PNG. What a record holds is in `report`.
 """
@@ -12,37 +12,38 @@ from pathlib import Path
 from typing import Literal
 
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Accuracy, Round, Traffic
+from edge_client.protocol.messages import Round, Scores, Traffic
 
 MARKS = "ox+*#@%&"
-STEP = 0.1  # of accuracy between two lines of the scale
+STEP = 0.1  # of score between two lines of the scale
+LEAST = -1.0  # lower scores are drawn at the bottom: R^2 has no lower bound
 
 
 @dataclass(frozen=True)
 class Point:
     """After `round` rounds and the downlink they led to, a device has moved `bytes` of payloads, both ways.
 
-    `accuracy` is the devices' mean then.
+    `score` is the devices' mean then.
     """
 
     round: int
     bytes: float
-    accuracy: float
+    score: float
 
 
 def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Point]:
     """The curve of a federation of `devices`.
 
-    `final` is the accuracy of the personal models after the last round. The accuracy after round r is what the cohort
-    of round r + 1 measured before it trained, on the downlink of that round; where nobody did, there is no point.
+    `final` is the score of the personal models after the last round. The score after round r is what the cohort of
+    round r + 1 measured on its downlink, before it trained; a round without such a measurement has no point.
     """
-    after = [mean(r.accuracy_before) for r in rounds[1:]] + [final]
+    after = [mean(r.score_before) for r in rounds[1:]] + [final]
     down = [moved(r.traffic, "down") for r in rounds] + [moved(rounds[-1].traffic, "last")]
     points, total = [], down[0]
-    for i, (r, accuracy) in enumerate(zip(rounds, after, strict=True)):
+    for i, (r, score) in enumerate(zip(rounds, after, strict=True)):
         total += moved(r.traffic, "up") + down[i + 1]
-        if accuracy is not None:
-            points.append(Point(r.round, total / devices, accuracy))
+        if score is not None:
+            points.append(Point(r.round, total / devices, score))
     return points
 
 
@@ -56,18 +57,18 @@ def moved(traffic: Traffic, side: Literal["up", "down", "last"]) -> int:
     return sum(sum(kinds.values()) for kinds in parts[side])
 
 
-def mean(accuracy: Accuracy | None) -> float | None:
-    """The mean over the devices, None where nobody measured it."""
-    return None if accuracy is None else accuracy.mean
+def mean(scores: Scores | None) -> float | None:
+    """The mean over the devices, None when no device measured it."""
+    return None if scores is None else scores.mean
 
 
 def shown(figure: float | None, form: str) -> str:
-    """A figure for people, in the form of a format specification; "-" when nobody knows it."""
+    """A figure by a format specification; "-" when there is none."""
     return "-" if figure is None else format(figure, form)
 
 
 def amount(count: float) -> str:
-    """Bytes for people: three digits and a unit of thousands."""
+    """Bytes with three digits and a unit of thousands."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.1f} {unit}"
@@ -79,14 +80,14 @@ def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int =
     """The curves in plain characters, one mark a method, `width` columns and `height` lines and the scales."""
     points = [p for c in curves.values() for p in c]
     low, high = _span([math.log10(max(p.bytes, 1.0)) for p in points])
-    bottom = math.floor(min(p.accuracy for p in points) / STEP) * STEP
-    top = max(math.ceil(max(p.accuracy for p in points) / STEP) * STEP, bottom + STEP)
+    bottom = math.floor(max(min(p.score for p in points), LEAST) / STEP) * STEP
+    top = max(math.ceil(max(p.score for p in points) / STEP) * STEP, bottom + STEP)
     columns = width - 7
     cells = [[" "] * columns for _ in range(height)]
     for mark, c in zip(_marks(curves), curves.values(), strict=True):
         for p in c:
             x = round((math.log10(max(p.bytes, 1.0)) - low) / (high - low) * (columns - 1))
-            y = round((p.accuracy - bottom) / (top - bottom) * (height - 1))
+            y = round((max(p.score, bottom) - bottom) / (top - bottom) * (height - 1))
             cells[height - 1 - y][x] = mark
     lines = [f"{_scale(i, height, bottom, top)} |{''.join(row)}".rstrip() for i, row in enumerate(cells)]
     ticks = [" "] * columns
@@ -112,11 +113,11 @@ def _span(logs: list[float]) -> tuple[float, float]:
 
 
 def _scale(line: int, height: int, bottom: float, top: float) -> str:
-    """The label of a line that is nearest to a multiple of STEP, else blanks."""
+    """The label of the line nearest to a multiple of STEP, else blanks."""
     steps = round((top - bottom) / STEP)
     for k in range(steps + 1):
         if height - 1 - round(k / steps * (height - 1)) == line:
-            return f"{bottom + k * STEP:4.0%}"
+            return f"{bottom + k * STEP:4.1f}"
     return "    "
 
 
@@ -140,11 +141,9 @@ def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (label, c) in enumerate(curves.items()):
-        x, y = [max(p.bytes, 1.0) for p in c], [p.accuracy for p in c]
+        x, y = [max(p.bytes, 1.0) for p in c], [p.score for p in c]
         axes.plot(x, y, label=label, marker="os^Dv<>p"[i % 8], markersize=4, linewidth=1.0)
-    axes.set(
-        xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean accuracy", title=title
-    )
+    axes.set(xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean score", title=title)
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
     try:

@@ -1,8 +1,8 @@
-"""Data sets divided over devices: who holds which samples, and which of them train, validate and test.
+"""Data sets divided over devices: which device holds which samples, and which of these train, validate and test.
 
-UCI HAR comes by person, its inside split by recording (neighbouring windows share half their samples); digits
-(scikit-learn's), MNIST, Fashion-MNIST and a subset of CIFAR-100 are divided by class. Nothing is downloaded: files are
-looked for at the given path, in the folder $MASKFLEET_DATA, and in `shared/data` beside the checkout.
+UCI HAR is divided by person and each person's part by recording, because neighbouring windows share half their
+samples. Digits (scikit-learn's), MNIST, Fashion-MNIST and a subset of CIFAR-100 are divided by class. Nothing is
+downloaded: the files must be at the given path, in the folder $MASKFLEET_DATA, or in `shared/data` beside the checkout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from edge_client.bundle import Manifest
-from edge_client.data import DeviceData, check
+from edge_client.data import DeviceData, check, split
 from edge_client.errors import ConfigError, DataError
 
 HELD_OUT = 0.2  # of a device's samples (or recordings) for validation, and as much again for testing
@@ -62,6 +62,8 @@ class DataConfig(BaseModel):
     evaluate: Literal["validation", "test"] = "test"
     """`validation`: train on the training part, report on the validation part, to choose settings.
     `test`: train on both, report on the test part."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a device's training samples that it holds as its own validation part, whole units only; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +253,14 @@ def load(config: DataConfig, seed: int, manifest: Manifest) -> dict[str, DeviceD
     label, width = ("person" if config.name == "har" else "device"), len(str(people.max()))
     devices = {}
     for p in people:
-        mine, name = s.owner == p, f"{label}-{int(p):0{width}d}"
-        train_side, test_side = mine & np.isin(part, fit), mine & (part == report)
-        trained = check(manifest, x[train_side], s.y[train_side], f"{config.name}, {name}")
-        devices[name] = DeviceData(*trained, *check(manifest, x[test_side], s.y[test_side], f"{config.name}, {name}"))
+        mine, name = np.flatnonzero(s.owner == p), f"{label}-{int(p):0{width}d}"
+        trained, reported = mine[np.isin(part[mine], fit)], mine[part[mine] == report]
+        validated = trained[:0]
+        if config.validation:
+            stay, gone = split(s.unit[trained], seed, "validation", config.validation, must=False)
+            trained, validated = trained[stay], trained[gone]
+        sides = (check(manifest, x[i], s.y[i], f"{config.name}, {name}") for i in (trained, validated, reported))
+        devices[name] = DeviceData(*(array for side in sides for array in side))
     return devices
 
 
@@ -264,5 +270,5 @@ def write(devices: Mapping[str, DeviceData], folder: Path) -> dict[str, Path]:
     paths = {}
     for name, data in devices.items():
         paths[name] = folder / f"{name}.npz"
-        np.savez(paths[name], x=data.x, y=data.y, x_test=data.x_test, y_test=data.y_test)
+        np.savez(paths[name], **vars(data))
     return paths

@@ -1,7 +1,7 @@
 """Real federations on this machine: one coordinator process, one process a device, plain HTTP on loopback.
 
-The processes are those a user would start by hand, `maskfleet serve` and `maskfleet join`; this module only starts
-them, watches through the operator's REST API, and ends them whatever happens. Each writes its own log.
+The processes are `maskfleet serve` and `maskfleet join`, as a user would start them by hand. This module starts them,
+watches through the operator's REST API, and always ends them. Each process writes its own log.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+from coord_server.operator.client import Operator
+
 from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV
-from coord_server.operator_client import Operator
 from edge_bench.datasets import DataConfig, write
 from edge_client.bundle import Bundle
+from edge_client.compaction.personal import write_dense
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DataError, MaskfleetError
 from edge_client.measure.latency import latency
-from edge_client.methods import Personal
-from edge_client.personal import write_dense
-from edge_client.protocol.messages import Accuracy, Device, Federation, FederationConfig, Report, Round, TokenRequest
+from edge_client.protocol.messages import Device, Federation, FederationConfig, Report, Round, Scores, TokenRequest
+from edge_client.task import Personal
 
-# What a user would pick for each method on each data set, tried on the validation part (for FedMask on HAR: `chosen` in
-# benchmarks/results/har_fedmask.json). A method that is not named runs as it comes. FedMask's group_lasso on HAR is
-# above its default because the demo shows small models: more of it makes them smaller still and costs accuracy.
+# Settings of each method on each data set, chosen on the validation part (for FedMask on HAR: `chosen` in
+# benchmarks/results/har_fedmask.json); other methods run with their defaults. FedMask's group_lasso on HAR is above its
+# default because the demo shows small models: a larger value makes them smaller and less accurate.
 _FEDMASK: Mapping[str, Any] = {"keep": 0.8, "restart": "latent"}
 _COUPLED: Mapping[str, Any] = {"head": "mask", "theta0": 0.5, "epochs": 5, "batch": 32, "evaluate": "threshold"}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -64,12 +65,12 @@ class Ended:
 
     @property
     def reports(self) -> list[Report]:
-        """What the devices said of their personal models."""
+        """The devices' reports on their personal models."""
         return [d.report for d in self.devices if d.report is not None]
 
-    def accuracy(self) -> Accuracy | None:
+    def scores(self) -> Scores | None:
         """Over devices, each on its own test samples; None when none has any."""
-        return aggregation.accuracy([r.accuracy for r in self.reports], [r.test_samples for r in self.reports])
+        return aggregation.scores([r.score for r in self.reports], [r.test_samples for r in self.reports])
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Process:
 
 
 def _end(processes: list[Process]) -> None:
-    """Ask every process to end, then insist."""
+    """Terminate every process, and kill those that still run after `GRACE`."""
     for p in processes:
         if p.popen.poll() is None:
             p.popen.terminate()
@@ -107,10 +108,10 @@ def _end(processes: list[Process]) -> None:
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the block ends: no process is started that nobody knows of."""
+    """Delay Ctrl-C and SIGTERM until the block ends, so that each process that starts is also recorded."""
     caught: list[int] = []
-    heard = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, lambda number, _: caught.append(number)) for s in heard}
+    handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, _: caught.append(number)) for s in handled}
     try:
         yield
     finally:
@@ -154,7 +155,7 @@ def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], P
 
 
 class Fleet:
-    """A coordinator under way in `folder`, and the devices' data files; runs one federation after another."""
+    """A running coordinator in `folder` and the devices' data files; runs one federation after another."""
 
     def __init__(
         self,
@@ -195,8 +196,12 @@ class Fleet:
         seed: int,
         progress: Callable[[Federation, list[Round]], None] = lambda federation, rounds: None,
         backend: str | None = None,
+        secrets_of: Mapping[str, int] | None = None,
     ) -> Ended:
-        """One federation, from enrolment to every device's personal model. Raises DemoError."""
+        """One federation, from enrolment to every device's personal model. Raises DemoError.
+
+        `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
+        """
         config = FederationConfig(
             name=name,
             bundle=self.bundle,
@@ -215,6 +220,8 @@ class Fleet:
             place = self.folder / name / device
             models[device] = place / "personal.onnx"
             arguments = ["join", self.url, "--device", device, "--data", str(file), "--state", str(place)]
+            if secrets_of is not None:
+                arguments += ["--secret", str(secrets_of[device])]
             log = self.folder / name / f"{device}.log"
             joined.append(self._start(f"{name}, {device}", arguments, log, {"MASKFLEET_TOKEN": token}))
         self._watch(id_, joined, progress)
@@ -230,7 +237,7 @@ class Fleet:
             closed = federation.round if federation.phase == "finished" else max(federation.round - 1, 0)
             if closed > seen:
                 done = self.operator.rounds(id_)
-                seen = len(done)  # a round may have closed between the two questions
+                seen = len(done)  # another round may have closed since the request before
                 progress(federation, done)
             if federation.phase == "finished" and leaving is None:
                 leaving = time.monotonic() + GOODBYE
@@ -253,10 +260,9 @@ def fleet(folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> It
 
 
 def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[str, float]:
-    """Dense against compact, medians over devices: parameters as reported, latency measured again one after another.
+    """Dense against compact, medians over devices: parameters as reported, latency measured again in turns.
 
-    The devices measured while all of them ran; now the machine is quiet and every model meets the same moments.
-    `sample` is one input [1, *input].
+    The devices measured while all of them ran; the machine is quiet now. `sample` is one input [1, *input].
     """
     model = bundle.model()
     dense = folder / "dense.onnx"

@@ -1,11 +1,11 @@
-"""A simulation's federations once more as real ones, over HTTP with one client process a device, compared bit for bit.
+"""Runs a simulation's federations again over HTTP, one client process a device, and compares both bit for bit.
 
     python -m edge_bench.over_http benchmarks/configs/masks_mnist.toml --only coupled --json result.json
 
 Each method of the simulation runs in one process (`simulate`) and as a coordinator with its devices on loopback
 (`demo`), with the same seed, data and cohorts. Compared are the server's state, every device's `personal.onnx`, every
-round's record (who took part, payload bytes by kind, loss, accuracies; not its duration) and the final accuracy. Ends
-with code 1 when anything differs. How either side runs is not known here.
+round's record (its devices, payload bytes by kind, loss, scores; not its duration) and the final scores. The command
+ends with code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from edge_kernels import counter
 
 from edge_bench import datasets, provenance
 from edge_bench.cli import read_toml, write_json
@@ -25,15 +26,15 @@ from edge_bench.curves import mean, shown
 from edge_bench.demo import Ended, Fleet, fleet
 from edge_bench.simulate import Simulated, SimulationConfig, find_bundle, read_config, run_all
 from edge_client.bundle import Bundle, digest
+from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.data import DeviceData
 from edge_client.errors import CompactionError, ConfigError
-from edge_client.personal import write_dense, write_personal
-from edge_client.protocol.messages import Accuracy, Round
+from edge_client.protocol.messages import Round, Scores
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a federation came to, and what it carried. Digests are SHA-256."""
+    """How a federation ended, and what it carried. Digests are SHA-256."""
 
     state: str
     """Of the server's state, as `GET /v1/federations/{id}/state` answers it."""
@@ -41,7 +42,7 @@ class Outcome:
     """Of each device's `personal.onnx`."""
     rounds: list[dict[str, Any]]
     """The rounds' records without their seconds."""
-    accuracy: Accuracy | None
+    scores: Scores | None
     """Of every device's own model."""
 
     def payload_bytes(self) -> dict[str, int]:
@@ -64,7 +65,7 @@ def in_one_process(bundle: Bundle, devices: Mapping[str, DeviceData], result: Si
         path = folder / f"{name}.onnx"
         try:
             write_personal(bundle, result.personal[name], path, data.x)
-        except CompactionError:  # a device, too, keeps the masked dense model then
+        except CompactionError:  # a device then keeps the masked dense model too
             write_dense(bundle, result.personal[name], path, data.x)
         models[name] = digest(path.read_bytes())
     return Outcome(result.state_sha256, models, _records([row.record for row in result.rows]), result.final)
@@ -73,7 +74,7 @@ def in_one_process(bundle: Bundle, devices: Mapping[str, DeviceData], result: Si
 def over_http(ended: Ended) -> Outcome:
     """The outcome of a real federation."""
     models = {name: digest(path.read_bytes()) for name, path in ended.models.items()}
-    return Outcome(digest(ended.state), models, _records(ended.rounds), ended.accuracy())
+    return Outcome(digest(ended.state), models, _records(ended.rounds), ended.scores())
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
@@ -91,6 +92,7 @@ def compare(config: SimulationConfig, label: str, bundle: Bundle, running: Fleet
         config.cohort,
         config.seed,
         backend=config.backend,
+        secrets_of={device: counter.key(config.seed, "secret", device) for device in running.devices},
     )
     seconds = time.monotonic() - started
     folder = running.folder / f"{label}-in-one-process"
@@ -106,13 +108,13 @@ def compare(config: SimulationConfig, label: str, bundle: Bundle, running: Fleet
             name: digest("".join(side.models[d] for d in sorted(side.models)).encode()) for name, side in sides.items()
         },
         "payload_bytes": {name: side.payload_bytes() for name, side in sides.items()},
-        "accuracy_mean": {name: mean(side.accuracy) for name, side in sides.items()},
+        "score_mean": {name: mean(side.scores) for name, side in sides.items()},
         "seconds": {"simulator": result.seconds, "http": seconds},
     }
 
 
 def _said(label: str, record: Mapping[str, Any]) -> str:
-    """A record for a person."""
+    """A record in a few lines."""
     lines = [f"{label}: {record['rounds']} rounds, {record['client_processes']} client processes"]
     for side in ("simulator", "http"):
         carried = record["payload_bytes"][side]
@@ -120,7 +122,7 @@ def _said(label: str, record: Mapping[str, Any]) -> str:
             f"  {side:9}  state   {record['state_sha256'][side]}",
             f"  {'':9}  models  {record['models_sha256'][side]}",
             f"  {'':9}  payload bytes up {carried['up']:,}, down {carried['down']:,}; "
-            f"accuracy {shown(record['accuracy_mean'][side], '.2%')}; {record['seconds'][side]:.0f} s",
+            f"score {shown(record['score_mean'][side], '.4f')}; {record['seconds'][side]:.0f} s",
         ]
     unequal = record["differences"]
     return "\n".join([*lines, f"  DIFFERENT: {', '.join(unequal)}" if unequal else "  the same, bit for bit"])

@@ -29,6 +29,7 @@ from edge_bench.datasets import DataConfig, find, read
 from edge_bench.models import mlp
 from edge_client.bundle import Bundle
 from edge_client.errors import DataError
+from edge_client.targets import Classification
 
 SEED, EPOCHS, BATCH, LR = 2026, 6, 64, 1e-3
 KNOWN = (0, 1, 2, 3, 4)  # the digits the MLP is pre-trained on
@@ -106,7 +107,9 @@ def build_mlp(folder: Path) -> Bundle:
     net, right = pretrained_mlp()
     print(f"digits 0-4, held out: {right:.2%}")
     net[-1] = _new_head(100, 5)
-    return export_bundle(net, torch.zeros(2, 784), folder, name="mlp-mnist04", classes=5, torch_part=False)
+    return export_bundle(
+        net, torch.zeros(2, 784), folder, name="mlp-mnist04", target=Classification(classes=5), torch_part=False
+    )
 
 
 def build_resnet20(folder: Path) -> Bundle:
@@ -122,7 +125,10 @@ def build_resnet20(folder: Path) -> Bundle:
     net.linear = _new_head(64, 100)
     free = [n for n, _ in net.named_parameters() if n.startswith(("layer3.", "linear."))]
     example = torch.from_numpy(np.zeros((2, 3, 32, 32), np.float32))
-    return export_bundle(net, example, folder, name="resnet20-cifar100", classes=100, trainable=free, torch_part=False)
+    target = Classification(classes=100)
+    return export_bundle(
+        net, example, folder, name="resnet20-cifar100", target=target, trainable=free, torch_part=False
+    )
 
 
 def build_signs(folder: Path) -> Bundle:
@@ -135,7 +141,9 @@ def build_signs(folder: Path) -> Bundle:
                 signs = np.where(counter.uint64(stream, values.numel()) >> np.uint64(63), -1.0, 1.0)
                 scaled = torch.from_numpy(signs * (np.e / layer.in_features**0.5)).float()
                 values.data = scaled.reshape(values.shape)
-    return export_bundle(net, torch.zeros(2, 784), folder, name="mlp-signs", classes=10, torch_part=False)
+    return export_bundle(
+        net, torch.zeros(2, 784), folder, name="mlp-signs", target=Classification(classes=10), torch_part=False
+    )
 
 
 BUILDERS: dict[str, Callable[[Path], Bundle]] = {"mlp": build_mlp, "resnet20": build_resnet20, "signs": build_signs}

@@ -1,7 +1,7 @@
-"""What a run reports: one record per method for the JSON file, and the table for the person who ran it.
+"""What a run reports: one record per method for the JSON file, and a table for the terminal.
 
-The demo and the simulator write the same record from the same coordinator's rounds, so their figures compare line
-by line. Bytes are those of the payloads; what is sent once (a structure) stands apart.
+The demo and the simulator write the same record from the rounds' records, so their figures compare line by line.
+Bytes are those of the payloads; what is sent only once (a structure) is listed apart.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
 from edge_client.methods import Method
-from edge_client.protocol.messages import Accuracy, Round, Traffic
+from edge_client.protocol.messages import Round, Scores, Traffic
 
 Record = dict[str, Any]
 
-CAPTION = """accuracy: each device's own model on its own test samples, mean over devices;
+CAPTION = """score: each device's own model on its own test samples, mean over devices
+  (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
   after more: the same model after one more round of training on its device
 up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
@@ -60,11 +61,11 @@ def traffic(rounds: Sequence[Round], devices: int) -> Record:
     }
 
 
-def _spread(a: Accuracy | None, suffix: str = "") -> Record:
-    return {f"accuracy_{k}{suffix}": None if a is None else getattr(a, k) for k in Accuracy.model_fields}
+def _spread(scores: Scores | None, suffix: str = "") -> Record:
+    return {f"score_{k}{suffix}": None if scores is None else getattr(scores, k) for k in Scores.model_fields}
 
 
-def _measured(rounds: Sequence[Round], devices: int, final: Accuracy | None) -> Record:
+def _measured(rounds: Sequence[Round], devices: int, final: Scores | None) -> Record:
     """What the record of a federation has, simulated or real."""
     points = [vars(p) for p in curve(rounds, devices, mean(final))]
     return {**_spread(final), **traffic(rounds, devices), "curve": points}
@@ -76,14 +77,14 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     record = _measured(rounds, len(result.personal), result.final)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
-    measured = [(r.accuracy_after.mean, r) for r in rounds if r.accuracy_after is not None]
+    measured = [(r.score_after.mean, r) for r in rounds if r.score_after is not None]
     if measured:
         after, best = max(measured, key=lambda pair: pair[0])
-        before = mean(best.accuracy_before)
-        record["best_round"] = {"round": best.round, "accuracy_before": before, "accuracy_after": after}
+        before = mean(best.score_before)
+        record["best_round"] = {"round": best.round, "score_before": before, "score_after": after}
     everyone = [(row.everyone.mean, row.record.round) for row in result.rows if row.everyone is not None]
     if everyone:
-        record["best_round_of_all_devices"] = dict(zip(("accuracy_mean", "round"), max(everyone), strict=True))
+        record["best_round_of_all_devices"] = dict(zip(("score_mean", "round"), max(everyone), strict=True))
     paper = method.paper_bytes(model)
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
@@ -94,7 +95,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
         "rounds": [
             {
                 **row.record.model_dump(mode="json"),
-                **({} if row.everyone is None else {"accuracy_of_all_devices": row.everyone.model_dump()}),
+                **({} if row.everyone is None else {"score_of_all_devices": row.everyone.model_dump()}),
             }
             for row in result.rows
         ],
@@ -105,10 +106,10 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
 def federation(ended: Ended) -> Record:
     """The record of one real federation.
 
-    Uncounted are downlinks fetched again or for nothing (the round was over, the update was left out) and such updates.
-    Where the last cohort was everyone, its accuracy after that round's local epochs stands beside the final one.
+    Uncounted bytes are those of downlinks fetched again or in vain (the round was over, the update was left out) and of
+    such updates. When every device was in the last cohort, the record also has its score after that round's epochs.
     """
-    record = _measured(ended.rounds, len(ended.devices), ended.accuracy())
+    record = _measured(ended.rounds, len(ended.devices), ended.scores())
     counted = {side: sum(moved(r.traffic, side) for r in ended.rounds) for side in ("up", "down", "last")}
     record["uncounted_bytes_per_device"] = {
         "up": (sum(d.bytes_up for d in ended.devices) - counted["up"]) / len(ended.devices),
@@ -122,7 +123,7 @@ def federation(ended: Ended) -> Record:
         for side in ("up", "down")
     }
     if len(ended.rounds[-1].devices) == len(ended.devices):
-        record |= _spread(ended.rounds[-1].accuracy_after, "_after_local_epochs")
+        record |= _spread(ended.rounds[-1].score_after, "_after_local_epochs")
     return record
 
 
@@ -139,7 +140,7 @@ def table(records: Mapping[str, Record], title: str) -> Table:
     )
     out.add_column("\nmethod", overflow="fold")
     heads = (
-        "accu-\nracy", "\nworst", "after\nmore", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
+        "\nscore", "\nworst", "after\nmore", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
         "bytes\nin all", "s per\nround",
     )  # fmt: skip
     for head in heads:
@@ -148,9 +149,9 @@ def table(records: Mapping[str, Record], title: str) -> Table:
     for label, r in records.items():
         out.add_row(
             label,
-            shown(r["accuracy_mean"], ".1%"),
-            shown(r["accuracy_worst"], ".1%"),
-            shown(r["accuracy_mean_after_local_epochs"], ".1%") if "accuracy_mean_after_local_epochs" in r else "",
+            shown(r["score_mean"], ".3f"),
+            shown(r["score_worst"], ".3f"),
+            shown(r["score_mean_after_local_epochs"], ".3f") if "score_mean_after_local_epochs" in r else "",
             amount(r["bytes_up_per_device_round"]),
             amount(r["bytes_down_per_device_round"]),
             f"{r['bits_per_parameter_up']:.2f}",
@@ -177,7 +178,7 @@ def by_kind(records: Mapping[str, Record]) -> str:
                 ]
                 parts.append(f"after the last round {' + '.join(last)}")
             if uncounted := r.get("uncounted_bytes_per_device", {}).get(side):
-                parts.append(f"beside these, again or for nothing, {uncounted:,.0f} in all")
+                parts.append(f"beside these, again or in vain, {uncounted:,.0f} in all")
             head = f"  {name:{width}}  {side:4}  "
             lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))
             name = ""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.func import functional_call
-from torch.nn import functional
 
 from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.errors import BundleError
@@ -85,8 +84,8 @@ class TorchTrainer:
         """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
         values, stats = self._state(parameters, buffers)
         free = {t.name: values[t.name].requires_grad_() for t in self.manifest.parameters if t.trainable}
-        logits = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x),))
-        loss = functional.cross_entropy(logits, torch.from_numpy(y))
+        outputs = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x),))
+        loss: torch.Tensor = self.manifest.target.torch_loss(outputs, torch.from_numpy(y))
         gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
         into = views(self.manifest.parameters, self._gradient)
         for name, gradient in zip(free, gradients, strict=True):

@@ -1,12 +1,10 @@
 """Finds the channel groups of a PyTorch module in its exported graph.
 
-Known here: linear and convolution layers (1-d, 2-d, 3-d; stride, dilation, zero padding), batch-norm, element-wise
+Supported: linear and convolution layers (1-d, 2-d, 3-d; stride, dilation, zero padding), batch-norm, element-wise
 activations, max and average pooling, flatten, dropout. A layer forms no group when its channels reach anything else
 (the output, a residual sum, a grouped convolution, a recurrent cell, attention) or when a weight is used twice.
 
-Room for more: an element-wise sum or a depthwise convolution becomes a case of `_op` (the walk in `_grow` then has to
-start again from the other summand's producer, which joins the group), a cell's gates a case of `_layer`. What a device
-does with the groups is in `edge_kernels.compaction`.
+What a device does with the groups is in `edge_kernels.compaction`.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from edge_kernels.channels import ChannelGroup, Consumer, LayerKind, Op, OpKind,
 from torch import nn
 from torch.fx import Node
 
+from edge_export.evaluation import evaluating
+
 _CONV = frozenset({"conv1d", "conv2d", "conv3d"})
 _ACTIVATIONS: dict[str, OpKind] = {"relu": "relu", "relu6": "relu6", "tanh": "tanh", "sigmoid": "sigmoid"}
 _MAX_POOLS = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
@@ -29,7 +29,7 @@ _AVG_POOLS = frozenset({"avg_pool1d", "avg_pool2d", "avg_pool3d"})
 _GLOBAL_POOLS = frozenset({"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"})
 _FLATTENS = frozenset({"flatten", "view", "reshape", "squeeze", "_unsafe_view"})
 _IDENTITIES = frozenset({"dropout", "feature_dropout", "alias", "clone", "contiguous", "detach"})
-# What may return its input's own memory: an in-place op behind it changes the value before it too.
+# These may return their input's own memory: an in-place op after one also changes the value before it.
 _ALIASES = _FLATTENS | _IDENTITIES
 
 
@@ -44,7 +44,7 @@ class _Layer:
 
 
 class _Unknown(Exception):
-    """Channels reach a node that this module does not know; their layer forms no group."""
+    """Channels reach an unsupported node; their layer forms no group."""
 
 
 def find_groups(module: nn.Module, example: torch.Tensor) -> tuple[ChannelGroup, ...]:
@@ -53,14 +53,8 @@ def find_groups(module: nn.Module, example: torch.Tensor) -> tuple[ChannelGroup,
     `example` is one input batch `[n, *input]` on the module's device; only its shape and dtype matter. Tensors are
     named as in the module's `state_dict`. The module's training mode is left as it was.
     """
-    modes = {m: m.training for m in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            program = torch.export.export(module, (example,))
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
+    with evaluating(module):
+        program = torch.export.export(module, (example,))
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     shared = _shared_names(module)
@@ -205,7 +199,7 @@ def _drops(node: Node) -> bool:
 
 
 def _owns(value: Node) -> bool:
-    """Whether nobody else sees `value`'s memory, so that changing it in place changes only what follows."""
+    """Whether no other value shares `value`'s memory, so that an in-place change affects only what follows."""
     while len(value.users) == 1:
         if _name(value) not in _ALIASES or not isinstance(value.args[0], Node):
             return True

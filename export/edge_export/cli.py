@@ -1,4 +1,4 @@
-"""`maskfleet export`: a model factory in a Python file of the author's becomes a bundle. Imports torch when called."""
+"""`maskfleet export`: a function in the author's Python file builds the model. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Scheme(str, Enum):
     sign = "sign"
 
 
-def load_factory(target: str) -> Any:
+def load_factory(place: str) -> Any:
     """The callable that ``FILE.py:NAME`` names. Raises ConfigError."""
-    file, _, name = target.rpartition(":")
+    file, _, name = place.rpartition(":")
     path = Path(file)
     if not file or not path.is_file():
-        raise ConfigError(f"{target!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
+        raise ConfigError(f"{place!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
@@ -55,21 +55,27 @@ def _check_folder(out: Path) -> None:
     """Raise ConfigError when `out` is a file, or lies below one."""
     there = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ConfigError(f"-o {out}: {there} is a file, no folder; name an empty folder, or one to be made")
+        raise ConfigError(f"-o {out}: {there} is a file; name an empty or a new folder")
 
 
 def export(
-    target: Annotated[str, typer.Argument(metavar="FILE.py:FACTORY", help="Function that returns the torch module.")],
+    factory: Annotated[str, typer.Argument(metavar="FILE.py:FACTORY", help="Function that returns the torch module.")],
     input_: Annotated[str, typer.Option("--input", help="Shape of one sample, e.g. 1152 or 1,28,28.")],
-    classes: Annotated[int, typer.Option(help="Number of labels.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write the bundle to.")],
+    target: Annotated[
+        str, typer.Option(help="What the model predicts: classification, sequence (a label per step) or regression.")
+    ] = "classification",
+    classes: Annotated[int | None, typer.Option(help="Number of labels; the model's outputs when left out.")] = None,
+    outputs: Annotated[
+        int | None, typer.Option(help="Regression: numbers per sample; the model's outputs when left out.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Draw the weights from this seed instead of storing them.")] = None,
     init: Annotated[Scheme, typer.Option(help="How the seed draws weights.")] = Scheme.he,
     dtype: Annotated[Dtype, typer.Option(help="Type of one input value.")] = Dtype.float32,
     name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
 ) -> None:
-    """Export a PyTorch classifier as a bundle that devices train without PyTorch."""
+    """Export a PyTorch model as a bundle that devices train without PyTorch."""
     try:
         import torch
     except ImportError:
@@ -82,21 +88,19 @@ def export(
         shape = ()
     if not shape or min(shape) < 1:
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
-    if classes < 2:
-        raise ConfigError(f"--classes {classes} is too few; a classifier has at least 2")
+    sizes = {k: n for k, n in (("classes", classes), ("outputs", outputs)) if n is not None}
     _check_folder(out)
-    factory = load_factory(target)
-    module = factory()
+    module = load_factory(factory)()
     if not isinstance(module, torch.nn.Module):
-        raise ConfigError(f"{target} returned a {type(module).__name__}; it must return a torch.nn.Module")
+        raise ConfigError(f"{factory} returned a {type(module).__name__}; it must return a torch.nn.Module")
     example = torch.zeros((2, *shape), dtype=torch.float32 if dtype is Dtype.float32 else torch.int64)
     try:
         bundle = export_bundle(
             module,
             example,
             out,
-            name=name or target.rpartition(":")[2],
-            classes=classes,
+            name=name or factory.rpartition(":")[2],
+            target={"kind": target, **sizes},
             seed=seed,
             init=init.value,
             torch_part=torch_part,
@@ -105,6 +109,7 @@ def export(
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
     m = bundle.manifest
     typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")
+    typer.echo(f"target {', '.join(f'{k} {v}' for k, v in m.target.model_dump().items())}")
     for part, entry in m.parts.items():
         typer.echo(f"  {part:20} {entry.size:>12,} bytes")
     typer.echo(f"written to {bundle.folder}")

@@ -1,7 +1,8 @@
 """Rebuilds the two bundles that `maskfleet demo` uses: ``python -m edge_export.demo_bundles`` (`make bundles`).
 
-They are package data of `edge_bench`, with a seed instead of weights and no `model.pt2`, so that they need a few
-kilobytes and the demo no torch. The models are written out here, because this room may not import the benchmarks.
+They are package data of `edge_bench`. A seed replaces the weights and `model.pt2` is left out: the bundles take a few
+kilobytes, and the demo runs without torch. The models are defined here because `edge_export` may not import the
+benchmarks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from edge_client.bundle import Bundle
+from edge_client.targets import Classification
 from edge_export.writer import export_bundle
 
 SEED = 2026
@@ -27,9 +29,8 @@ def build(name: str, folder: Path) -> Bundle:
     for inner, out in pairwise(sizes):
         parts += [nn.Linear(inner, out), nn.ReLU()]
     module = nn.Sequential(*parts[:-1])
-    return export_bundle(
-        module, torch.zeros(2, sizes[0]), folder, name=name, classes=sizes[-1], seed=SEED, torch_part=False
-    )
+    example, target = torch.zeros(2, sizes[0]), Classification(classes=sizes[-1])
+    return export_bundle(module, example, folder, name=name, target=target, seed=SEED, torch_part=False)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """The parameter and buffer tables of a module: order, layers, and how a seed would draw each tensor.
 
-Weights of maskable layers come first, in forward order, so that the masked part of a model is few contiguous spans;
-biases, norm parameters and whatever else there is follow in the module's own order.
+Weights of maskable layers come first, in forward order, so that the masked part of a model is a few contiguous spans.
+Biases, norm parameters and all others follow in the module's own order.
 
 A tensor that several parts of a module share is one row, under the first of its names. As a weight it belongs to the
-last layer that reads it: the last layer of a model is its head, whatever else its weight does.
+last layer that reads it, so that a tied head stays the head.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
 from edge_client.errors import ModelError
+from edge_export.evaluation import evaluating
 
 InitScheme = Literal["he", "torch", "sign"]
 """How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
@@ -31,7 +32,7 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Tables:
-    """What the manifest says of a module's tensors."""
+    """The manifest's tables of a module."""
 
     parameters: tuple[Row, ...]
     buffers: tuple[Row, ...]
@@ -79,27 +80,24 @@ def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
     names: dict[nn.Module, str] = {m: n for n, m in module.named_modules() if isinstance(m, _MASKABLE)}
     called: list[nn.Module] = []
     hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
-    modes = {m: m.training for m in module.modules()}
     try:
-        with torch.no_grad():
-            module.eval()(example)
+        with evaluating(module):
+            module(example)
     finally:
         for hook in hooks:
             hook.remove()
-        for m, mode in modes.items():
-            m.training = mode
     first = _first_names(module)
     return _each_tensor_once([_layer(names[m], m, first) for m in dict.fromkeys(called)])
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """By every name of a parameter the first one of the same tensor: what `named_parameters` calls it."""
+    """For every name of a parameter, the first name of the same tensor: the one `named_parameters` uses."""
     firsts: dict[Tensor, str] = {}
     return {n: firsts.setdefault(p, n) for n, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _each_tensor_once(layers: list[Layer]) -> tuple[Layer, ...]:
-    """`layers` in forward order, without those whose weights all belong to a later one, which gets their biases."""
+    """`layers` in forward order. A layer whose weights all belong to a later one is left out; its biases go there."""
     owner = {name: i for i, layer in enumerate(layers) for name in layer.weights}
     for layer in layers:
         owner.update(dict.fromkeys(layer.biases, owner[layer.weights[0]]))
@@ -130,7 +128,7 @@ def _layer(name: str, module: nn.Module, first: dict[str, str]) -> Layer:
 
 
 def _rules(module: nn.Module, init: InitScheme) -> dict[str, Init]:
-    """How a seed draws each tensor that some rule covers; a maskable layer's rule goes before an embedding's."""
+    """How a seed draws each tensor that a rule covers; a maskable layer's rule has priority over an embedding's."""
     rules: dict[str, Init] = {}
     first = _first_names(module)
     for prefix, part in sorted(module.named_modules(), key=lambda item: not isinstance(item[1], _MASKABLE)):

@@ -1,8 +1,8 @@
 """One training step as an ordinary ONNX graph: parameters, statistics and a batch in, loss and gradients out.
 
-The loss's backward pass is traced with the forward into one graph of ATen operators (`torch.func.vjp` under
-`make_fx`), then translated by PyTorch's own ONNX exporter and reduced by `onnx_passes`. Nothing of autograd, and no
-training build of ONNX Runtime, is needed to run it.
+The forward pass, the target's loss and the backward pass are traced into one graph of ATen operators
+(`torch.func.vjp` under `make_fx`), then translated by PyTorch's own ONNX exporter and reduced by `onnx_passes`. The
+graph runs without autograd and without a training build of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from edge_client.errors import ModelError
+from edge_client.targets import Target
 from edge_export import decompositions
 from edge_export.onnx_passes import tidy
 from edge_export.onnx_translation import to_onnx
@@ -26,9 +27,9 @@ from edge_export.recurrence import rewritten
 
 
 def train_graph(
-    module: nn.Module, example: Tensor, parameters: list[str], buffers: list[str], trainable: list[str], classes: int
+    module: nn.Module, example: Tensor, parameters: list[str], buffers: list[str], trainable: list[str], target: Target
 ) -> onnx.ModelProto:
-    """The step of `module` with mean cross-entropy: inputs `parameters`, `buffers`, `x`, `y` by name, dynamic batch.
+    """The step of `module` with the target's loss: inputs `parameters`, `buffers`, `x`, `y` by name, dynamic batch.
 
     Outputs are `loss`, `grad:<name>` for each name of `trainable`, and `new:<name>` for each of `buffers`.
     """
@@ -44,30 +45,23 @@ def train_graph(
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
             state |= {k: torch.zeros_like(stats[k], device=x.device) for k in counters}
             with rewritten():
-                logits = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
-            return logits, [state[k] for k in buffers]
+                outputs = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
+            return target.torch_loss(outputs, y), [state[k] for k in buffers]
 
         free = [p for k, p in zip(parameters, ps, strict=True) if k in trainable]
         made: tuple[Any, ...] = vjp(forward, free, has_aux=True)
-        logits, back, new = made
-        truth = (y.unsqueeze(1) == torch.arange(classes)).to(logits.dtype)
-        log_p = torch.log_softmax(logits, 1)
-        count = x.shape[0]
-        loss = -(log_p * truth).sum() / count
-        (gradients,) = back((torch.exp(log_p) - truth) / count)
+        loss, back, new = made
+        (gradients,) = back(torch.ones_like(loss))
         return [loss, *gradients, *new]
 
-    inputs = ([values[k] for k in parameters], [stats[k] for k in buffers], example, _labels(example))
+    labels = torch.from_numpy(target.labels(example.shape[0]))
+    inputs = ([values[k] for k in parameters], [stats[k] for k in buffers], example, labels)
     graph = make_fx(step, decomposition_table=decompositions.table(), tracing_mode="symbolic")(*_fake(*inputs))
     n = torch.export.Dim("n", min=1)
     shapes = ([None] * len(parameters), [None] * len(buffers), {0: n}, {0: n})
     model = to_onnx(torch.export.export(graph, inputs, dynamic_shapes=shapes))
     outputs = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers)]
     return tidy(model, [*parameters, *buffers, "x", "y"], outputs)
-
-
-def _labels(example: Tensor) -> Tensor:
-    return torch.zeros(example.shape[0], dtype=torch.int64)
 
 
 def _fake(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:

@@ -11,17 +11,21 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
-from edge_client.errors import ModelError
+from edge_client.errors import ModelError, first_fault
+from edge_client.targets import Target, target_type
 from edge_export.channels import find_groups
 from edge_export.eval_graph import eval_graph
+from edge_export.evaluation import evaluating
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.torch_program import torch_program
 from edge_export.train_graph import train_graph
@@ -35,7 +39,7 @@ def export_bundle(
     folder: Path,
     *,
     name: str,
-    classes: int,
+    target: Target | Mapping[str, Any],
     seed: int | None = None,
     init: InitScheme = "he",
     trainable: Collection[str] | None = None,
@@ -46,11 +50,14 @@ def export_bundle(
     Parameters
     ----------
     module:
-        Any classifier: float32 parameters, logits ``[n, classes]`` from a batch ``[n, *sample]``.
+        Float32 parameters; outputs ``[n, *target.output]`` from a batch ``[n, *sample]``.
     example_batch:
         float32 or int64, at least one sample; only shape and dtype matter.
-    name, classes:
-        The bundle's name and the number of labels.
+    name:
+        The bundle's name.
+    target:
+        What the model predicts, such as ``Classification(classes=6)``. A mapping such as ``{"kind": "sequence"}``
+        leaves the sizes to the module's outputs.
     seed, init:
         With a seed the weights are those the seed draws by the rules of `init`, and no weights are stored; without
         one the module's own values are.
@@ -67,7 +74,8 @@ def export_bundle(
     folder = Path(folder)
     if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
         raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
-    example = _example(module, example_batch, classes)
+    example = _example(module, example_batch)
+    target = _target(target, _output(module, example))
     found = tables(module, example, init, trainable)
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
@@ -75,24 +83,25 @@ def export_bundle(
     free = [r.name for r in found.parameters if r.trainable]
     try:
         parts = {
-            "train.onnx": train_graph(module, example, parameters, buffers, free, classes).SerializeToString(
-                deterministic=True
-            ),
-            "eval.onnx": eval_graph(module, example, parameters, buffers).SerializeToString(deterministic=True),
+            part: graph.SerializeToString(deterministic=True)
+            for part, graph in (
+                ("train.onnx", train_graph(module, example, parameters, buffers, free, target)),
+                ("eval.onnx", eval_graph(module, example, parameters, buffers)),
+            )
         }
         if torch_part:
             parts["model.pt2"] = torch_program(module, example)
     except ModelError:
         raise
     except Exception as error:
-        # Whatever PyTorch raises on a model it cannot trace; the cause stays attached for the author.
+        # PyTorch raises many kinds of errors here; the cause stays attached for the author.
         raise ModelError(f"the model cannot be traced into a graph with a dynamic batch: {_reason(error)}") from error
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     manifest = Manifest(
         name=name,
         input=Input(shape=tuple(example.shape[1:]), dtype="int64" if example.dtype == torch.int64 else "float32"),
-        classes=classes,
+        target=target,
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
@@ -111,8 +120,8 @@ def _reason(error: BaseException) -> str:
     return plain.splitlines()[0].strip() if plain else type(error).__name__
 
 
-def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:
-    """A batch for tracing, of a size no other axis has, after checking that the module is a classifier."""
+def _example(module: nn.Module, batch: Tensor) -> Tensor:
+    """A batch for tracing whose size no other axis has, after checks of the module and the batch."""
     if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
         raise ModelError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
     for part in module.modules():
@@ -124,27 +133,57 @@ def _example(module: nn.Module, batch: Tensor, classes: int) -> Tensor:
             not part.track_running_stats or part.momentum is None
         ):
             raise ModelError("batch-norm needs track_running_stats=True and a number as momentum")
-    taken = {*batch.shape[1:], classes} | {n for p in module.parameters() for n in p.shape}
-    size = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67) if n not in taken)
-    example = batch.detach()[torch.arange(size) % batch.shape[0]].clone()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point() and value.dtype != torch.float32:
             raise ModelError(f"tensor {name!r} is {value.dtype}; call module.float()")
-    modes = {m: m.training for m in module.modules()}
+    taken = {*batch.shape[1:], *_output(module, batch.detach())} | {n for p in module.parameters() for n in p.shape}
+    size = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67) if n not in taken)
+    return batch.detach()[torch.arange(size) % batch.shape[0]].clone()
+
+
+def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
+    """The shape of one sample's outputs. Raises ModelError when the module does not run or gives something else."""
     try:
-        with torch.no_grad():
-            logits = module.eval()(example)
-    except Exception as error:  # whatever the author's forward raises
-        raise ModelError(f"the module does not run on {example.dtype} {tuple(example.shape)}: {error}") from error
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
-    if not isinstance(logits, Tensor) or tuple(logits.shape) != (size, classes):
+        with evaluating(module):
+            outputs = module(batch)
+    except Exception as error:  # the author's forward may raise anything
+        raise ModelError(f"the module does not run on {batch.dtype} {tuple(batch.shape)}: {error}") from error
+    if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
+        found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ModelError(f"the module returns {found}; it must return one float32 tensor")
+    if outputs.ndim < 2 or outputs.shape[0] != batch.shape[0]:
         raise ModelError(
-            f"the module gives {tuple(getattr(logits, 'shape', ()))} for a batch of {size}, "
-            f"logits of shape {(size, classes)} were expected; check `classes` and the last layer"
+            f"the module returns outputs of shape {tuple(outputs.shape)} for a batch of {batch.shape[0]}; their first "
+            "axis must be the samples, and another must hold each sample's outputs"
         )
-    return example
+    return tuple(outputs.shape[1:])
+
+
+def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Target:
+    """`wanted` with its sizes, after checking that the outputs suit it."""
+    if isinstance(wanted, Target):
+        target = wanted
+    else:
+        try:
+            kind = target_type(wanted.get("kind"))
+            target = kind.model_validate({**kind.sizes(output), **wanted})
+        except ValidationError as error:
+            raise ModelError(
+                f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target: "
+                f"{first_fault(error, 'target')}"
+            ) from None
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+    if target.output != output:
+        raise ModelError(
+            f"the module's outputs have shape {_shape(output)}, a {target.kind} target of {target.model_dump()} needs "
+            f"{_shape(target.output)}; change the target or the last layer"
+        )
+    return target
+
+
+def _shape(output: tuple[int, ...]) -> str:
+    return f"[n, {', '.join(map(str, output))}]"
 
 
 def _stored(module: nn.Module, found: Tables) -> dict[str, Tensor]:

@@ -29,14 +29,24 @@ _STEPS = np.arange(_BLOCK, dtype=np.uint64) * np.uint64(GAMMA)
 def key(*words: int | str) -> int:
     """Fold `words` into one 64-bit stream key, for example ``key(seed, "cohort", round)``."""
     k = 0
-    for word in words:
-        if isinstance(word, str):
-            word = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little")
-        z = ((k ^ (word & _MASK)) + GAMMA) & _MASK
+    for w in words:
+        z = ((k ^ ((word(w) if isinstance(w, str) else w) & _MASK)) + GAMMA) & _MASK
         z = ((z ^ (z >> 30)) * MIX_A) & _MASK
         z = ((z ^ (z >> 27)) * MIX_B) & _MASK
         k = z ^ (z >> 31)
     return k
+
+
+def word(text: str) -> int:
+    """The 64-bit word that a text is folded as."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def keys(prefix: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``key(*prefix_words, w)`` for every w of `words`, uint64[n]; `prefix` is ``key(*prefix_words)``."""
+    z = (words ^ np.uint64(prefix)) + np.uint64(GAMMA)
+    _mix(z, np.empty_like(z))
+    return z
 
 
 def uint64(stream: int, count: int, start: int = 0) -> NDArray[np.uint64]:

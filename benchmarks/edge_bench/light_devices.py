@@ -1,0 +1,274 @@
+"""Messages per second and the coordinator's CPU time per update, with few and with many enrolled devices.
+
+    python -m edge_bench.light_devices --json benchmarks/results/light_devices.json
+
+One coordinator, one federation, rounds of 50 devices, a model of 1,000 bits (`idle_plugin`). The devices are coroutines
+of one other process, each with one kept connection and no journal. They enrol in steps, and each asks for work once
+while the federation is paused. Then some of them hold a long poll, from whom the cohorts are drawn, and the others stay
+away. Each setting runs for a fixed time; messages are requests answered (work, downlink, update), CPU seconds are the
+coordinator's.
+
+The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: what a member costs. The last ones
+have 2,000 and 8,000 devices polling at once: what a waiting device costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from edge_bench import provenance
+from edge_bench.loopback import Meter, Running, coordinator, install_plugin, process
+from edge_client.errors import ConfigError
+from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
+from edge_client.transport import content_digest
+
+KIND, D, COHORT = "mask", 1000, 50
+SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 2_000), (10_000, 8_000))  # enrolled, polling
+HOLD = 30.0  # seconds a request for work may be held
+SETTLE = 2.0  # seconds before a setting is measured: polls reach the coordinator, devices that left count as away
+AT_ONCE = 64  # enrolments under way together
+ME = ("-m", "edge_bench.light_devices", "--as-devices")
+
+
+# --- devices: one process, told by lines of JSON on standard input what to do next
+
+
+class Gone(Exception):
+    """The coordinator closed the connection."""
+
+
+@dataclass
+class Device:
+    """One device and its connection."""
+
+    host: str
+    port: int
+    name: str
+    credential: str
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, verb: str, path: str, body: bytes = b"", headers: str = "") -> tuple[int, bytes]:
+        """One request on the kept connection, which is opened anew when the coordinator has closed it."""
+        kept = self.writer is not None
+        try:
+            return await self._ask(verb, path, body, headers)
+        except (Gone, OSError):
+            self.close()
+            if not kept:
+                raise
+            return await self._ask(verb, path, body, headers)
+
+    async def _ask(self, verb: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
+        if self.reader is None or self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+        head = f"{verb} {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.credential}\r\n"
+        self.writer.write(f"{head}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        try:
+            lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            fields = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+            content = await self.reader.readexactly(int(fields.get("content-length", 0)))
+        except (asyncio.IncompleteReadError, OSError):
+            raise Gone(f"{self.name}: the coordinator closed the connection") from None
+        if fields.get("connection") == "close":
+            self.close()
+        return int(lines[0].split()[1]), content
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self.writer is not None:
+            self.writer.close()
+        self.reader = self.writer = None
+
+
+class Fleet:
+    """Every device, and what they have done."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self.host, self.port, self.token = host, port, token
+        self.devices: list[Device] = []
+        self.polling: list[asyncio.Task[None]] = []
+        self.messages = self.updates = self.refused = 0
+
+    async def message(self, device: Device, verb: str, path: str, body: bytes = b"", headers: str = "") -> bytes:
+        """A device's request, counted. Raises ConfigError when it is refused."""
+        status, content = await device.ask(verb, path, body, headers)
+        self.messages += 1
+        if status >= 300:
+            raise ConfigError(f"{device.name}: {verb} {path} was answered {status}: {content.decode(errors='replace')}")
+        return content
+
+    async def enrol(self, count: int) -> None:
+        """Enrol devices until there are `count`; each asks for work once and leaves."""
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def one(index: int) -> Device:
+            async with room:
+                name = f"d{index:05d}"
+                device = Device(self.host, self.port, name, sha256(name.encode()).hexdigest())
+                body = {"token": self.token, "device": name, "credential": device.credential}
+                as_json = "Content-Type: application/json\r\n"
+                await self.message(device, "POST", "/v1/enrol", json.dumps(body).encode(), as_json)
+                await self.message(device, "GET", f"/v1/federations/{KIND}/work")
+                device.close()
+                return device
+
+        self.devices += await asyncio.gather(*(one(i) for i in range(len(self.devices), count)))
+
+    async def poll(self, count: int) -> None:
+        """Have `count` devices poll, those that do already and others."""
+        for task in self.polling[count:]:
+            task.cancel()
+        del self.polling[count:]
+        for device in self.devices[len(self.polling) : count]:
+            self.polling.append(asyncio.create_task(self._take_part(device)))
+
+    async def _take_part(self, device: Device) -> None:
+        where, work = f"/v1/federations/{KIND}", None
+        try:
+            while True:
+                if work is None or work["status"] == "wait":
+                    await asyncio.sleep(min(work["poll_after"], 1.0) if work else random.uniform(0.0, 1.0))
+                    work = json.loads(await self.message(device, "GET", f"{where}/work?wait={HOLD}"))
+                if work["status"] == "train":
+                    work = await self._round(device, where, work)
+                elif work["status"] != "wait":
+                    return
+        except (ConfigError, OSError, Gone) as error:
+            self.refused += 1
+            print(f"{device.name} stopped: {error}", file=sys.stderr, flush=True)
+        finally:
+            device.close()
+
+    async def _round(self, device: Device, where: str, work: dict[str, Any]) -> dict[str, Any] | None:
+        content = decode(await self.message(device, "GET", f"{where}/payloads/{work['downlink']}"))
+        meta = {"method": "idle", "round": work["round"], "device": device.name, "samples": 1, "loss": 0.0}
+        update = encode(Payload(dict(content.arrays), meta))
+        headers = (
+            f"Maskfleet-Lease: {work['lease']}\r\nContent-Type: {MEDIA_TYPE}\r\n"
+            f"Content-Digest: {content_digest(update)}\r\n"
+        )
+        path = f"{where}/rounds/{work['round']}/updates/{device.name}"
+        receipt = json.loads(await self.message(device, "PUT", path, update, headers))
+        self.updates += 1
+        found: dict[str, Any] | None = receipt.get("work")
+        return found
+
+
+async def obey(host: str, port: int, token: str) -> None:
+    """Carry out commands from standard input, each answered by a line on standard output."""
+    fleet = Fleet(host, port, token)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        await fleet.enrol(command.get("enrol", 0))
+        if "poll" in command:
+            await fleet.poll(command["poll"])
+        answer = {
+            "at": time.monotonic(), "messages": fleet.messages, "updates": fleet.updates, "refused": fleet.refused,
+        }  # fmt: skip
+        print(json.dumps(answer), flush=True)
+
+
+# --- the measurement
+
+
+def measure(settings: list[tuple[int, int]], seconds: float) -> list[dict[str, Any]]:
+    """One row for each setting."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        install_plugin(folder)
+        with coordinator(folder) as running:
+            host, port = running.url.removeprefix("http://").split(":")
+            token = running.create(KIND, D, COHORT, rounds=1_000_000, min_devices=1, presence_seconds=1.0)
+            running.operate(KIND, "pause")
+            with process(folder, *ME, host, port, token) as devices:
+                meter = Meter(running.server.pid)
+                for enrolled, polling in settings:
+                    rows.append(_one(running, devices, meter, enrolled, polling, seconds))
+                    print(_said(rows[-1], rows[0]), flush=True)
+                meter.stop()
+    return rows
+
+
+def _one(running: Running, devices: Any, meter: Meter, enrolled: int, polling: int, seconds: float) -> dict[str, Any]:
+    def tell(**command: int) -> dict[str, Any]:
+        devices.stdin.write(json.dumps(command) + "\n")
+        devices.stdin.flush()
+        line = devices.stdout.readline()
+        if not line:
+            raise ConfigError("the process of the devices has ended; see what it printed")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    tell(enrol=enrolled)
+    tell(poll=polling)
+    time.sleep(SETTLE)
+    running.operate(KIND, "resume")
+    time.sleep(SETTLE)
+    before = tell()
+    time.sleep(seconds)
+    after = tell()
+    running.operate(KIND, "pause")
+    updates, elapsed = after["updates"] - before["updates"], after["at"] - before["at"]
+    if not updates:
+        raise ConfigError(f"no update arrived in {elapsed:.0f} s with {enrolled} devices enrolled, {polling} polling")
+    cpu = meter.seconds(before["at"], after["at"])
+    return {
+        "enrolled": enrolled,
+        "polling": polling,
+        "seconds": elapsed,
+        "updates": updates,
+        "messages_per_second": (after["messages"] - before["messages"]) / elapsed,
+        "updates_per_second": updates / elapsed,
+        "cpu_ms_per_update": 1000 * cpu / updates,
+        "cpu_share": cpu / elapsed,
+        "memory": meter.peak(),
+        "devices_that_stopped": after["refused"],
+    }
+
+
+def _said(row: dict[str, Any], first: dict[str, Any]) -> str:
+    ratio = row["cpu_ms_per_update"] / first["cpu_ms_per_update"]
+    return (
+        f"{row['enrolled']:6,} enrolled, {row['polling']:5,} polling: {row['messages_per_second']:6.0f} messages/s, "
+        f"{row['updates_per_second']:5.0f} updates/s, {row['cpu_ms_per_update']:.2f} ms of CPU an update "
+        f"({ratio:.2f}x the first), peak {row['memory'] / 2**20:.0f} MiB"
+    )
+
+
+def main() -> None:
+    """Parse the command line; `--as-devices` is how the benchmark starts its own process of devices."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    text = ",".join(f"{enrolled}:{polling}" for enrolled, polling in SETTINGS)
+    parser.add_argument("--settings", default=text, help=f"enrolled:polling, in rising order (default {text})")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each setting (default 12)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--as-devices", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.as_devices:
+        host, port, token = given.as_devices
+        asyncio.run(obey(host, int(port), token))
+        return
+    settings = [(int(a), int(b)) for a, b in (pair.split(":") for pair in given.settings.split(","))]
+    origin = provenance.origin(
+        f"python -m edge_bench.light_devices --settings {given.settings} --seconds {given.seconds:g}"
+    )
+    rows = measure(settings, given.seconds)
+    if given.json:
+        record = {**origin, "cohort": COHORT, "parameters": D, "results": rows}
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

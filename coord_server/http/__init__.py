@@ -1,0 +1,41 @@
+"""REST under `/v1`: thin routes over `coord_server.coordinator`. OpenAPI at `/openapi.json`, for people at `/docs`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from coord_server.connections import Places
+from coord_server.coordinator import Coordinator
+from coord_server.http import access, bodies, device, openapi, operator, problems
+
+DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
+digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
+to do."""
+BODY_PATIENCE = 60.0  # seconds without a byte until a body is given up
+
+
+def create_app(coordinator: Coordinator, places: Places | None = None, body_patience: float = BODY_PATIENCE) -> FastAPI:
+    """The ASGI application that serves `coordinator`; its lifespan starts and closes it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await coordinator.start()
+        try:
+            yield
+        finally:
+            await coordinator.close()
+
+    app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
+                  lifespan=lifespan, redirect_slashes=False)  # fmt: skip
+    app.state.coordinator, app.state.places = coordinator, places or Places()
+    problems.install(app)
+    app.add_middleware(bodies.BoundedBody, patience=body_patience)
+    app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
+    app.include_router(device.router)
+    app.include_router(operator.router)
+    openapi.install(app)
+    return app

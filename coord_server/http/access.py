@@ -1,0 +1,199 @@
+"""Who is calling: admission of requests, and dependencies that turn a bearer token into the operator or a device.
+
+`Admission` limits the requests under way: of an address while no credential is known, of a credential after that. The
+operator is always admitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Path, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coord_server import auth
+from coord_server.connections import Connection, Places
+from coord_server.coordinator import Coordinator
+from coord_server.http.problems import problem
+from coord_server.live.federation import LiveFederation
+from coord_server.problems import Refusal
+from edge_client.protocol.messages import Name, Sha256
+
+OF_ADDRESS = 64  # requests under way of one address that have shown no valid credential
+OF_CREDENTIAL = 8  # requests under way of one device: a poll, an upload, and those whose link broke
+CALL = "maskfleet.call"  # where the scope holds a request's Call
+
+T = TypeVar("T")
+
+
+class Call:
+    """One request under way, counted for its address, then for the credential it has shown."""
+
+    def __init__(self, counted: Counter[str], address: str, connection: Connection | None, operator: bool) -> None:
+        self.connection, self.operator = connection, operator
+        self._counted, self._key = counted, address
+        counted[address] += 1
+
+    def known(self, credential: str) -> None:
+        """Count it for this credential from now on. Raises Refusal when that has too many under way."""
+        self.over()
+        self._key = credential
+        self._counted[credential] += 1
+        if self._counted[credential] > OF_CREDENTIAL:
+            raise Refusal("too-many", f"this device has {OF_CREDENTIAL} requests under way; wait for their answers")
+
+    def over(self) -> None:
+        """Count it no longer."""
+        self._counted[self._key] -= 1
+        if not self._counted[self._key]:
+            del self._counted[self._key]
+
+
+class Admission:
+    """ASGI middleware: refuses requests over the limits, and all but the operator's when there is no place left."""
+
+    def __init__(self, app: ASGIApp, coordinator: Coordinator, places: Places) -> None:
+        self._app, self._coordinator, self._places = app, coordinator, places
+        self._counted: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        address = scope["client"][0] if scope.get("client") else ""
+        shown = Headers(scope=scope).get("authorization", "").partition(" ")[2]
+        operator = self._coordinator.is_operator(shown)
+        if not operator:
+            refused = None
+            if self._places.full():
+                text = f"all {self._places.most} connections are in use; try again in a few seconds"
+                refused = problem("too-busy", text)
+            elif self._counted[address] >= OF_ADDRESS:
+                refused = problem("too-many", f"{address} has {OF_ADDRESS} requests under way; wait for their answers")
+            if refused is not None:
+                await refused(scope, receive, send)
+                return
+        call = scope[CALL] = Call(self._counted, address, scope.get("state", {}).get("connection"), operator)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            call.over()
+
+
+_operator_scheme = HTTPBearer(
+    scheme_name="operator", description="The operator's token, from the data folder.", auto_error=False
+)
+_device_scheme = HTTPBearer(
+    scheme_name="device", description="The credential that the device made when it enrolled.", auto_error=False
+)
+
+OperatorHeader = Annotated[HTTPAuthorizationCredentials | None, Depends(_operator_scheme)]
+DeviceHeader = Annotated[HTTPAuthorizationCredentials | None, Depends(_device_scheme)]
+FederationId = Annotated[Name, Path(description="The federation's id: its name.", examples=["har"])]
+BundleDigest = Annotated[Sha256, Path(description="SHA-256 of the bundle's manifest.")]
+
+
+async def coordinator(request: Request) -> Coordinator:
+    """The coordinator this application serves."""
+    found: Coordinator = request.app.state.coordinator
+    return found
+
+
+Served = Annotated[Coordinator, Depends(coordinator)]
+
+
+async def operator(served: Served, given: OperatorHeader) -> Coordinator:
+    """The coordinator, for its operator. Raises Refusal."""
+    if given is None:
+        raise Refusal("unauthorized", "this needs the operator's token: send Authorization: Bearer TOKEN")
+    if not served.is_operator(given.credentials):
+        raise Refusal("unauthorized", "this is not the operator's token; `maskfleet serve` prints where it is")
+    return served
+
+
+Operated = Annotated[Coordinator, Depends(operator)]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A device and the federation it has enrolled in."""
+
+    live: LiveFederation
+    device: str
+    _places: Places
+    _call: Call
+
+    async def hold(self, answer: Coroutine[Any, Any, T]) -> T | None:
+        """What a long poll answers, or None when it has to answer now to free its place."""
+        return await self._places.hold((self.live.id, self.device), answer, self._call.connection)
+
+
+async def caller(request: Request, served: Served, federation: FederationId, given: DeviceHeader) -> Caller:
+    """The device that calls. Raises Refusal, in the same words whether the federation exists or not."""
+    if given is None:
+        raise Refusal("unauthorized", "this needs the device's credential: send Authorization: Bearer CREDENTIAL")
+    credential = auth.hashed(given.credentials)
+    live = next((f for f in served.federations() if f.id == federation), None)
+    device = await live.device_of(credential) if live is not None else None
+    if live is None or device is None:
+        if await served.unloaded_of(credential) == federation:
+            served.federation(federation)  # raises what is wrong with it
+        raise Refusal(
+            "unauthorized",
+            f"there is no federation {federation!r} with this credential; check its id, or enrol with a join token",
+        )
+    call: Call = request.scope[CALL]
+    call.known(credential)
+    return Caller(live, device, request.app.state.places, call)
+
+
+Calling = Annotated[Caller, Depends(caller)]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of a bundle: a device of a federation that uses it, or the operator (`device` is None)."""
+
+    served: Coordinator
+    live: LiveFederation | None
+    device: str | None
+
+    def count(self, size: int) -> None:
+        """Account for bytes of the bundle that a device fetches."""
+        if self.live is not None and self.device is not None:
+            self.live.count(self.device, "down", "bundle", size)
+
+
+async def reader(request: Request, served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
+    """The operator, or a device whose federation uses bundle `digest`. Raises Refusal."""
+    call: Call = request.scope[CALL]
+    if call.operator:
+        return Reader(served, None, None)
+    if given is not None:
+        credential = auth.hashed(given.credentials)
+        removed: Refusal | None = None
+        for live in served.federations():
+            if live.config.bundle != digest:
+                continue
+            try:
+                device = await live.device_of(credential)
+            except Refusal as refused:  # removed from this federation, perhaps not from another one
+                removed = refused
+                continue
+            if device is not None:
+                call.known(credential)
+                return Reader(served, live, device)
+        if removed is not None:
+            raise removed
+        unloaded = await served.unloaded_of(credential)
+        if unloaded is not None:
+            served.federation(unloaded)
+    raise Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
+
+
+Reading = Annotated[Reader, Depends(reader)]

@@ -1,0 +1,255 @@
+"""The device's side of `/v1`: enrol, ask for work, fetch, upload, fail, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BaseModel
+
+from coord_server.bundles import bundle_shelf
+from coord_server.http import blobs, bodies
+from coord_server.http.access import BundleDigest, Caller, Calling, Reading, Served
+from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.problems import STORAGE, documented
+from coord_server.problems import Refusal
+from edge_client.errors import StateError
+from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
+from edge_client.protocol.payload import MEDIA_TYPE
+
+WAIT_MOST = 60.0  # seconds that an answer is held back at most
+
+log = logging.getLogger("maskfleet")
+router = APIRouter(prefix="/v1", tags=["device"])
+
+DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
+RoundNumber = Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round of the lease.", examples=[3])]
+Lease = Annotated[str, Header(description="The lease from the work message.", max_length=64)]
+Hold = Query(ge=0, allow_inf_nan=False, description=f"Seconds to hold the answer back, at most {WAIT_MOST:g}.")
+
+_COMMON = ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *STORAGE)
+_LEASED = ("forbidden", "wrong-round", "round-closed", "wrong-lease", "not-in-cohort", "wrong-phase")
+
+
+def _bytes(description: str, media_type: str, schema: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
+    binary = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    whole = {media_type: {"schema": schema}} if schema else binary
+    return {
+        200: {"description": description, "content": whole},
+        206: {"description": "the range that was asked for", "content": binary},
+        304: {"description": "the copy that If-None-Match names is valid"},
+    }
+
+
+_AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "the update was in already"}}
+
+
+def _length(answer: Response) -> int:
+    return int(answer.headers.get("content-length", 0))
+
+
+def _own(calling: Caller, device: str, what: str) -> None:
+    if device != calling.device:
+        raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot {what} for {device!r}")
+
+
+def _json(found: BaseModel, status: int = 200, released: bool = False) -> Response:
+    """The message as JSON; `released` when a long poll gave up its place, whose connection then closes."""
+    body = found.model_dump_json(exclude_none=isinstance(found, Receipt)).encode()
+    return Response(body, status, {"Connection": "close"} if released else None, "application/json")
+
+
+@router.post(
+    "/enrol",
+    summary="Enrol with a join token",
+    response_model=Enrolled,
+    responses=documented(*_COMMON, "token-spent", "name-taken", "wrong-phase"),
+)
+async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
+    """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
+
+    Enrolling lets it fetch the bundle; it takes part once it asks for work. The same name and credential again get the
+    same answer.
+    """
+    found = await served.enrol(request)
+    live, answer = served.federation(found.federation), _json(found)
+    live.count(found.device, "up", "enrol", len(await raw.body()))
+    live.count(found.device, "down", "enrol", _length(answer))
+    return answer
+
+
+@router.get(
+    "/federations/{federation}/work",
+    summary="Ask for work",
+    response_model=Work,
+    responses=documented(*_COMMON),
+)
+async def work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
+    """What this device has to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
+
+    A device counts, and may be drawn, from its first request on. With `wait` the answer is held back until there is
+    work. When connections run out, held answers are given early and their connections closed.
+    """
+    calling.live.note(calling.device)
+    found = await _work(calling, min(wait, WAIT_MOST))
+    answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
+    calling.live.count(calling.device, "down", "work", _length(answer))
+    return answer
+
+
+async def _work(calling: Caller, wait: float) -> Work | None:
+    """The device's work; None when the answer was held back and its place is needed now."""
+    asking: Coroutine[Any, Any, Work] = calling.live.work(calling.device, wait)
+    return await calling.hold(asking) if wait > 0 else await asking
+
+
+@router.get(
+    "/bundles/{digest}",
+    summary="Fetch a bundle's manifest",
+    response_class=Response,
+    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA)
+    | documented(*_COMMON, "not-found", "bad-range"),
+)
+async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
+    """Immutable. For the operator and the devices of federations that use the bundle."""
+    await reading.served.bundle(digest)
+    shelf, store = bundle_shelf(digest), reading.served.store.blobs
+    answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
+    reading.count(_length(answer))
+    return answer
+
+
+@router.get(
+    "/bundles/{digest}/parts/{name}",
+    summary="Fetch a part of a bundle",
+    response_class=Response,
+    responses=_bytes("the part's bytes", "application/octet-stream") | documented(*_COMMON, "not-found", "bad-range"),
+)
+async def part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
+    """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
+    shelf, sha256, size = await reading.served.part(digest, name)
+    store = reading.served.store.blobs
+    if store.size(shelf, sha256) != size:
+        raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
+    answer = await blobs.immutable(request, store, shelf, sha256, size, "application/octet-stream")
+    reading.count(_length(answer))
+    return answer
+
+
+@router.get(
+    "/federations/{federation}/payloads/{sha256}",
+    summary="Fetch a round's payload",
+    response_class=Response,
+    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE) | documented(*_COMMON, "not-found", "bad-range"),
+)
+async def payload(
+    request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
+) -> Response:
+    """Immutable. Only payloads that are due now are here; after a 404 ask for work again."""
+    down = await calling.live.payload(calling.device, sha256)
+    answer = await blobs.immutable(
+        request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
+    )
+    calling.live.fetched(calling.device, down, _length(answer), blobs.to_the_end(answer, down.size))
+    return answer
+
+
+@router.put(
+    "/federations/{federation}/rounds/{round}/updates/{device}",
+    summary="Upload an update",
+    status_code=201,
+    response_model=Receipt,
+    responses=_AGAIN
+    | documented(*_COMMON, *_LEASED, "conflicting-update", "too-large", "bad-digest", "bad-payload", "too-slow",
+                 "superseded", "round-not-open"),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)  # fmt: skip
+async def put_update(
+    request: Request,
+    calling: Calling,
+    round_: RoundNumber,
+    device: DeviceName,
+    maskfleet_lease: Lease,
+    content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
+    wait: Annotated[float | None, Hold] = None,
+) -> Any:
+    """Idempotent: the same body again gets the same receipt. 201 or 200 means it is durable and counts once.
+
+    Round, lease, device, digest and length are checked before the body is read. With `wait` the receipt is held back
+    until there is work, which it then carries as `work`: the device of a fast round need not ask for it.
+    """
+    _own(calling, device, "upload")
+    sha256 = bodies.sha256_of_header(content_digest)
+    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    if known is None:
+        bodies.check_length(request, await calling.live.limit(), "an update of this method")
+        receipt = await calling.live.take(round_, device, maskfleet_lease, sha256, request.stream())
+        receipt, released = await _with_work(calling, receipt, wait)
+        answer = _json(receipt, 201, released)
+    else:  # the body is still arriving, and its sender reads the answer only after it: nothing is held back
+        receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
+        answer = _json(receipt)
+    calling.live.count(device, "down", "receipt", _length(answer))
+    return answer
+
+
+async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> tuple[Receipt, bool]:
+    """The receipt with the device's next work, and whether the answer gave up its place while it was held back."""
+    if wait is None:
+        return receipt, False
+    try:
+        following = await _work(calling, min(wait, WAIT_MOST))
+    except (Refusal, StateError):
+        return receipt, False
+    except Exception:  # the update is in, whatever is wrong with the next work: the device learns that when it asks
+        log.exception("no next work for %s after its update of round %d", calling.device, receipt.round)
+        return receipt, False
+    if following is None or isinstance(following, Wait):
+        return receipt, following is None
+    return receipt.model_copy(update={"work": following}), False
+
+
+@router.put(
+    "/federations/{federation}/rounds/{round}/failures/{device}",
+    summary="Say that this device cannot do the round",
+    status_code=204,
+    responses=documented(*_COMMON, *_LEASED),
+)
+async def put_failure(
+    request: Request,
+    calling: Calling,
+    round_: RoundNumber,
+    device: DeviceName,
+    failure: Failure,
+    maskfleet_lease: Lease,
+) -> None:
+    """Idempotent. The round goes on without the device, which may be drawn again in a later attempt or round.
+
+    After `lost` the device's next downlink holds everything. Once the federation is finished only `lost` of the round
+    after the last is accepted.
+    """
+    _own(calling, device, "report a failure")
+    calling.live.note(device)
+    calling.live.count(device, "up", "failure", len(await request.body()))
+    await calling.live.fail(round_, device, maskfleet_lease, failure)
+
+
+@router.put(
+    "/federations/{federation}/devices/{device}/report",
+    summary="Report the personal model",
+    status_code=204,
+    responses=documented(*_COMMON, "forbidden"),
+)
+async def put_report(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
+    """The device's final result on its own test data. The newest report counts."""
+    _own(calling, device, "report")
+    calling.live.note(device)
+    calling.live.count(device, "up", "report", len(await request.body()))
+    await calling.live.report(device, report)

@@ -1,0 +1,88 @@
+"""Errors as RFC 9457 `application/problem+json`: in the answers and in the OpenAPI document."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from coord_server.problems import MEDIA_TYPE, PROBLEMS, Refusal, message
+from edge_client.errors import StateError, StorageDamagedError, StorageUnreachableError, first_fault
+
+BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
+             408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
+STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
+"""What every operation that reads or writes may answer."""
+
+log = logging.getLogger("maskfleet")
+
+
+def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
+    """The response for a problem of this kind."""
+    body = message(kind, detail, status)
+    return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
+
+
+def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of an operation that may answer with these problems."""
+    found: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        example = message(kind, PROBLEMS[kind].example)
+        content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}}
+        entry = found.setdefault(example.status, {"description": example.title, "content": content})
+        entry["content"][MEDIA_TYPE]["examples"][kind] = {"value": example.model_dump()}
+    return found
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return problem(error.kind, str(error))
+
+
+async def _storage(_: Request, error: Exception) -> Response:
+    log.error("%s", error)
+    if isinstance(error, StorageDamagedError):
+        return problem("storage-damaged", str(error))
+    return problem("storage-unreachable" if isinstance(error, StorageUnreachableError) else "storage-full", str(error))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = BY_STATUS.get(error.status_code, "bad-request")
+    detail = {
+        "not-found": f"there is nothing at {request.url.path}; see /docs",
+        "method-not-allowed": f"{request.url.path} does not take {request.method}; see /docs",
+    }.get(kind, str(error.detail))
+    return problem(kind, detail, dict(error.headers or {}), error.status_code)
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    sent_as = request.headers.get("content-type")
+    if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
+        return problem("bad-message", f"the message was sent as {sent_as}; send Content-Type: application/json")
+    return problem("bad-message", f"{first_fault(error)}; correct it and send again")
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    log.info("%s %s: the caller disconnected", request.method, request.url.path)
+    return problem("bad-request", "the body ended before it was complete; send it again")
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    return problem("internal-error", PROBLEMS["internal-error"].example)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(StateError, _storage)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_exception_handler(Exception, _broken)

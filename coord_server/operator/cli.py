@@ -1,0 +1,299 @@
+"""`maskfleet federation ...`: the operator's commands, REST underneath."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
+from coord_server.operator.client import Operator
+from edge_client.errors import ConfigError, first_fault
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Phase, TokenRequest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(envvar="MASKFLEET_URL", help="The coordinator's address.")]
+TokenFile = Annotated[Path, typer.Option(help=f"File with the operator's token, unless {OPERATOR_ENV} is set.")]
+Id = Annotated[str, typer.Argument(help="The federation's id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+URL = "http://127.0.0.1:8750"
+TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
+WHOLE: dict[str, tuple[str, ...]] = {"phase": get_args(Phase), "state": (REMOVED, NOT_READY, FAILED)}  # unbroken words
+UNKNOWN = "-"  # a round's loss or score when no device reported one
+
+
+def _operator(url: str, token_file: Path) -> Operator:
+    token = os.environ.get(OPERATOR_ENV, "").strip()
+    if not token:
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"no operator token: {token_file}: {error.strerror}; set {OPERATOR_ENV}, or name the coordinator's "
+                f"DATA/{OPERATOR_FILE} with --token-file"
+            ) from None
+    return Operator(url, token)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A federation's settings from TOML or, when its name ends in .json, JSON. Raises ConfigError."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is malformed: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no table of settings")
+    return found
+
+
+def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
+    """The settings as a config. Raises ConfigError naming the first that does not fit."""
+    try:
+        return FederationConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(f"{where}, {first_fault(error, 'settings')}") from None
+
+
+def _json(found: Sequence[BaseModel] | BaseModel) -> None:
+    shown = (
+        found.model_dump(mode="json") if isinstance(found, BaseModel) else [f.model_dump(mode="json") for f in found]
+    )
+    print(json.dumps(shown, indent=1))
+
+
+def _plain(text: str) -> Text:
+    """Text of a device or coordinator: no markup, and nothing in it moves the cursor."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def _failure(who: str, failure: Failure) -> Text:
+    return _plain(f"{who} failed ({failure.kind}): {failure.reason}")
+
+
+def _table(*heads: str, caption: str | None = None) -> Table:
+    """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, caption=caption, caption_justify="left")
+    for head in heads:
+        words = (*head.split(), *WHOLE.get(head, ()))
+        table.add_column(
+            head, overflow="fold", no_wrap=head in WHOLE, min_width=max((len(word) for word in words), default=0)
+        )
+    return table
+
+
+def _row(f: Federation) -> tuple[str | Text, ...]:
+    fault = _plain(f.fault or "")
+    if f.config is None or f.phase is None:
+        return f.id, "", "", "", "", "", "", fault
+    method = str(f.config.method.get("name"))
+    rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
+    waits = f"{f.updates} in, {f.expected} due"
+    ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
+    return f.id, method, f.phase, rounds, str(f.devices), waits, ends, fault
+
+
+@app.command()
+def create(
+    file: Annotated[Path, typer.Argument(help="TOML (or .json) with the federation's settings.")],
+    bundle: Annotated[Path | None, typer.Option(help="Bundle folder; default: the settings' `bundle`.")] = None,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Upload the bundle and create the federation; prints its id.
+
+    `bundle` in the file is a folder (relative to the file) or the digest of a bundle that is there already.
+    """
+    settings = read_settings(file)
+    folder = bundle
+    named = settings.get("bundle")
+    if folder is None and isinstance(named, str) and (file.parent / named).is_dir():
+        folder = file.parent / named
+    # A fault in the file shows before anything is uploaded.
+    check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
+    with _operator(url, token_file) as operator:
+        if folder is not None:
+            settings["bundle"] = operator.upload_bundle(folder)
+        print(operator.create(check_settings(settings, str(file))).id)
+
+
+@app.command("list")
+def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the federations."""
+    with _operator(url, token_file) as operator:
+        found = operator.federations()
+    if as_json:
+        _json(found)
+        return
+    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in", "fault")
+    for f in found:
+        table.add_row(*_row(f))
+    Console().print(table)
+
+
+@app.command()
+def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """Show a federation: phase, round, updates, deadline, fault, and its settings."""
+    with _operator(url, token_file) as operator:
+        found = operator.federation(id_)
+    if as_json:
+        _json(found)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    names = ("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
+    for name, value in zip(names, _row(found), strict=True):
+        if value:
+            table.add_row(name, value)
+    for name, setting in ({} if found.config is None else found.config.model_dump(mode="json")).items():
+        if name != "name" and setting is not None:
+            table.add_row(name, _plain(setting if isinstance(setting, str) else json.dumps(setting)))
+    Console().print(table)
+
+
+@app.command()
+def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List a federation's devices: updates, bytes of payloads, bundle and messages, score, last failure."""
+    with _operator(url, token_file) as operator:
+        found = operator.devices(id_)
+    if as_json:
+        _json(found)
+        return
+    heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
+    caption = "\nbytes of bodies since enrolment; messages: all other bodies (--json: by kind)"
+    table = _table(*heads, "score", "state", caption=caption)
+    for d in found:
+        score = "" if d.report is None else f"{d.report.score:.4f}"
+        state = REMOVED if d.removed else NOT_READY if not d.ready else FAILED if d.failure is not None else ""
+        bundle = d.messages_down.get("bundle", 0)
+        others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
+        counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
+        table.add_row(d.device, *(f"{n:,}" for n in counts), score, state)
+    Console().print(table, *(_failure(d.device, d.failure) for d in found if d.failure is not None), sep="\n")
+
+
+@app.command()
+def remove(
+    id_: Id,
+    device: Annotated[str, typer.Argument(help="The device's name.")],
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Take a device out for good."""
+    with _operator(url, token_file) as operator:
+        operator.remove_device(id_, device)
+
+
+@app.command()
+def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the closed rounds: scores, bits per parameter, payload bytes by kind, failures, guarded updates."""
+    with _operator(url, token_file) as operator:
+        found = operator.rounds(id_)
+    if as_json:
+        _json(found)
+        return
+    table = _table(
+        "round", "devices", "loss", "score", "worst", "bits/par up", "bits/par down", "seconds", "failed", "skipped"
+    )
+    for r in found:
+        loss = UNKNOWN if r.loss is None else f"{r.loss:.4f}"
+        after = r.score_after
+        scores = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
+        bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
+        figures = (loss, *scores, *bits, f"{r.seconds:.1f}", str(len(r.failed) or ""))
+        table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
+    kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
+    for r in found:
+        t = r.traffic
+        sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
+        kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
+    notes = []
+    for r in found:
+        notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
+        notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
+    Console().print(table, "", kinds, *([""] if notes else []), *notes, sep="\n")
+
+
+def _by_kind(sizes: dict[str, int]) -> str:
+    """Payload bytes of all devices together, one line for each kind."""
+    return "\n".join(f"{kind} {size:,}" for kind, size in sizes.items())
+
+
+@app.command()
+def token(
+    id_: Id,
+    uses: Annotated[int, typer.Option(min=1, help="How many devices may enrol with it.")] = 1000,
+    expires_in: Annotated[float, typer.Option(min=1.0, help="Seconds it is good for.")] = 7 * 86400.0,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Print a fresh join token."""
+    with _operator(url, token_file) as operator:
+        print(operator.token(id_, TokenRequest(uses=uses, expires_in=expires_in)).token)
+
+
+@app.command()
+def start(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Begin round 1 with the devices there are."""
+    _operate(id_, "start", url, token_file)
+
+
+@app.command()
+def pause(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Stop the round's clock; updates under way are still taken."""
+    _operate(id_, "pause", url, token_file)
+
+
+@app.command()
+def resume(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Go on after a pause."""
+    _operate(id_, "resume", url, token_file)
+
+
+@app.command()
+def stop(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """End a federation for good; its state can still be exported."""
+    _operate(id_, "stop", url, token_file)
+
+
+def _operate(id_: str, action: str, url: str, token_file: Path) -> None:
+    with _operator(url, token_file) as operator:
+        found = operator.operate(id_, action)
+    print(f"{found.id}: {found.phase}, round {found.round}" + (f" of {found.config.rounds}" if found.config else ""))
+
+
+@app.command()
+def export(
+    id_: Id,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Write the global state after the last closed round as a safetensors file."""
+    with _operator(url, token_file) as operator:
+        data = operator.state(id_)
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
+    print(f"{output}: {len(data)} bytes")

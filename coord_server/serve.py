@@ -1,0 +1,187 @@
+"""`maskfleet serve`: one coordinator process. Several may share one data folder and database."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+
+from coord_server import auth
+from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
+from coord_server.coordinator import MAX_PARAMETERS, Coordinator
+from coord_server.http import create_app
+from coord_server.store import open_store
+from edge_client.errors import ConfigError
+
+try:
+    import resource
+except ImportError:  # not a POSIX system: its limit of open files is unknown
+    resource = None  # type: ignore[assignment]
+
+KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than a device sleeps between polls
+HEAD_LIMIT = 16 * 1024  # bytes of a request's head
+UNACKNOWLEDGED = 120  # seconds until a connection is closed whose peer acknowledges nothing
+SWITCH = 0.0005  # seconds a worker thread may delay the event loop; Python's own 0.005 is a whole request
+GRACE = 10  # seconds that requests under way are given at shutdown
+OWN_FILES = 128  # descriptors kept for the database, the blobs and the like
+
+log = logging.getLogger("maskfleet")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that prints when it is ready, answers long polls at shutdown, and then returns normally."""
+
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: str) -> None:
+        super().__init__(config)
+        self._coordinator, self._ready = coordinator, ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # the second signal does not wait for requests
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._coordinator.answer_polls)
+
+
+def room(most: int) -> int:
+    """How many connections there can be, at most `most`, after raising this process's limit of open files for them.
+
+    Each may have a file open beside its socket. Raises ConfigError.
+    """
+    if resource is None:
+        return most
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * (most + SPARE) + OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(OSError, ValueError):  # a system may allow less than it reports: then the limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found = most if soft == resource.RLIM_INFINITY else min(most, (soft - OWN_FILES) // 2 - SPARE)
+    if found < 1:
+        raise ConfigError(f"`ulimit -n` is {soft}, too few files to serve any connection; raise it to {needed}")
+    if found < most:
+        log.warning("%d connections at once, not %d: `ulimit -n` is %d; raise it to %d", found, most, soft, needed)
+    return found
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError."""
+    # With the protocol named, asyncio turns Nagle's delay off: else an answer may wait 40 ms for its last segment.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED * 1000)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+    return bound
+
+
+def configured(coordinator: Coordinator, places: Places, **more: Any) -> uvicorn.Config:
+    """uvicorn's settings. It is given no limit of its own on connections: `places` decides which ones are closed."""
+    return uvicorn.Config(
+        create_app(coordinator, places),
+        http=partial(Connection, places),  # type: ignore[arg-type]
+        backlog=SPARE,  # asyncio accepts as many at a time: not more than there are descriptors left
+        h11_max_incomplete_event_size=HEAD_LIMIT,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=GRACE,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        **more,
+    )
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 lets the system choose.")] = 8750,
+    data: Annotated[Path, typer.Option(help="Folder of the database, the blobs and the operator's token.")] = Path(
+        "coordinator"
+    ),
+    database: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL of the metadata; default SQLite in the data folder.")
+    ] = None,
+    init: Annotated[
+        bool, typer.Option("--init", help="Start anew in a data folder that has lost its database or blobs.")
+    ] = False,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate chain (PEM); or let a proxy do it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,
+    max_parameters: Annotated[
+        int, typer.Option(min=1, help="Most parameters and statistics a model may have.")
+    ] = MAX_PARAMETERS,
+    max_connections: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Most connections at once; idle ones make room for new ones.")
+    ] = MOST,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a coordinator until SIGTERM or Ctrl-C; what it has acknowledged is always on disk."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level {log_level!r} is not known; choose debug, info, warning or error")
+    if (certificate is None) != (key is None):
+        raise ConfigError("TLS needs both --certificate and --key")
+    for path in (certificate, key):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    places = Places(room(max_connections))
+    store = open_store(data, database, init)
+    try:
+        token, where = auth.operator_token(data)
+        listening = listen(host, port)
+        coordinator = Coordinator(store, token, max_parameters=max_parameters)
+        asyncio.run(_run(coordinator, places, listening, where, certificate, key))
+    finally:
+        store.close()
+
+
+async def _run(
+    coordinator: Coordinator,
+    places: Places,
+    listening: socket.socket,
+    where: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+) -> None:
+    await coordinator.start()
+    gc.freeze()  # what is loaded now stays: the collector need not look through it again
+    sys.setswitchinterval(SWITCH)
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    url = f"{'http' if certificate is None else 'https'}://{shown}:{port}"
+    source = f"in {where}" if where else f"from {auth.OPERATOR_ENV}"
+    tls: dict[str, Any] = {}
+    if certificate is not None:
+        tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+        limit_handshakes(asyncio.get_running_loop())
+    config = configured(coordinator, places, lifespan="on", **tls)
+    await _Server(config, coordinator, f"maskfleet coordinator ready at {url} (operator token {source})").serve(
+        [listening]
+    )
+
+
+def limit_handshakes(loop: asyncio.AbstractEventLoop) -> None:
+    """Give TLS handshakes on `loop` the time of a request's head: uvicorn has no setting for it."""
+    loop.create_server = partial(loop.create_server, ssl_handshake_timeout=PATIENCE)  # type: ignore[method-assign]

@@ -1,0 +1,216 @@
+"""A device's mask becomes its own small model: `personal.onnx`, shown equal to the masked model before it is written.
+
+Numpy, onnx and onnxruntime only. `edge_kernels.compaction` decides which channels go, `edge_client.compaction.surgery`
+edits the graph; this module holds the proof and writes the file.
+
+The masked model is `eval.onnx` with the effective values. Its batch-norms are computed in float64: where a unit never
+moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
+than the tolerance.
+
+Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. The scale is
+max(1, largest absolute output) of the sample. Probes are random inputs, the samples given, and extreme inputs: zeros,
+ones, large values of both signs, single spikes. The scale of an extreme probe also counts its largest input value,
+because float32 rounds in proportion to what passes through the network, even where the outputs then cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from edge_kernels.compaction import compact
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.compaction.surgery import freeze, widen
+from edge_client.errors import BundleError, CompactionError
+from edge_client.files import write_whole
+from edge_client.task import Personal
+
+TOLERANCE = 1e-5
+EVAL = "eval.onnx"
+PROBES = 16  # samples of each kind of probe
+ELSEWHERE = "choose another place for the personal model"
+LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """How many channels of a group are left."""
+
+    name: str
+    channels_dense: int
+    channels_compact: int
+
+
+@dataclass(frozen=True)
+class PersonalReport:
+    """What compaction did. Parameters count weights and biases, not batch-norm statistics.
+
+    `parameters_live` counts the dense model's parameters that are not zero. `max_abs_diff` is the largest difference of
+    two outputs on ordinary inputs, `max_scaled_diff` the largest on all probes, divided by the scale.
+    """
+
+    parameters_dense: int
+    parameters_live: int
+    parameters_compact: int
+    groups: tuple[GroupReport, ...]
+    bytes_compact: int
+    max_abs_diff: float
+    max_scaled_diff: float
+
+
+def write_personal(
+    bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None
+) -> PersonalReport:
+    """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
+
+    `samples` [n, *input] joins the probes; a model of integers needs it. The file appears whole or not at all.
+    Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
+    the bundle, StateError when the file cannot be written.
+    """
+    manifest = bundle.manifest
+    tensors = _effective(manifest, personal)
+    try:
+        result = compact(tensors, manifest.groups)
+    except ValueError as error:
+        raise CompactionError(str(error)) from None
+    data = freeze(_read_eval(bundle), result.tensors, result.biases).SerializeToString()
+    largest, scaled = _prove(bundle, tensors, data, samples)
+    write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
+    statistics = {t.name for t in manifest.buffers}
+    return PersonalReport(
+        parameters_dense=manifest.d,
+        parameters_live=int(np.count_nonzero(personal.parameters)),
+        parameters_compact=sum(t.size for name, t in result.tensors.items() if name not in statistics)
+        + sum(b.size for b in result.biases.values()),
+        groups=tuple(GroupReport(g.name, g.size, len(result.kept[g.name])) for g in manifest.groups),
+        bytes_compact=len(data),
+        max_abs_diff=largest,
+        max_scaled_diff=scaled,
+    )
+
+
+def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> int:
+    """Write `personal` with all its channels, to compare the compact model's latency with; returns the file's size.
+
+    It is built and checked as the compact model is, so the two differ in their channels only. When the check fails, as
+    after training that left values which float32 cannot follow, the file is `eval.onnx` with the values put in: by
+    definition the masked model. Raises CompactionError when the values do not fit the bundle or the graph does not
+    run, StateError when the file cannot be written.
+    """
+    tensors, model = _effective(bundle.manifest, personal), _read_eval(bundle)
+    try:
+        data = freeze(model, tensors, {}).SerializeToString()
+        _prove(bundle, tensors, data, samples)
+    except CompactionError:
+        data = freeze(model, tensors, {}, fold=False).SerializeToString()
+        _open(data)
+    write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
+    return len(data)
+
+
+def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
+    """Every tensor by name. Raises CompactionError unless the values fit the manifest and the mask is applied."""
+    for what, flat, size in (
+        ("parameters", personal.parameters, manifest.d),
+        ("buffers", personal.buffers, manifest.buffers_d),
+    ):
+        if flat.shape != (size,) or flat.dtype != np.float32:
+            raise CompactionError(
+                f"the personal model has {what} {flat.dtype}{list(flat.shape)}, the bundle float32[{size}]"
+            )
+        if not np.isfinite(flat).all():
+            raise CompactionError(f"{int((~np.isfinite(flat)).sum())} of the {what} are NaN or infinite; train again")
+    mask = personal.mask
+    if mask is not None:
+        if mask.shape != (manifest.d,) or mask.dtype != np.bool_:
+            raise CompactionError(f"the mask is {mask.dtype}{list(mask.shape)}, the bundle needs bool[{manifest.d}]")
+        wrong = int(np.count_nonzero(personal.parameters[~mask]))
+        if wrong:
+            raise CompactionError(f"{wrong} masked parameters are not zero; apply the mask first")
+    return {**views(manifest.parameters, personal.parameters), **views(manifest.buffers, personal.buffers)}
+
+
+def _read_eval(bundle: Bundle) -> onnx.ModelProto:
+    try:
+        return onnx.load(bundle.part(EVAL))
+    except BundleError:
+        raise
+    except Exception as error:  # protobuf's own error class depends on its version
+        raise BundleError(f"{EVAL} does not open: {error}; export the bundle again") from None
+
+
+def _prove(
+    bundle: Bundle, tensors: Mapping[str, F32], data: bytes, samples: NDArray[Any] | None
+) -> tuple[float, float]:
+    """Largest absolute difference on ordinary probes, largest scaled difference on all. Raises CompactionError."""
+    frozen = _open(data)
+    masked = _open(widen(_read_eval(bundle)).SerializeToString())
+    names = {i.name for i in masked.get_inputs()}
+    feed = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name in names}
+    (x_name,) = (i.name for i in frozen.get_inputs())
+    largest = worst = 0.0
+    for probe, ordinary, x in _probes(bundle.manifest, samples):
+        expected, found = _run(masked, {**feed, x_name: x}, probe), _run(frozen, {x_name: x}, probe)
+        difference = np.abs(found - expected).max(axis=1)
+        floor = 1.0 if ordinary else max(1.0, float(np.abs(x).max()))
+        scaled = float((difference / np.maximum(floor, np.abs(expected).max(axis=1))).max())
+        if not scaled <= TOLERANCE:  # so that NaN fails too
+            raise CompactionError(
+                f"on {probe} the compact model's outputs differ from the masked model's by {difference.max():.3g} "
+                f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
+            )
+        worst = max(worst, scaled)
+        if ordinary:
+            largest = max(largest, float(difference.max()))
+    return largest, worst
+
+
+def _open(model: bytes) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        onnx.checker.check_model(model, full_check=True)
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnx and onnxruntime raise a class of their own for every status
+        raise CompactionError(f"the personal model is not valid ONNX: {error}; export the bundle again") from None
+
+
+def _run(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]], probe: str) -> NDArray[np.float64]:
+    """The outputs, one row a sample: a sequence's steps lie side by side."""
+    try:
+        output = np.asarray(session.run(None, dict(feed))[0], np.float64)
+    except Exception as error:  # see _open
+        raise CompactionError(f"the personal model does not run on {probe}: {error}; export the bundle again") from None
+    return output.reshape(len(output), -1)
+
+
+def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[str, bool, NDArray[Any]]]:
+    """(name, whether it is ordinary, batch) of every probe; the same probes each time."""
+    shape = (PROBES, *manifest.input.shape)
+    if samples is not None and len(samples):
+        yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
+    elif manifest.input.dtype != "float32":
+        raise CompactionError(
+            "this model reads integers and the bundle does not say of which range; give samples to check on"
+        )
+    if manifest.input.dtype != "float32":
+        return
+    random = np.random.default_rng(0)
+    normal = random.standard_normal(shape, np.float32)
+    spikes = np.zeros((PROBES, int(np.prod(manifest.input.shape))), np.float32)
+    spikes[np.arange(PROBES), random.integers(0, spikes.shape[1], PROBES)] = random.choice([-LARGE, LARGE], PROBES)
+    yield "normal inputs", True, normal
+    yield "uniform inputs", True, random.random(shape, np.float32)
+    yield "zeros", False, np.zeros((1, *shape[1:]), np.float32)
+    yield "ones", False, np.ones((1, *shape[1:]), np.float32)
+    yield "large inputs", False, np.float32(LARGE) * normal
+    yield "large signs", False, np.where(normal < 0, np.float32(-LARGE), np.float32(LARGE))
+    yield "single spikes", False, spikes.reshape(shape)

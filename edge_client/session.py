@@ -1,0 +1,108 @@
+"""What is settled before the rounds: who the device is, its bundle, method, data and training backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.backends import DEFAULT_BACKEND, check_parts
+from edge_client.bundle import Bundle
+from edge_client.data import DataFile, DeviceData, check, fit
+from edge_client.errors import BundleError, ConfigError, MaskfleetError
+from edge_client.events import Event, OnEvent
+from edge_client.journal import Identity, Journal
+from edge_client.methods import Method, make_method
+from edge_client.protocol.messages import Enrol, Enrolled
+from edge_client.remote import Remote
+from edge_client.remote_bundle import open_remote
+from edge_client.task import Assignment, Course, Task
+from edge_client.training import Trainer, open_trainer
+
+
+@dataclass(frozen=True)
+class Session:
+    """What stays the same through a run."""
+
+    enrolled: Enrolled
+    bundle: Bundle
+    method: Method
+    course: Course
+    trainer: Trainer
+    data: DeviceData
+    secret: int
+
+    @property
+    def path(self) -> str:
+        """The federation's address at the coordinator."""
+        return f"/v1/federations/{self.enrolled.federation}"
+
+    def task(self, round_: int) -> Task:
+        """The task of a round."""
+        return Task(Assignment(self.course, round_, self.enrolled.device), self.trainer, self.data, self.secret)
+
+
+def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:
+    """The identity with the coordinator's answer to the enrolment, which is sent if there is none yet."""
+    remote.transport.credential = identity.credential
+    if identity.enrolled is not None:
+        say(Event("info", f"device {identity.device!r} of federation {identity.enrolled.federation!r}"))
+        return identity
+    if not remote.transport.secure:
+        say(Event("info", f"{remote.transport.url} is not https: anyone on the way can read the credential"))
+    message = Enrol(token=token, device=identity.device, credential=identity.credential)
+    enrolled = remote.ask("POST", "/v1/enrol", Enrolled, "joining", message=message)
+    say(Event("info", f"joined federation {enrolled.federation!r} as device {enrolled.device!r}"))
+    return journal.store_identity(identity.model_copy(update={"enrolled": enrolled}))
+
+
+def open_session(
+    identity: Identity,
+    remote: Remote,
+    found: DataFile | DeviceData,
+    cache: Path,
+    backend: str | None,
+    threads: int,
+    max_parameters: int,
+) -> Session:
+    """Fetch the bundle, fit the data to it and open the backend. Raises BundleError, ConfigError, DataError."""
+    enrolled = identity.enrolled
+    assert enrolled is not None
+    bundle = open_remote(remote, enrolled.bundle, cache, max_parameters)
+    try:
+        method = make_method(enrolled.method)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; federation {enrolled.federation!r} needs the version of maskfleet, and of the method's package, "
+            "that its coordinator has: install that one here"
+        ) from None
+    manifest = bundle.manifest
+    if isinstance(found, DeviceData):
+        parts = {"training data": "train", "validation data": "validation", "test data": "test"}
+        checked = [check(manifest, *found.part(part), what) for what, part in parts.items()]  # type: ignore[arg-type]
+        data = DeviceData(*(array for pair in checked for array in pair))
+    else:
+        data = fit(found, manifest, enrolled.seed)
+    backend = backend or enrolled.backend or DEFAULT_BACKEND
+    check_parts(backend, manifest)
+    trainer = open_trainer(backend, bundle, threads)
+    course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
+    return Session(enrolled, bundle, method, course, trainer, data, identity.secret)
+
+
+def try_out(session: Session) -> None:
+    """Run the model once each way, so that a device whose backend cannot run it never asks for work.
+
+    Raises BundleError.
+    """
+    model, data, trainer = session.course.model, session.data, session.trainer
+    x, y = data.x[:1], data.y[:1]
+    try:
+        trainer.gradient(model.parameters, model.buffers, x, y)
+        trainer.logits(model.parameters, model.buffers, x)
+    except MaskfleetError:
+        raise
+    except Exception as error:  # the engines' errors share no base class
+        raise BundleError(
+            f"this device's training backend cannot run model {model.manifest.name!r} "
+            f"({type(error).__name__}: {error}); choose another --backend, or have the model exported again"
+        ) from error

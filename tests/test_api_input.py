@@ -1,0 +1,255 @@
+"""What REST refuses: bad updates, federations, bundles and messages. Immutable answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from coordination import (
+    OPERATOR,
+    D,
+    Fleet,
+    bearer,
+    content_digest,
+    credential,
+    manifest,
+    play,
+    refused,
+    settings,
+    trained,
+    until,
+    update,
+)
+
+from coord_server.http.bodies import JSON_DEPTH, JSON_LIMIT
+from edge_client.bundle import digest
+
+
+def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        address, mine = digest(manifest().to_bytes()), bearer(credential("a"))
+        whole = await fleet.http.get(f"/v1/bundles/{address}", headers=mine)
+        assert whole.content == manifest().to_bytes()
+        assert whole.headers["cache-control"] == "private, max-age=31536000, immutable"
+        work = await fleet.work("a")
+        for path in (f"/v1/bundles/{address}/parts/train.onnx", f"/v1/federations/fed/payloads/{work['downlink']}"):
+            whole = await fleet.http.get(path, headers=mine)
+            assert whole.headers["etag"] == f'"{digest(whole.content)}"'
+            known = await fleet.http.get(path, headers={**mine, "If-None-Match": whole.headers["etag"]})
+            assert (known.status_code, known.content) == (304, b"")
+            rest = await fleet.http.get(path, headers={**mine, "Range": "bytes=2-"})
+            assert (rest.status_code, rest.content) == (206, whole.content[2:])
+            size = len(whole.content)
+            assert rest.headers["content-range"] == f"bytes 2-{size - 1}/{size}"
+            last = await fleet.http.get(path, headers={**mine, "Range": "bytes=-2"})
+            assert last.content == whole.content[-2:]
+            refused(await fleet.http.get(path, headers={**mine, "Range": f"bytes={size}-"}), "bad-range")
+            refused(await fleet.http.get(path, headers=bearer("x")), "unauthorized")
+            refused(await fleet.http.get(path), "unauthorized")
+        refused(await fleet.http.get(f"/v1/federations/fed/payloads/{'0' * 64}", headers=mine), "not-found")
+        refused(await fleet.http.get(f"/v1/bundles/{address}/parts/other", headers=mine), "not-found")
+
+    play(tmp_path, script)
+
+
+def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        lease = (await fleet.work("a"))["lease"]
+        good = trained(await fleet.fetch("a", await fleet.work("a")), "a")
+        flipped = bytearray(good)
+        flipped[-5] ^= 0x40
+        sound = {"Content-Digest": content_digest(good)}
+
+        async def chunks(data: bytes) -> AsyncIterator[bytes]:
+            for low in range(0, len(data), 1000):
+                yield data[low : low + 1000]
+
+        huge = good + bytes(10_000)
+        too_long = {**sound, "Content-Length": str(10**12)}
+        for kind, said, answer in [
+            ("bad-payload", "NaN", fleet.upload("a", 1, lease, update(np.full(D, np.nan)))),
+            ("bad-payload", "float32", fleet.upload("a", 1, lease, update(np.ones(D + 1)))),
+            ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, good[:-9])),
+            ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, b"")),
+            ("bad-payload", "5 of 4 test samples", fleet.upload("a", 1, lease, update(np.ones(D), correct=[1, 5, 4]))),
+            ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
+            ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
+            ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),
+            ("too-large", "at most", fleet.upload("a", 1, lease, huge)),
+            ("too-large", "Content-Length", fleet.upload("a", 1, lease, chunks(good), too_long)),
+            ("too-large", "exceeds", fleet.upload("a", 1, lease, chunks(huge), sound)),
+            ("wrong-lease", "lease", fleet.upload("a", 1, "0" * 16, good)),
+            ("wrong-round", "round 1", fleet.upload("a", 2, lease, good)),
+            ("wrong-round", "round 1", fleet.upload("a", 10**9, lease, good)),
+            ("bad-message", "round", fleet.upload("a", 0, lease, good)),
+            ("forbidden", "'a'", fleet.upload("b", 1, lease, good, bearer(credential("a")))),
+            ("unauthorized", "credential", fleet.upload("a", 1, lease, good, bearer("0" * 64))),
+        ]:
+            assert said in refused(await answer, kind)
+        assert os.listdir(tmp_path / "blobs" / "incoming") == []
+        assert (await fleet.upload("a", 1, lease, chunks(good), sound)).status_code == 201
+        assert (await fleet.train("b")).status_code == 201
+        await until(fleet, lambda f: f["round"] == 2)
+
+    play(tmp_path, script)
+
+
+def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append(1)
+        yield b"x"
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        sound = {"Content-Digest": content_digest(b"x")}
+        refused(await fleet.upload("a", 1, "0" * 16, body(), sound), "wrong-lease")
+
+    play(tmp_path, script)
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"method": {"name": "fedmagic"}}, "bad-config", "choose one of"),
+        ({"method": {"name": "fedavg", "lr": -1}}, "bad-config", "lr"),
+        ({"method": {}}, "bad-config", "choose one of"),
+        ({"backend": "abacus"}, "bad-config", "leave `backend` out and join with --backend"),
+        ({"backend": "torch"}, "bad-config", "needs ['model.pt2'] of bundle 'small'"),
+        ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
+        ({"bundle": "short"}, "bad-message", "bundle"),
+        ({"rounds": 0}, "bad-message", "rounds"),
+        ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort"),
+        ({"name": "../x"}, "bad-message", "name"),
+        ({"name": "bundles"}, "name-taken", "bundles"),
+        ({"speed": 1}, "bad-message", "speed"),
+        ({"deadline_seconds": float("inf")}, "bad-message", "finite"),
+        ({"method": {"name": "fedavg", "lr": float("inf")}}, "bad-config", "lr"),
+    ],
+)
+def test_a_bad_federation_is_refused_with_what_to_do(
+    tmp_path: Path, change: dict[str, Any], kind: str, said: str
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.bundle()
+        body = json.dumps({**settings(), **change})
+        headers = {**bearer(OPERATOR), "Content-Type": "application/json"}
+        answer = await fleet.http.post("/v1/federations", content=body, headers=headers)
+        assert said in refused(answer, kind)
+        assert (await fleet.operator("GET", "/v1/federations")).json() == []
+
+    play(tmp_path, script)
+
+
+def test_a_federation_keeps_and_sends_every_setting_so_that_no_device_fills_in_its_own(tmp_path: Path) -> None:
+    complete = {"name": "fedavg", "epochs": 3, "batch": 32, "lr": 0.01, "momentum": 0.9}
+
+    async def create(fleet: Fleet) -> None:
+        await fleet.federation(method={"name": "fedavg", "epochs": 3})
+
+    async def after_a_restart(fleet: Fleet) -> None:
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["config"]["method"] == complete
+        fleet.join = (await fleet.operator("POST", "/v1/federations/fed/tokens", json={})).json()["token"]
+        assert (await fleet.enrol("a")).json()["method"] == complete
+
+    play(tmp_path, create)
+    play(tmp_path, after_a_restart)
+
+
+def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        refused(await fleet.operator("POST", "/v1/bundles", content=b"{}"), "bad-bundle")
+        odd = manifest().to_bytes().replace(b"train.onnx", b"../train.onnx")
+        assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
+        huge = manifest(d=1 << 29).to_bytes()  # some hundred bytes that would make a coordinator fill gigabytes
+        assert "--max-parameters" in refused(await fleet.operator("POST", "/v1/bundles", content=huge), "bad-bundle")
+        receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
+        assert receipt["missing"] == ["train.onnx"]
+        refused(await fleet.operator("POST", "/v1/federations", json=settings()), "bundle-incomplete")
+        path = f"/v1/bundles/{receipt['digest']}/parts/"
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"grapf"), "bad-bundle")
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"gra"), "bad-bundle")
+        refused(await fleet.operator("PUT", path + "train.onnx", content=b"graph and more"), "too-large")
+        refused(await fleet.operator("PUT", path + "other.onnx", content=b"graph"), "not-found")
+        for _ in range(2):
+            whole = await fleet.operator("PUT", path + "train.onnx", content=b"graph")
+            assert (whole.status_code, whole.json()["missing"]) == (200, [])
+        assert (await fleet.operator("POST", "/v1/federations", json=settings())).status_code == 201
+        refused(await fleet.operator("POST", "/v1/federations", json=settings()), "name-taken")
+
+    play(tmp_path, script)
+
+
+def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        for path in ("/", "/v1/nothing", "/v1/federations/none"):
+            refused(await fleet.operator("GET", path), "not-found")
+        refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
+        refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
+        refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")
+        for token in ("", "x", "é"):
+            shown = {"Authorization": f"Bearer {token}".encode("latin-1")}
+            refused(await fleet.http.get("/v1/federations", headers=shown), "unauthorized")
+        answer = await fleet.http.get("/v1/federations")
+        refused(answer, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b"[" * (JSON_DEPTH + 1) + b"]" * (JSON_DEPTH + 1),
+            f"deeper than {JSON_DEPTH} levels: line 1 column 202",
+        ),
+        (b'{"a":' * 3_000, f"nests deeper than {JSON_DEPTH} levels"),
+        (b'{"token": "t", "device"', "EOF while parsing an object at line 1 column 23"),
+        (b'{"uses": ' + b"9" * 5000 + b"}", "number out of range"),
+        (b'{"uses": 1,\n "uses" 2}', "expected `:` at line 2 column 9"),
+        (b"\xff\xfe{}", "expected value at line 1 column 1"),
+        (b"{}" + b" " * JSON_LIMIT, "bytes, this one more; shorten it"),
+    ],
+    ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "huge"],
+)
+def test_a_message_whose_json_cannot_be_read_is_told_what_where_and_which_limit(
+    tmp_path: Path, body: bytes, said: str
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        fed, mine, json_ = "/v1/federations/fed", bearer(credential("a")), {"Content-Type": "application/json"}
+        kind = "too-large" if "shorten it" in said else "bad-message"
+        for answer in (
+            await fleet.http.post("/v1/enrol", content=body, headers=json_),
+            await fleet.http.put(f"{fed}/devices/a/report", content=body, headers={**mine, **json_}),
+            await fleet.operator("POST", "/v1/federations", content=body, more=json_),
+            await fleet.operator("POST", f"{fed}/tokens", content=body, more=json_),
+        ):
+            detail = refused(answer, kind)
+            assert said in detail
+            assert kind == "too-large" or detail.endswith("; correct it and send it again")
+
+    play(tmp_path, script)
+
+
+def test_a_message_as_deep_as_the_limit_is_read(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        depth = JSON_DEPTH - 1
+        body = b'{"token":' + b"[" * depth + b"]" * depth + b"}"
+        detail = refused(
+            await fleet.http.post("/v1/enrol", content=body, headers={"Content-Type": "application/json"}),
+            "bad-message",
+        )
+        assert "body.token = [[[[[[[...]]]]]]]: Input should be a valid string" in detail
+
+    play(tmp_path, script)

@@ -1,0 +1,279 @@
+"""Rounds over REST without a socket: state, records, bytes, long polls, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from coordination import (
+    D,
+    Fleet,
+    bearer,
+    credential,
+    manifest,
+    play,
+    refused,
+    trained,
+    until,
+    update,
+    whole,
+)
+
+from coord_server import aggregation
+from coord_server.store.tables import INLINE
+from edge_client.bundle import Model, generate
+from edge_client.methods import make_method
+
+
+@pytest.mark.parametrize("d", [D, 2 * ((INLINE // 8) + 100)])
+def test_two_devices_go_through_two_rounds_and_the_state_is_the_simulators_bit_for_bit(tmp_path: Path, d: int) -> None:
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=d)
+        return await whole(fleet, "bb", "a")
+
+    state = play(tmp_path, script)
+    m = manifest(d)
+    model = Model(m, generate(m.parameters, 3), np.zeros(0, np.float32))
+    course = aggregation.Course(make_method({"name": "fedavg"}), model, 7, 2)
+    expected = course.method.start(model, 7)
+    for r in (1, 2):
+        down, kinds = aggregation.downlink(course, r, "a", expected, {})
+        parts = [aggregation.Contribution(n, trained(down, n), {}, kinds) for n in ("a", "bb")]
+        expected = aggregation.close_round(course, r, expected, parts, lambda *_: None, 0.0).state
+    assert state == aggregation.pack(expected)
+
+
+def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        rounds = (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()
+        assert [r["round"] for r in rounds] == [1, 2]
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json() == rounds[1]
+        devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert sum(v for r in rounds for v in r["traffic"]["up"].values()) == sum(d["bytes_up"] for d in devices)
+        assert sum(v for r in rounds for v in r["traffic"]["down"].values()) == sum(d["bytes_down"] for d in devices)
+        refused(await fleet.operator("GET", "/v1/federations/fed/rounds/3"), "not-found")
+        for d in devices:
+            assert d["messages_up"].keys() >= {"enrol"}
+            assert {"enrol", "work", "receipt"} <= d["messages_down"].keys()
+            assert all(n > 0 for kinds in (d["messages_up"], d["messages_down"]) for n in kinds.values())
+
+    play(tmp_path, script)
+
+
+def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_once(tmp_path: Path) -> None:
+    report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def last_down(fleet: Fleet) -> dict[str, int]:
+        rounds = (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json() == rounds[1]
+        assert rounds[0]["traffic"]["last_down"] == {}
+        found: dict[str, int] = rounds[1]["traffic"]["last_down"]
+        return found
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        assert await last_down(fleet) == {}
+        finish = await fleet.work("a")
+        data = await fleet.fetch("a", finish)
+        one = {"buffers": 0, "header": len(data) - 4 * D, "parameters": 4 * D}
+        assert await last_down(fleet) == one
+        await fleet.fetch("a", finish)  # again: it costs a's link twice, and leads to no other model
+        assert await last_down(fleet) == one
+        mine = bearer(credential("a"))
+        assert (
+            await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
+        ).status_code == 204
+        with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:  # a crash from here on loses nothing
+            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said)["last"] == one
+        assert down == (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
+        await fleet.fetch("bb", await fleet.work("bb"))
+        assert await last_down(fleet) == {kind: 2 * size for kind, size in one.items()}
+
+    async def later(fleet: Fleet) -> None:
+        assert (await last_down(fleet))["parameters"] == 2 * 4 * D
+
+    play(tmp_path, script)
+    play(tmp_path, later)
+
+
+def test_a_report_tells_of_the_last_downlink_that_a_coordinator_that_died_knew_of(tmp_path: Path) -> None:
+    report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+    path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
+
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+
+    async def last_down(fleet: Fleet) -> dict[str, int]:
+        found = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()["traffic"]["last_down"]
+        return {str(kind): int(size) for kind, size in found.items()}
+
+    async def second(fleet: Fleet) -> int:
+        assert await last_down(fleet) == {}
+        size = int((await fleet.work("a"))["downlink_size"])
+        before = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
+        for _ in range(2):  # said twice, it was fetched once
+            assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+        with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:
+            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said)["last"] == await last_down(fleet)
+        assert (sum((await last_down(fleet)).values()), down) == (size, before + size)
+        return size
+
+    async def third(fleet: Fleet) -> int:
+        return sum((await last_down(fleet)).values())
+
+    play(tmp_path, first)
+    with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal, journal:  # what a kill leaves behind
+        journal.execute("update devices set messages = null, report = null")
+    assert play(tmp_path, second) == play(tmp_path, third)
+
+
+def test_a_report_before_the_last_round_tells_of_no_last_downlink(tmp_path: Path) -> None:
+    report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=1)
+        path = "/v1/federations/fed/devices/a/report"
+        assert (await fleet.http.put(path, json=report, headers=bearer(credential("a")))).status_code == 204
+        await whole(fleet, "a", "bb", rounds=1)
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/1")).json()["traffic"]["last_down"] == {}
+
+    play(tmp_path, script)
+
+
+def test_a_part_of_the_last_downlink_counts_once_it_reaches_the_end(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        work = await fleet.work("a")
+        size = work["downlink_size"]
+        for asked, counted in (("0-0", 0), (f"0-{size - 2}", 0), (f"{size - 1}-", size)):
+            headers = {**bearer(credential("a")), "Range": f"bytes={asked}"}
+            part = await fleet.http.get(f"/v1/federations/fed/payloads/{work['downlink']}", headers=headers)
+            assert part.status_code == 206
+            found = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()
+            assert sum(found["traffic"]["last_down"].values()) == counted
+
+    play(tmp_path, script)
+
+
+def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", start="manual", cohort=1)
+        waiting = asyncio.create_task(fleet.work("a", 30))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        begun = time.monotonic()
+        assert (await fleet.operator("POST", "/v1/federations/fed/start")).json()["phase"] == "running"
+        assert (await waiting)["status"] == "train"
+        assert time.monotonic() - begun < 10
+
+    play(tmp_path, script)
+
+
+def test_a_receipt_brings_the_next_work_when_the_upload_may_wait_for_it(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = {d: await fleet.work(d) for d in ("a", "bb")}
+        body = {d: trained(await fleet.fetch(d, w), d) for d, w in work.items()}
+
+        async def upload(device: str, wait: float | None) -> httpx.Response:
+            return await fleet.upload(device, 1, work[device]["lease"], body[device], wait=wait)
+
+        waiting = asyncio.create_task(upload("a", 30))
+        await until(fleet, lambda f: bool(f["updates"] == 1))
+        early = await upload("a", 30)  # sent again: nothing to do yet, and no answer is held back while a body comes
+        assert (early.status_code, "work" in early.json()) == (200, False)
+        last = await upload("bb", 30)
+        for device, answer in (("a", await waiting), ("bb", last)):
+            assert answer.status_code == 201
+            assert (await upload(device, 30)).json()["work"]["round"] == 2
+            following = answer.json().pop("work")
+            assert (following["status"], following["round"]) == ("train", 2)
+            now = await fleet.work(device)
+            assert {k: v for k, v in following.items() if k != "deadline_in"} == {
+                k: v for k, v in now.items() if k != "deadline_in"
+            }
+            assert (await upload(device, None)).json() == {k: v for k, v in answer.json().items() if k != "work"}
+        shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert [d["updates"] for d in shown] == [1, 1]
+
+    play(tmp_path, script)
+
+
+def test_a_receipt_is_given_whatever_is_wrong_with_the_next_downlink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = await fleet.work("a")
+        body = trained(await fleet.fetch("a", work), "a")
+        monkeypatch.setattr("coord_server.polls.Polls.work", broken)
+        answer = await fleet.upload("a", 1, work["lease"], body, wait=5)
+        assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
+
+    play(tmp_path, script)
+    assert "no next work for a after its update of round 1" in caplog.text
+
+
+def test_a_device_that_is_removed_while_it_waits_with_its_upload_still_gets_the_receipt(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work = await fleet.work("a")
+        body = trained(await fleet.fetch("a", work), "a")
+        waiting = asyncio.create_task(fleet.upload("a", 1, work["lease"], body, wait=0.5))
+        await until(fleet, lambda f: bool(f["updates"] == 1))
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+        answer = await waiting
+        assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
+
+    play(tmp_path, script)
+
+
+def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        work = await fleet.work("a")
+        assert (await fleet.operator("POST", "/v1/federations/fed/pause")).json()["phase"] == "paused"
+        assert "paused" in (await fleet.work("b"))["reason"]
+        body = trained(await fleet.fetch("a", work), "a")
+        assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
+        assert (await fleet.operator("POST", "/v1/federations/fed/resume")).json()["updates"] == 1
+        refused(await fleet.operator("POST", "/v1/federations/fed/resume"), "wrong-phase")
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/b")).status_code == 204
+        refused(await fleet.operator("DELETE", "/v1/federations/fed/devices/b"), "not-found")
+        refused(await fleet.enrol("b"), "device-removed")
+        await until(fleet, lambda f: f["round"] == 2)  # nobody waits for b any more
+        path = "/v1/federations/fed/work"
+        refused(await fleet.http.get(path, headers=bearer(credential("b"))), "device-removed")
+        assert (await fleet.operator("POST", "/v1/federations/fed/stop")).json()["phase"] == "stopped"
+        assert (await fleet.work("a"))["status"] == "stopped"
+
+    play(tmp_path, script)
+
+
+def test_at_the_deadline_the_round_goes_on_without_the_late(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b", deadline_seconds=0.6)
+        late = await fleet.work("b")
+        assert (await fleet.train("a")).status_code == 201
+        await until(fleet, lambda f: f["round"] == 2)
+        refused(await fleet.upload("b", 1, late["lease"], update(np.ones(D))), "wrong-round")
+
+    play(tmp_path, script)
