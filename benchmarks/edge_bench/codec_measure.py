@@ -1,6 +1,6 @@
-"""Measures codecs: bytes against the entropy, time and memory of both directions, false flips; and the fold of masks.
+"""Measures codecs (bytes against the entropy, time and memory, false flips) and the fold of masks.
 
-The peers are used as their own documentation shows. Nothing here prints; the commands are in `codecs.py`.
+The peers are used as their documentation shows. The commands are in `codecs.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]
-SAMPLE = 20_000  # keys that pyfusefilter, which answers one at a time, is asked
+SAMPLE = 20_000  # keys that pyfusefilter is queried for: it answers one at a time
 PEERS = ("pyfusefilter", "zlib", "zstd", "constriction")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One codec at one size and flip rate. Times are medians a parameter, of mask to bytes and bytes to mask.
+    """One codec at one size and flip rate. Times are medians per parameter, from mask to bytes and from bytes to mask.
 
-    `false_flips` are positions that come back flipped and were not; for pyfusefilter they are scaled up from a sample.
-    `peak_bytes` is the larger direction's peak as Python's tracer sees it: not the memory of peers' native code.
+    `false_flips` are positions that decode as flipped and were not; for pyfusefilter they are scaled up from a sample.
+    `peak_bytes` is the larger direction's peak in Python's allocations, without the peers' native memory.
     """
 
     codec: str
@@ -45,9 +45,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """A codec as the bench sees it: `encode` makes something that `size` measures in bytes and `decode` turns back.
+    """A codec under test: `decode` inverts `encode`, and `size` gives the bytes of what `encode` made.
 
-    `asked` is the number of positions that `decode` answers for: all, but for a peer that is too slow.
+    `asked` is the number of positions that `decode` returns: all, except for a peer that is too slow.
     """
 
     encode: Callable[[Mask], Any]
@@ -101,7 +101,7 @@ def _unpack(data: bytes, d: int) -> Mask:
 
 
 def _constriction(d: int, rate: float) -> Subject:
-    """A range coder with the known rate: 8 bytes are charged for sending it."""
+    """A range coder with the known rate, which is charged with 8 bytes."""
     import constriction
 
     queue = constriction.stream.queue
@@ -132,7 +132,7 @@ def _pyfusefilter(d: int) -> Subject:
 
 
 def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row]:
-    """Rows of all codecs on the same mask, the repeats interleaved so that a busy machine is busy for all."""
+    """Rows of all codecs on the same mask. Repeats are interleaved, so that load on the machine affects all alike."""
     mask = flips(d, rate)
     subjects = {name: subject(name, d, rate) for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
@@ -179,12 +179,12 @@ def _peak(call: Callable[[], object]) -> int:
 
 
 def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, float | int]:
-    """What contexts are worth: coupled samples of theta ~ Beta(spread, spread) and of theta moved by local training.
+    """The gain of contexts, on coupled samples of theta ~ Beta(spread, spread) and of theta after local training.
 
-    Both sides threshold the same uniforms, so flips are where they lie between theta and the moved theta. Training is a
-    normal step of size `step` in the score. Bits a parameter: the flips' entropy at one rate, their conditional entropy
-    given 42 x 4 bins of (distance in odds, theta) (the bound of those contexts), given theta, u and the step's size
-    exactly (the bound of any), and what `entropy` takes without and with the contexts.
+    Both sides threshold the same uniforms u, so a flip is where u lies between theta and the moved theta. Training is a
+    normal step of size `step` in the score. Given in bits per parameter: the flips' entropy at one rate; their entropy
+    given 42 x 4 bins of (distance in odds, theta), the bound of these contexts; given theta, u and the step's size, the
+    bound of any contexts; and the bits that codec `entropy` takes without and with the contexts.
     """
     rng = np.random.default_rng(seed)
     theta = np.clip(rng.beta(spread, spread, d), 0.01, 0.99)
@@ -194,7 +194,7 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
     contexts = entropy.coupling_contexts(theta, u)
     payloads = {name: codecs.encode("entropy", mask, d, c) for name, c in (("plain", None), ("contexts", contexts))}
     if not np.array_equal(codecs.decode_mask("entropy", payloads["contexts"], d, contexts), mask):
-        raise AssertionError("the conditional payload did not come back")
+        raise AssertionError("the conditional payload did not decode to its mask")
     return {
         "d": d, "spread": spread, "step": step, "seed": seed, "flip_rate": float(mask.mean()),
         "entropy_bits_per_parameter": entropy_bits(mask),
@@ -206,7 +206,7 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
 
 
 def _ideal_bits(theta: NDArray[np.float64], u: NDArray[np.float64], mask: Mask, step: float) -> float:
-    """Bits a parameter of a coder that knows each flip's true probability: that a normal step crosses u."""
+    """Bits per parameter of a coder with each flip's true probability, that of a normal step crossing u."""
     from scipy.special import log_ndtr
 
     distance = np.abs(np.log(np.maximum(u, 1e-300) / (1 - u)) - np.log(theta / (1 - theta))) / step
@@ -216,7 +216,7 @@ def _ideal_bits(theta: NDArray[np.float64], u: NDArray[np.float64], mask: Mask, 
 def fold(d: int, masks: int, repeats: int) -> dict[str, float | int]:
     """Summing packed masks: carry-save counters against unpack-and-add into uint8 and uint16, interleaved medians.
 
-    `carry_save_unaligned_s` is for masks that do not lie on 64-bit words, which the tally copies.
+    `carry_save_unaligned_s` is for masks that do not start on a 64-bit word; the tally copies them.
     """
     packed = [np.packbits(flips(d, 0.1 + 0.05 * i), bitorder="little") for i in range(8)]
     unaligned = [np.concatenate([mask[:1], mask])[1:] for mask in packed]

@@ -64,7 +64,7 @@ def bench(
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = TABLE_WIDTH  # a file has no width to respect
+        console.width = TABLE_WIDTH  # a file has no width
     origin = provenance.origin(_command())
     rows: list[Row] = []
     for d in sizes:
@@ -88,7 +88,7 @@ def conditional(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json_file: Json = None,
 ) -> None:
-    """Coupled samples: what the contexts that both sides know save, and the bounds."""
+    """Coupled samples: how much the contexts that both sides know save, and the bounds."""
     from rich.console import Console
     from rich.table import Table
 

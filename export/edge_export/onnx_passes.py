@@ -1,4 +1,4 @@
-"""Small passes over an exported ONNX graph: fewer nodes, canonical names, nothing in it but the computation.
+"""Small passes over an exported ONNX graph: fewer nodes, canonical names, no metadata.
 
     flatten -> common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes -> names and order
     -> recurrences as scans
@@ -17,7 +17,7 @@ from edge_export.recurrence_onnx import to_scans
 
 
 def tidy(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto:
-    """`model` reduced and renamed: its inputs and outputs get the names given, in order."""
+    """`model`, reduced, with its inputs and outputs renamed in order."""
     graph = model.graph
     if len(graph.input) != len(inputs) or len(graph.output) != len(outputs):
         raise ValueError(f"the graph has {len(graph.input)} inputs and {len(graph.output)} outputs")
@@ -121,7 +121,7 @@ def _fold_common(graph: GraphProto) -> int:
 
 
 def _fold_transposes(graph: GraphProto, ranks: dict[str, int]) -> int:
-    """A two-dimensional product reads its transposed operands as they are: `Gemm` with `transA`, `transB`."""
+    """A two-dimensional product of transposed operands becomes a `Gemm` with `transA`, `transB`."""
     makers = {name: n for n in graph.node for name in n.output}
     folded = 0
     for node in graph.node:
