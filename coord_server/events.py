@@ -1,18 +1,20 @@
-"""What the round engine is told (events) and what it answers (decisions). What follows from what is in `engine`."""
+"""The inputs of the round engine (events) and its outputs (decisions). `engine` holds the rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# --- events: what happened
+from edge_client.protocol.messages import FailureKind
+
+# --- events: what happened; `now` is the caller's clock in seconds
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A device asked for work: from now on it counts and may be drawn."""
+class Present:
+    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival."""
 
     now: float
-    device: str
+    devices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,10 @@ class Removed:
 
 @dataclass(frozen=True)
 class Started:
-    """The operator started the federation with the devices there are."""
+    """The operator started the federation with the devices that are present, sorted by name."""
 
     now: float
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Updated:
-    """A device's update arrived whole and valid, and is safe on disk."""
+    """A device's update arrived whole and valid; it is written together with the state that acknowledges it."""
 
     now: float
     round: int
@@ -49,19 +52,33 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class Aggregated:
-    """The round's new global value is safe on disk."""
+class Failed:
+    """A device reported that it cannot do its round."""
 
     now: float
     round: int
+    device: str
+    lease: str
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The updates of this attempt are folded; the new global value is written together with the state."""
+
+    now: float
+    round: int
+    attempt: int
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """Not one update of the round could be folded: those of `devices` are left out for good."""
+    """No update of this attempt can be folded; those of `devices` are left out for good."""
 
     now: float
     round: int
+    attempt: int
     devices: tuple[str, ...]
 
 
@@ -74,22 +91,30 @@ class Paused:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The operator resumed it."""
+    """The operator resumed the federation."""
 
     now: float
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The operator ended it."""
+    """The operator ended the federation."""
 
     now: float
 
 
-Event = Ready | Removed | Started | Tick | Updated | Aggregated | Unusable | Paused | Resumed | Stopped
+Event = Present | Removed | Started | Tick | Updated | Failed | Aggregated | Unusable | Paused | Resumed | Stopped
 
 
-# --- decisions: what is to be done
+# --- decisions: what the caller has to do
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Attempt `attempt` of `round` needs a cohort: answer with `Present`, now and whenever a device arrives."""
+
+    round: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +129,7 @@ class OpenRound:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Fold the acknowledged updates of `devices` (sorted), then say `Aggregated`."""
+    """Fold the acknowledged updates of `devices` (sorted), then answer with `Aggregated` or `Unusable`."""
 
     round: int
     attempt: int
@@ -113,12 +138,27 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """The update is in; `duplicate` when it already was."""
+    """The update is accepted; `duplicate` when it was accepted before."""
 
     round: int
     device: str
     sha256: str
     duplicate: bool
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drop the record of `device`: its next downlink is that of a device of which nothing is known."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The round cannot be closed without the operator: the federation is paused, `fault` is the reason."""
+
+    round: int
+    fault: str
 
 
 @dataclass(frozen=True)
@@ -130,10 +170,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The event was not admissible and changed nothing. `kind` is a problem's fixed word."""
+    """The event was not admissible and changed nothing. `kind` is a key of `problems.PROBLEMS`."""
 
     kind: str
     detail: str
 
 
-Decision = OpenRound | Aggregate | Acknowledge | Finish | Refuse
+Decision = Draw | OpenRound | Aggregate | Acknowledge | Forget | GiveUp | Finish | Refuse

@@ -1,8 +1,16 @@
-"""The guard of a round: which updates are far beyond what the round's others say, and what becomes of them.
+"""The guard of a round: which updates are far beyond the round's others, and what becomes of them.
 
-An update claims two things that could outweigh all others: the norm of its change and its weight in the mean. Each is
-compared with the median over the round's updates. Honest devices differ, so only a large multiple counts. With fewer
-than three updates there is no majority to compare with, and nothing is limited.
+An update could outweigh all others by the size of its change or by its weight in the mean. Three figures are therefore
+compared with their median over the round's updates (of an even number the lower middle one, so that half of the updates
+cannot raise it): the norm of the change of the parameters, that of the batch-norm statistics, and the weight. Honest
+devices differ, so only a large multiple counts. With fewer than three updates there is no majority to compare with, and
+nothing is limited.
+
+Under "clip" a change is scaled down to the multiple of the median norm (to nothing when the median is 0) and a weight
+is lowered to the multiple of the median weight; so one update of n moves a weighted mean by at most ``MOST_NORM *
+median norm`` times its share, which is at most ``MOST_WEIGHT / (MOST_WEIGHT + (n - 1) / 2)``. Under "drop" such an
+update is left out. A method whose updates are bounded by construction (a mask adds 0 or 1 to each count) has no
+influence to compare.
 """
 
 from __future__ import annotations
@@ -33,18 +41,33 @@ def limits(influences: Mapping[str, Influence], how: Literal["clip", "drop", "no
     """The limits of a round's updates, by device; most rounds have none."""
     if how == "none" or len(influences) < FEWEST:
         return {}
-    norm = median_low([i.norm for i in influences.values()])
-    weight = median_low([i.weight for i in influences.values()])
+    norm, statistics, weight = (
+        median_low([getattr(i, name) for i in influences.values()]) for name in ("norm", "statistics", "weight")
+    )
     found = {}
-    for device, i in influences.items():
+    for device, i in sorted(influences.items()):
+        norm_scale = _scale(i.norm, MOST_NORM * norm)
+        statistics_scale = _scale(i.statistics, MOST_NORM * statistics)
+        scale, most = min(norm_scale, statistics_scale), MOST_WEIGHT * weight
         reasons = []
-        if i.norm > MOST_NORM * norm:
-            reasons.append(f"norm {i.norm:.4g}, median {norm:.4g}")
-        if i.weight > MOST_WEIGHT * weight:
-            reasons.append(f"weight {i.weight:.4g}, median {weight:.4g}")
+        if norm_scale < 1:
+            reasons.append(f"its change has norm {i.norm:.4g}, the round's median is {norm:.4g}")
+        if statistics_scale < 1:
+            reasons.append(f"its statistics change by {i.statistics:.4g}, the round's median is {statistics:.4g}")
+        if i.weight > most:
+            reasons.append(f"it claims weight {i.weight:.4g}, the round's median is {weight:.4g}")
         if reasons:
-            scale = min(1.0, MOST_NORM * norm / i.norm) if i.norm else 1.0
-            verb = "dropped" if how == "drop" else "clipped"
-            text = f"{verb}: {'; '.join(reasons)}"
-            found[device] = Limit(scale, min(i.weight, MOST_WEIGHT * weight), how == "drop", text)
+            done = "left out" if how == "drop" else _clipped(scale, i.weight, most)
+            found[device] = Limit(scale, min(i.weight, most), how == "drop", f"{done}: {'; '.join(reasons)}")
     return found
+
+
+def _scale(norm: float, most: float) -> float:
+    """What a change of this norm is multiplied by; 1 within the limit."""
+    return 1.0 if norm <= most else most / norm
+
+
+def _clipped(scale: float, weight: float, most: float) -> str:
+    done = [f"change times {scale:.3g}"] if scale < 1 else []
+    done += [f"weight {most:.4g}"] if weight > most else []
+    return f"clipped to {' and '.join(done)}"

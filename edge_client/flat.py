@@ -2,8 +2,9 @@
 
 A value is a dataclass whose fields are arrays, numbers, booleans, text, optional ones of these, dictionaries of arrays
 by name, or dataclasses of the same kind. `to_arrays` writes each field under its name, ``outer.inner`` for nested
-ones; a field that is None is absent. `from_arrays` restores an equal value. The result is one safetensors file in
-the store of either side. What the values mean is the method's business.
+ones. A field that is None is absent, so an optional dataclass has at least one field that is never None. `from_arrays`
+restores an equal value. The result is one safetensors file in the store of either side. What the values mean is the
+method's business.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One round on a device: understand the downlink, train, score before and after, put the figures in the update.
+"""One round on a device: decode the downlink, train, score before and after, add the figures to the update.
 
 The HTTP client and the simulator call this same function. What travels between rounds is arrays here and typed
 values inside the method.
@@ -7,6 +7,7 @@ values inside the method.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +32,14 @@ class Outcome:
 
 
 def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
-    """The kept value, None for no arrays, and what the downlink says. Raises LostError, PayloadError."""
-    value = from_arrays(method.kept_type, kept) if method.kept_type is not None and kept else None
+    """The kept value, None for no arrays, and the downlink decoded. Raises LostError, PayloadError.
+
+    Arrays that do not make a kept value (of another version, say) count as none.
+    """
+    value = None
+    if method.kept_type is not None and kept:
+        with suppress(ValueError):
+            value = from_arrays(method.kept_type, kept)
     return value, method.receive(a, value, downlink)
 
 

@@ -98,7 +98,7 @@ class Personal:
 
 @dataclass(frozen=True)
 class Local:
-    """What one local round leaves: `kept` (the method's dataclass, or None), the update, the trained model, its loss."""
+    """What one local round leaves: `kept` (the method's dataclass or None), the update, the trained model, its loss."""
 
     kept: Any
     update: Payload

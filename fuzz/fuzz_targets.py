@@ -69,11 +69,9 @@ def codec_targets(large: bool = False) -> list[Target]:
         payload = klms.encode(np.clip(prior + (0.0 if large else 0.2), 0, 1), prior, 1, 2, bits=4)
         out.append(Target(f"klms d={d}", partial(klms.decode, prior=prior, stream=1), payload, d))
     d = LARGE if large else 77
-    signs = np.where(counter.uniform(3, d) < 0.5, -1, 1)
-    out.append(Target(f"signs d={d}", partial(values.decode_signs, d=d), values.encode_signs(signs), d))
-    for kind in ("float16", "float32"):
-        payload = values.encode_floats(counter.uniform(4, d), kind)
-        out.append(Target(f"{kind} d={d}", partial(values.decode_floats, d=d, kind=kind), payload, len(payload)))
+    for name in values.VALUES:
+        payload = values.encode(name, counter.uniform(4, d), 3)
+        out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
     return out
 
 

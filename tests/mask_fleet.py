@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from edge_kernels import bits
 from numpy.typing import NDArray
-from numpy_mlp import assignment, clusters, mlp, model, task
+from numpy_mlp import clusters, course, mlp, model, secret, task
 
 from edge_client.bundle import F32, Manifest
-from edge_client.local import accuracy
-from edge_client.methods import Local, Task
-from edge_client.methods.bernoulli import BernoulliMasks, Bits
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
+from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods.bernoulli import BernoulliMasks, Bits, MaskUpdate
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient
 
 M = mlp(20, 16, 12, 3)
@@ -22,19 +22,22 @@ MASKED = 20 * 16 + 16 * 12
 DEVICES = ("a", "b", "c")
 
 
-def stored(arrays: Arrays) -> Arrays:
-    """What a device or the server has kept, after a restart."""
-    return dict(decode(encode(Payload(arrays))).arrays)
+def stored(value: Any) -> Any:
+    """A state, record or kept value after it was stored and read again."""
+    if value is None:
+        return None
+    return from_arrays(type(value), decode(encode(Payload(to_arrays(value)))).arrays)
 
 
 class Fleet:
     """A federation by hand: the server's state and records, what each device kept."""
 
     def __init__(self, method: BernoulliMasks, m: Manifest = M, rounds: int = 8) -> None:
-        self.method, self.m, self.round, self.rounds = method, m, 0, rounds
-        self.state = method.start(model(m), 3)
-        self.records: dict[str, Arrays] = {}
-        self.kept: dict[str, Arrays] = {}
+        self.method, self.m, self.round = method, m, 0
+        self.course: Course = course(m, rounds)
+        self.state = stored(method.start(self.course))
+        self.records: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.down: dict[str, Payload] = {}
         self.local: dict[str, Local] = {}
         self.masks: dict[str, Bits] = {}
@@ -42,49 +45,65 @@ class Fleet:
 
     def task(self, device: str, round_: int) -> Task:
         t = task(self.m, device, round_, clusters(self.m, DEVICES.index(device)))
-        return replace(t, assignment=replace(t.assignment, rounds=self.rounds))
+        return replace(t, assignment=Assignment(self.course, round_, device))
 
     def ask(self, device: str) -> Payload:
-        a = self.task(device, self.round + 1).assignment
-        return decode(encode(self.method.downlink(a, self.state, self.records.get(device, {}))))
+        """The device's next downlink."""
+        return decode(encode(self.method.downlink(self.course, self.round + 1, self.state, self.records.get(device))))
+
+    def audience(self, device: str) -> str:
+        return self.method.audience(self.course, self.round + 1, self.records.get(device))
+
+    def receive(self, device: str) -> Any:
+        """The device's next downlink, decoded by it."""
+        a = Assignment(self.course, self.round + 1, device)
+        return self.method.receive(a, self.kept.get(device), self.ask(device))
+
+    def lose(self, device: str) -> None:
+        """The server's part of a reported loss: the record is dropped."""
+        self.records.pop(device, None)
 
     def play(self, *devices: str) -> None:
         """One round of these devices."""
+        received = {}
         for d in devices:
-            self.down[d] = self.ask(d)
+            self.down[d], received[d] = self.ask(d), self.receive(d)
         self.round += 1
-        total: Arrays = {}
+        total: Any = None
         for d in sorted(devices):
             t = self.task(d, self.round)
-            local = self.method.local_round(t, self.kept.get(d, {}), self.down[d])
+            local = self.method.local_round(t, self.kept.get(d), received[d])
             self.local[d], self.kept[d] = local, stored(local.kept)
-            record = self.records.get(d, {})
-            update = decode(
-                encode(replace(local.update, meta={**local.update.meta, "samples": len(t.data.y) * local.took_part}))
-            )
+            record = self.records.get(d)
+            update = decode(encode(local.update))
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
             read = self.method.read_update(t.assignment, self.state, record, update)
-            if "mask" in read:
-                self.masks[d] = bits.unpack(read["mask"], self.method.exchanged(t.assignment.model))
+            if isinstance(read, MaskUpdate):
+                self.masks[d] = bits.unpack(read.mask, self.method.exchanged(t.assignment.model))
             total, self.records[d] = self.method.fold(t.assignment, self.state, total, read, record)
-            self.records[d] = stored(self.records[d])
-        self.state = stored(self.method.finish(model(self.m), self.round, self.state, total))
+        self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
+        self.state = stored(self.state)
+        self.records = {d: stored(r) for d, r in {**self.records, **changed}.items()}
 
-    def theta(self) -> np.ndarray:
-        return self.method.theta(model(self.m), 3, self.state)
+    def theta(self) -> NDArray[np.float64]:
+        return self.method.theta(self.course, self.state.posterior)
 
-    def personal_accuracy(self, device: str) -> float:
+    def personal_score(self, device: str) -> float:
         t = self.task(device, self.round + 1)
-        personal = self.method.personal(t, self.kept.get(device, {}), self.ask(device))
-        return accuracy(t.trainer, personal, t.data.x, t.data.y)
+        return t.score(self.method.personal(t, self.kept.get(device), self.receive(device)))
 
 
-def own_mask(fleet: Fleet, device: str) -> np.ndarray:
+def own_mask(fleet: Fleet, device: str) -> NDArray[np.bool_]:
     """The mask of the model a device trained, over the masked parameters."""
     mask = fleet.local[device].trained.mask
     assert mask is not None
     return fleet.method.masked(fleet.m).gather(mask)
+
+
+def local_round(method: BernoulliMasks, t: Task, kept: Any, downlink: Payload) -> Local:
+    """A device's round from its downlink."""
+    return method.local_round(t, kept, method.receive(t.assignment, kept, downlink))
 
 
 @dataclass
@@ -98,12 +117,12 @@ class Steady:
     value: F32
     asked: list[F32] = field(default_factory=list)
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
         self.asked.append(parameters.copy())
         return Gradient(1.0, self.value, buffers + np.float32(1))
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        return np.zeros((len(x), self.manifest.classes), np.float32)
+        return np.zeros((len(x), 3), np.float32)
 
 
 def steady(m: Manifest = M, value: float = 0.0) -> Steady:
@@ -113,5 +132,8 @@ def steady(m: Manifest = M, value: float = 0.0) -> Steady:
 
 def steady_task(trainer: Steady, device: str = "a", round_: int = 2) -> Task:
     """A round of 40 samples with that trainer."""
-    a = assignment(trainer.manifest, device, round_)
-    return Task(a, trainer, clusters(trainer.manifest, 1))
+    a = Assignment(course(trainer.manifest), round_, device)
+    return Task(a, trainer, clusters(trainer.manifest, 1), secret(device))
+
+
+__all__ = ["DEVICES", "MASKED", "Fleet", "M", "local_round", "model", "own_mask", "steady", "steady_task", "stored"]

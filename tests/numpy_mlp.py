@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from edge_kernels import counter
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor, generate, views
 from edge_client.data import DeviceData
-from edge_client.methods import Assignment, Task
-from edge_client.training import Gradient
 from edge_client.targets import Classification
+from edge_client.task import Assignment, Course, Task
+from edge_client.training import Gradient
 
 
 def mlp(*sizes: int, bias: bool = True) -> Manifest:
@@ -81,17 +82,26 @@ class NumpyMlp:
 
 
 def clusters(m: Manifest, seed: int, count: int = 40) -> DeviceData:
-    """Classes as noisy corners, learnable by a small network; the same samples train and test."""
+    """Classes as noisy corners, learnable by a small network; the same samples train and test, none validate."""
     rng = np.random.default_rng(seed)
     y = np.arange(count) % m.target.classes
     corners = np.random.default_rng(0).standard_normal((m.target.classes, *m.input.shape))
     x = (2 * corners[y] + rng.standard_normal((count, *m.input.shape))).astype(np.float32)
-    return DeviceData(x, y, x, y)
+    return DeviceData(x, y, x[:0], y[:0], x, y)
+
+
+def course(m: Manifest, rounds: int = 5) -> Course:
+    return Course(model(m), seed=3, rounds=rounds, cohort=3)
 
 
 def assignment(m: Manifest, device: str = "a", round_: int = 1, rounds: int = 5) -> Assignment:
-    return Assignment(model(m), seed=3, rounds=rounds, round=round_, device=device)
+    return Assignment(course(m, rounds), round_, device)
+
+
+def secret(device: str) -> int:
+    """A device's own randomness."""
+    return counter.key("secret", device)
 
 
 def task(m: Manifest, device: str = "a", round_: int = 1, data: DeviceData | None = None) -> Task:
-    return Task(assignment(m, device, round_), NumpyMlp(m), clusters(m, 1) if data is None else data)
+    return Task(assignment(m, device, round_), NumpyMlp(m), clusters(m, 1) if data is None else data, secret(device))

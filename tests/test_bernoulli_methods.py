@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
-from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task, stored
-from numpy_mlp import NumpyMlp, assignment, mlp, model, task
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task, stored
+from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
 
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import BernoulliMasks, logistic, posterior_theta
+from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Kept, MaskUpdate, Posterior
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
 from edge_client.protocol.payload import Arrays, Payload, encode
-from edge_client.training.sampled_adam import draw
+from edge_client.training.gates import draw, sigmoid
 
 
 def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:
@@ -38,20 +38,18 @@ def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -
         FedPM(layers=layers).exchanged(model(M))
 
 
-def test_the_posterior_by_hand() -> None:
-    ones = np.array([0, 3, 4], np.uint32)
-    assert posterior_theta(ones, 4, 1.0, "mode", 0.01).tolist() == [0.01, 0.75, 0.99]
-    assert posterior_theta(ones, 4, 1.0, "mean", 0.01).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
+def test_theta_by_hand() -> None:
+    p = Posterior(np.array([0, 3, 4], np.uint32), 4)
+    assert FedPM().theta(course(M), p).tolist() == [0.01, 0.75, 0.99]
+    assert FedPM(clip=0.2).theta(course(M), p).tolist() == [0.2, 0.75, 0.8]
+    assert FedPM(posterior="mean").theta(course(M), p).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
     # A prior of Beta(3, 3) is two ones and two zeros more under the mode, three of each under the mean.
-    assert posterior_theta(ones, 4, 3.0, "mode", 0.01).tolist() == [2 / 8, 5 / 8, 6 / 8]
-    assert posterior_theta(ones, 4, 3.0, "mean", 0.01).tolist() == [3 / 10, 6 / 10, 7 / 10]
+    assert FedPM(prior=3.0).theta(course(M), p).tolist() == [2 / 8, 5 / 8, 6 / 8]
+    assert FedPM(prior=3.0, posterior="mean").theta(course(M), p).tolist() == [3 / 10, 6 / 10, 7 / 10]
 
 
-def test_theta_is_made_with_the_methods_own_prior_and_clip() -> None:
-    tally = {"ones": np.array([0, 3, 4], np.uint32), "masks": np.array([4])}
-    assert FedPM(clip=0.2).theta(model(M), 3, tally).tolist() == [0.2, 0.75, 0.8]
-    assert FedPM(prior=3.0).theta(model(M), 3, tally).tolist() == [2 / 8, 5 / 8, 6 / 8]
-    assert FedPM(posterior="mean").theta(model(M), 3, tally).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
+def logit(p: np.ndarray) -> np.ndarray:
+    return np.log(p.astype(np.float64) / (1 - p.astype(np.float64)))
 
 
 def tally(*masks: int) -> Tally:
@@ -65,15 +63,18 @@ def tally(*masks: int) -> Tally:
 def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
     # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
     method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
-    state = method.start(model(M), 3)
-    state = stored(method.finish(model(M), 2, state, {"masks": tally(1, 1, 1)}))
-    assert set(method.theta(model(M), 3, state)) == {2 / 5}
-    state = stored(method.finish(model(M), 3, state, {"masks": tally(0)}))
-    assert set(method.theta(model(M), 3, state)) == {2 / 6}
+    state = method.start(course(M))
+
+    def after(round_: int, *masks: int) -> set[float]:
+        nonlocal state
+        state = stored(method.finish(course(M), round_, DEVICES[: len(masks)], state, tally(*masks))[0])
+        return set(method.theta(course(M), state.posterior))
+
+    assert after(2, 1, 1, 1) == {2 / 5}
+    assert after(3, 0) == {2 / 6}
     # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
-    state = method.finish(model(M), 4, state, {"masks": tally(1, 0, 0)})
-    state = method.finish(model(M), 5, state, {"masks": tally(0, 1)})
-    assert method.theta(model(M), 3, state)[0] == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
+    after(4, 1, 0, 0)
+    assert after(5, 0, 1).pop() == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
 
 
 @pytest.mark.parametrize("table", [{"name": "coupled"}, {"name": "fedpm", "down": "counts"}])
@@ -90,8 +91,7 @@ def test_the_literal_tally_is_the_same_on_both_sides(down: Any) -> None:
     fleet = Fleet(FedPM(tally="mean", posterior="mean", down=down))
     for _ in range(3):
         fleet.play(*DEVICES)
-    theta, _ = fleet.method.understand(fleet.task("a", 4).assignment, fleet.ask("a"))  # type: ignore[attr-defined]
-    assert (theta.astype(np.float32) == fleet.theta().astype(np.float32)).all()
+    assert (fleet.receive("a").theta.astype(np.float32) == fleet.theta().astype(np.float32)).all()
 
 
 def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
@@ -99,7 +99,7 @@ def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
     seen = []
     for _ in range(5):
         fleet.play(*DEVICES)
-        seen.append(int(fleet.state["masks"][0]))
+        seen.append(fleet.state.posterior.masks)
     assert seen == [0, 3, 6, 3, 6]  # the first round probes
 
 
@@ -113,25 +113,25 @@ def test_probing_is_federated_averaging_of_the_head_alone() -> None:
     fleet = Fleet(FedPM(probe_lr=0.3))
     fleet.play(*DEVICES)
     heads = [np.asarray(fleet.local[d].update.arrays["head"]) for d in DEVICES]
-    assert fleet.state["head"].tolist() == pytest.approx(np.mean(heads, axis=0).tolist(), abs=1e-6)
+    assert fleet.state.head.tolist() == pytest.approx(np.mean(heads, axis=0).tolist(), abs=1e-6)
     trained = fleet.local["a"].trained.parameters
     assert (trained[:MASKED] == model(M).parameters[:MASKED]).all()
-    assert int(fleet.state["masks"][0]) == 0
+    assert fleet.state.posterior.masks == 0
     # The head is now frozen: no later round changes it, on either side.
-    head = fleet.state["head"].copy()
+    head = fleet.state.head.copy()
     fleet.play(*DEVICES)
     part = fleet.method.probed(M)
-    assert (fleet.state["head"] == head).all()
+    assert (fleet.state.head == head).all()
     assert (part.gather(fleet.local["b"].trained.parameters) == head).all()
 
 
 def test_several_probing_rounds_go_on_from_each_other() -> None:
     fleet = Fleet(Coupled(probe_rounds=2))
     fleet.play(*DEVICES)
-    first = fleet.state["head"].copy()
+    first = fleet.state.head.copy()
     assert (fleet.ask("a").arrays["head"] == first).all()
     fleet.play(*DEVICES)
-    assert (fleet.state["head"] != first).any()
+    assert (fleet.state.head != first).any()
 
 
 def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
@@ -144,13 +144,26 @@ def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
 
 
 def test_a_head_counts_by_its_samples() -> None:
-    method, total, n = FedPM(), dict[str, Any](), 39
-    state = method.start(model(M), 3)
+    method, n = FedPM(), 39
+    state, total = method.start(course(M)), None
     for device, value, samples in (("a", 1.0, 1), ("b", 5.0, 3)):
         update = Payload({"head": np.full(n, value, np.float32)}, {"samples": samples})
-        read = method.read_update(assignment(M, device), state, {}, update)
-        total, _ = method.fold(assignment(M, device), state, total, read, {})
-    assert set(method.finish(model(M), 1, state, total)["head"].tolist()) == {4.0}
+        read = method.read_update(assignment(M, device), state, None, update)
+        total, _ = method.fold(assignment(M, device), state, total, read, None)
+    assert set(method.finish(course(M), 1, ["a", "b"], state, total)[0].head.tolist()) == {4.0}
+
+
+def test_a_head_has_an_influence_and_can_be_limited_and_a_mask_has_none() -> None:
+    method = FedPM()
+    state, a = method.start(course(M)), assignment(M)
+    update = HeadUpdate(state.head + np.float32(2), 7.0)
+    influence = method.influence(a, state, update)
+    assert influence is not None
+    assert (influence.norm, influence.weight) == (pytest.approx(2 * 39**0.5, rel=1e-6), 7.0)
+    limited = method.limited(a, state, update, 0.25, 3.0)
+    assert np.allclose(limited.head, state.head + 0.5, atol=1e-6)
+    assert limited.samples == 3.0
+    assert method.influence(a, state, MaskUpdate(np.zeros(1, np.uint8))) is None
 
 
 def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
@@ -158,7 +171,7 @@ def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
     method = FedPM(probe_epochs=2, batch=20, probe_lr=0.1, probe_momentum=0.5, epochs=7)
     trainer = steady(value=1.0)
     head = np.zeros(39, np.float32)
-    local = method.local_round(steady_task(trainer, round_=1), {}, Payload({"head": head}))
+    local = local_round(method, steady_task(trainer, round_=1), None, Payload({"head": head}))
     assert len(trainer.asked) == 4
     assert local.update.arrays["head"].tolist() == pytest.approx([-0.6125] * 39, rel=1e-5)
 
@@ -166,12 +179,12 @@ def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
 def test_every_batch_draws_a_mask_of_its_own_device_round_and_turn() -> None:
     method, theta = FedPM(batch=20, epochs=2), np.full(MASKED, 0.7)
     trainer = steady()  # no gradient: the scores stay
-    method.train_scores(steady_task(trainer, "b", 5), {}, theta, np.zeros(39, np.float32), np.zeros(0, np.float32))
+    method.train(steady_task(trainer, "b", 5), None, theta, np.zeros(39, np.float32))
     part = method.masked(M)
     weights = part.gather(model(M).parameters)
-    p = logistic(np.log(theta / (1 - theta)).astype(np.float32))
+    p = sigmoid(np.log(theta / (1 - theta)).astype(np.float32))
     for turn, parameters in enumerate(trainer.asked):
-        mask = draw(counter.key(3, "training masks", "b", 5, turn), p)
+        mask = draw(counter.key(secret("b"), "training masks", 5, turn), p)
         assert (part.gather(parameters) == weights * mask).all()
     assert len(trainer.asked) == 4
 
@@ -181,39 +194,40 @@ def test_adams_moments_are_kept_only_when_asked() -> None:
         fleet = Fleet(FedPM(persistent=persistent, head="mask"))
         fleet.play("a")
         steps = -(-40 // 64)
-        assert ("adam_mean" in fleet.kept["a"]) == persistent
+        assert (fleet.kept["a"].adam is not None) == persistent
         fleet.play("a")
         if persistent:
-            assert fleet.kept["a"]["adam_steps"].tolist() == [2 * steps]
+            assert fleet.kept["a"].adam.steps == 2 * steps
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_adam_goes_on_where_it_stopped_when_it_is_persistent(persistent: bool) -> None:
     # theta = 1/2 gives every score the gradient g W / 4, so only its sign and the ratio of the two rounds' g count.
     method, theta = FedPM(persistent=persistent, lr=0.1), np.full(MASKED, 0.5)
-    head, none = np.zeros(39, np.float32), np.zeros(0, np.float32)
+    head = np.zeros(39, np.float32)
     way = np.sign(method.masked(M).gather(model(M).parameters))
-    first, _, kept = method.train_scores(steady_task(steady(value=1.0)), {}, theta, head, none)
-    assert np.allclose(first, -0.1 * way, rtol=1e-4)
-    second, _, kept = method.train_scores(steady_task(steady(value=3.0)), stored(kept), theta, head, none)
+    first = method.train(steady_task(steady(value=1.0)), None, theta, head)
+    assert np.allclose(logit(first.theta), -0.1 * way, rtol=1e-4)
+    kept = stored(Kept(first.buffers, first.adam))
+    second = method.train(steady_task(steady(value=3.0)), kept, theta, head)
     # m = (.9 * .1 + .1 * 3) g, v = (.999 * .001 + .001 * 9) g^2, each over one less the decay to the second power.
     step = 0.39 / (1 - 0.9**2) / ((0.000999 + 0.009) / (1 - 0.999**2)) ** 0.5 if persistent else 1.0
-    assert np.allclose(second, -0.1 * step * way, rtol=1e-4)
-    assert bool(kept) == persistent
+    assert np.allclose(logit(second.theta), -0.1 * step * way, rtol=1e-4)
+    assert (second.adam is not None) == persistent
 
 
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
 def test_batch_norm_statistics_go_on_on_the_device(method: BernoulliMasks) -> None:
     table = Tensor(name="bn", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0))
     m = M.model_copy(update={"buffers": (table,)})
-    trainer, state, kept = steady(m), method.start(model(m), 3), dict[str, Any]()
+    trainer, state, kept = steady(m), method.start(course(m)), None
     for round_ in (1, 2, 3):
-        down = method.downlink(assignment(m, round_=round_), state, {})
         t = steady_task(trainer, round_=round_)
-        assert method.personal(t, kept, down).buffers.tolist() == [round_ - 1] * 2
-        local = method.local_round(t, kept, down)
+        received = method.receive(t.assignment, kept, method.downlink(course(m), round_, state, None))
+        assert method.personal(t, kept, received).buffers.tolist() == [round_ - 1] * 2
+        local = method.local_round(t, kept, received)
         kept = stored(local.kept)
-        assert local.trained.buffers.tolist() == kept["buffers"].tolist() == [round_] * 2
+        assert local.trained.buffers.tolist() == kept.buffers.tolist() == [round_] * 2
 
 
 def test_the_published_straight_through_rule_is_another_one() -> None:
@@ -229,7 +243,7 @@ def test_the_published_straight_through_rule_is_another_one() -> None:
 def test_the_global_model_may_be_a_draw_a_threshold_or_an_expectation(evaluate: Any) -> None:
     fleet = Fleet(FedPM(evaluate=evaluate, head="mask", theta0=0.7))
     t = fleet.task("a", 1)
-    personal = fleet.method.personal(t, {}, fleet.ask("a"))
+    personal = fleet.method.personal(t, None, fleet.receive("a"))
     part = fleet.method.masked(M)
     share = part.gather(personal.parameters) / part.gather(model(M).parameters)
     if evaluate == "expected":
@@ -243,7 +257,7 @@ def test_the_evaluated_mask_is_another_one_in_every_round() -> None:
     method, theta, head = FedPM(), np.full(MASKED, 0.7), np.zeros(39, np.float32)
     masks = []
     for round_ in (3, 4):
-        mask = method.global_model(steady_task(steady(), round_=round_), {}, theta, head).mask
+        mask = method.global_model(assignment(M, round_=round_), None, theta, head).mask
         assert mask is not None
         masks.append(method.masked(M).gather(mask))
         assert (masks[-1] == (counter.uniform(counter.key(3, "evaluated mask", round_), MASKED) < 0.7)).all()
@@ -253,7 +267,7 @@ def test_the_evaluated_mask_is_another_one_in_every_round() -> None:
 def test_first_scores_are_spread_as_set_around_the_first_theta() -> None:
     m = mlp(300, 100, 3)
     for spread, theta0 in ((0.25, 0.5), (1.0, 0.5), (0.5, 0.8)):
-        theta = FedPM(theta0=theta0, spread=spread, clip=1e-3).first_theta(model(m), 7)
+        theta = FedPM(theta0=theta0, spread=spread, clip=1e-3).first_theta(replace(course(m), seed=7))
         logits = np.log(theta / (1 - theta))
         assert (logits.mean(), logits.std()) == pytest.approx((np.log(theta0 / (1 - theta0)), spread), abs=0.02)
         assert (theta * 4096 == np.round(theta * 4096)).all()
@@ -278,10 +292,10 @@ def test_literal_algorithm_2_needs_its_own_mean() -> None:
 )
 def test_they_learn(method: BernoulliMasks) -> None:
     fleet = Fleet(method)
-    first = fleet.personal_accuracy("a")
+    first = fleet.personal_score("a")
     for _ in range(8):
         fleet.play(*DEVICES)
-    assert fleet.personal_accuracy("a") > max(0.75, first)
+    assert fleet.personal_score("a") > max(0.75, first)
 
 
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
@@ -304,9 +318,9 @@ def test_a_malformed_update_is_refused(method: BernoulliMasks, damage: str) -> N
     a = fleet.task("a", 1).assignment
     for samples in (0, -1, True, "many", 2**40):
         with pytest.raises(PayloadError, match="samples"):
-            method.read_update(a, fleet.state, {}, Payload(good.arrays, {"samples": samples}))
+            method.read_update(a, fleet.state, None, Payload(good.arrays, {"samples": samples}))
     with pytest.raises(PayloadError, match="NaN"):
-        method.read_update(a, fleet.state, {}, Payload({"head": good.arrays["head"] * np.nan}, good.meta))
+        method.read_update(a, fleet.state, None, Payload({"head": good.arrays["head"] * np.nan}, good.meta))
     fleet.play(*DEVICES)
     ((name, data),) = fleet.local["a"].update.arrays.items()
     bad = {
@@ -337,13 +351,13 @@ def test_damaged_codec_bytes_are_a_payload_error_on_both_sides(method: Bernoulli
     for _ in range(3):
         fleet.play(*DEVICES)
     t, down = fleet.task("a", 4), fleet.ask("a")
-    sent = method.local_round(t, fleet.kept["a"], down).update
+    sent = local_round(method, t, fleet.kept["a"], down).update
 
     def server(update: Payload) -> None:
         method.read_update(t.assignment, fleet.state, fleet.records["a"], update)
 
     def device(downlink: Payload) -> None:
-        method.personal(t, fleet.kept["a"], downlink)
+        method.receive(t.assignment, fleet.kept["a"], downlink)
 
     rng = np.random.default_rng(1)
     for read, good in ((server, sent), (device, down)):
@@ -369,16 +383,16 @@ def test_an_impossible_downlink_is_refused_by_the_device() -> None:
     nothing = Payload({"theta": np.zeros(MASKED, np.float32), "head": np.zeros(39, np.float32)})
     for method in (FedPM(), DeltaMask()):
         with pytest.raises(PayloadError, match="theta"):
-            method.local_round(task(M, round_=2), {}, nothing)
+            method.receive(assignment(M, round_=2), None, nothing)
     with pytest.raises(PayloadError, match="head"):
-        FedPM().local_round(task(M, round_=1), {}, Payload({"head": np.zeros(3, np.float32)}))
+        FedPM().receive(assignment(M), None, Payload({"head": np.zeros(3, np.float32)}))
     junk: Arrays = {"junk": np.zeros(3, np.uint8), "head": np.zeros(39, np.float32)}
     with pytest.raises(PayloadError, match="arrays"):
-        Coupled().local_round(task(M, round_=2), {}, Payload(junk))
+        Coupled().receive(assignment(M, round_=2), None, Payload(junk))
 
 
 def test_the_trainer_is_asked_once_a_batch() -> None:
     engine = NumpyMlp(M)
     t = replace(task(M, round_=2), trainer=engine)
-    Coupled(batch=16, epochs=2).local_round(t, {}, Payload({"head": np.zeros(39, np.float32)}))
+    local_round(Coupled(batch=16, epochs=2), t, None, Payload({"head": np.zeros(39, np.float32)}))
     assert engine.calls == 2 * 3

@@ -1,33 +1,42 @@
-"""Coupled: both sides know the same, at whatever price, and a device that does not any more recovers."""
+"""Coupled: both sides hold the same values, a device receives what it lacks, and one that lost them recovers."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from edge_kernels import counter
 from edge_kernels.codecs import counts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mask_fleet import DEVICES, MASKED, Fleet, own_mask
 from numpy_mlp import assignment, mlp
 
-from edge_client.errors import PayloadError
-from edge_client.local import run_round
-from edge_client.methods.coupled import Coupled, Lost, scaled
+from edge_client.errors import LostError, PayloadError
+from edge_client.methods.bernoulli import Posterior
+from edge_client.methods.coupled import Coupled, Held, Kept, scaled
 from edge_client.methods.fedpm import FedPM
-from edge_client.protocol.payload import Payload
+from edge_client.protocol.payload import Payload, encode
 
 
 def agrees(fleet: Fleet, device: str) -> None:
-    """What the device makes of its next downlink is what the server has."""
-    assert isinstance(fleet.method, Coupled)
-    a = fleet.task(device, fleet.round + 1).assignment
-    known = fleet.method.understand(a, fleet.kept.get(device, {}), fleet.ask(device))
-    for name in ("ones", "masks"):
-        assert (known.tally[name] == fleet.state[name]).all(), name
-    assert (known.head == fleet.state["head"]).all()
+    """What the device decodes from its next downlink is what the server has."""
+    received = fleet.receive(device)
+    assert (received.posterior.ones == fleet.state.posterior.ones).all()
+    assert received.posterior.masks == fleet.state.posterior.masks
+    assert (received.head == fleet.state.head).all()
+
+
+def wiped(fleet: Fleet, device: str, kept: Kept | None = None) -> None:
+    """The device has lost what it kept, or has an older copy: it reports the loss, the server drops its record."""
+    fleet.kept[device] = kept
+    with pytest.raises(LostError, match="is not of it"):
+        fleet.receive(device)
+    fleet.lose(device)
 
 
 def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
@@ -40,7 +49,7 @@ def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
                 assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
 
-def test_a_device_is_told_what_it_lacks_and_no_more() -> None:
+def test_a_device_receives_what_it_lacks_and_no_more() -> None:
     fleet = Fleet(Coupled())
     assert set(fleet.ask("a").arrays) == set()  # it has the bundle's head
     fleet.play("a", "b")
@@ -68,19 +77,19 @@ def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
     fleet = Fleet(Coupled(**settings))
     for r in range(6):
         took_part = DEVICES if r % 3 else DEVICES[:2]
-        before = {name: fleet.state[name].copy() for name in ("ones", "masks")}
+        before = fleet.state.posterior
         fleet.play(*took_part)
         first_mask_round = 0 if fleet.method.probing else -1
         if r > first_mask_round:  # the counts are those of the devices' own masks, added up here
             ones = np.sum([own_mask(fleet, d) for d in took_part], axis=0)
             reset = settings.get("reset_every", 1) == 1 or (r - first_mask_round - 1) % settings["reset_every"] == 0
-            assert (fleet.state["ones"] == (ones if reset else before["ones"] + ones)).all()
-            assert int(fleet.state["masks"][0]) == len(took_part) + (0 if reset else int(before["masks"][0]))
+            assert (fleet.state.posterior.ones == (ones if reset else before.ones + ones)).all()
+            assert fleet.state.posterior.masks == len(took_part) + (0 if reset else before.masks)
         for d in DEVICES:
             agrees(fleet, d)
 
 
-def test_a_cohort_larger_than_the_references_gets_counts_against_counts() -> None:
+def test_a_cohort_larger_than_the_references_receives_counts_against_counts() -> None:
     fleet = Fleet(Coupled(references=2))
     for _ in range(4):
         fleet.play(*DEVICES)
@@ -105,55 +114,45 @@ def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
     )
 
 
-def test_a_device_that_lost_what_it_kept_sits_a_round_out_and_is_well_again() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    fleet.kept["a"] = {}
-    fleet.play(*DEVICES)
-    assert dict(fleet.local["a"].update.arrays) == {}
-    assert int(fleet.state["masks"][0]) == 2
-    assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
-    for _ in range(2):
-        for d in DEVICES:
-            agrees(fleet, d)
-        fleet.play(*DEVICES)
-    assert int(fleet.state["masks"][0]) == 3
-
-
-def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundles() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    fleet.play("b", "c")
-    fleet.kept["a"] = {}
-    assert set(fleet.ask("a").arrays) == {"counts.counts"}
-    fleet.play(*DEVICES)
-    assert dict(fleet.local["a"].update.arrays) == {}
-    agrees(fleet, "a")
-
-
-def test_a_round_that_everybody_sits_out_changes_nothing() -> None:
-    fleet = Fleet(Coupled())
-    for _ in range(3):
-        fleet.play("a", "b")
-    ones = fleet.state["ones"].copy()
-    fleet.kept = {}
-    fleet.play("a", "b")
-    assert (fleet.state["ones"] == ones).all()
-    for d in DEVICES:
-        agrees(fleet, d)
-        assert "counts.counts" in fleet.ask(d).arrays
-
-
 def play_rounds(fleet: Fleet, rounds: int) -> None:
     for _ in range(rounds):
         fleet.play(*DEVICES)
 
 
-def sat_out(fleet: Fleet, device: str) -> bool:
-    """Whether the device's last update only asked for everything again."""
-    return not fleet.local[device].took_part and fleet.local[device].update.meta == {"resync": 1}
+def test_a_device_that_lost_what_it_kept_receives_everything_and_trains_again() -> None:
+    fleet = Fleet(Coupled())
+    play_rounds(fleet, 3)
+    wiped(fleet, "a")
+    fleet.play("b", "c")  # the round goes on without it
+    assert fleet.state.posterior.masks == 2
+    assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
+    for _ in range(2):
+        for d in DEVICES:
+            agrees(fleet, d)
+        fleet.play(*DEVICES)
+    assert fleet.state.posterior.masks == 3
+
+
+def test_a_device_that_reports_its_loss_can_be_asked_again_in_the_same_round() -> None:
+    fleet = Fleet(Coupled())
+    play_rounds(fleet, 3)
+    wiped(fleet, "a")
+    fleet.play(*DEVICES)
+    for d in DEVICES:
+        agrees(fleet, d)
+        assert (fleet.masks[d] == own_mask(fleet, d)).all()
+    assert fleet.audience("a") == "short"
+    assert fleet.audience("b") == "long"
+
+
+def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundles() -> None:
+    fleet = Fleet(Coupled())
+    play_rounds(fleet, 3)
+    fleet.play("b", "c")
+    assert set(fleet.ask("a").arrays) == {"counts.counts"}
+    wiped(fleet, "a")
+    assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
+    agrees(fleet, "a")
 
 
 @pytest.mark.parametrize("references", [64, 2], ids=["net flips", "counts"])
@@ -164,32 +163,70 @@ def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int,
     play_rounds(fleet, 3)
     backup = fleet.kept["a"]
     fleet.play(*DEVICES)
-    fleet.kept["a"] = backup if loss == "stale" else {}
-    with pytest.raises(Lost, match="sits the round out"):
-        fleet.personal_accuracy("a")
-    fleet.play(*DEVICES)
-    assert sat_out(fleet, "a")
-    assert not sat_out(fleet, "b")
+    wiped(fleet, "a", backup if loss == "stale" else None)
+    fleet.play("b", "c")
     assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
     for _ in range(2):
         for d in DEVICES:
             agrees(fleet, d)
         fleet.play(*DEVICES)
-        assert not sat_out(fleet, "a")
         assert (fleet.masks["a"] == own_mask(fleet, "a")).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    plan=st.lists(st.tuples(st.sets(st.sampled_from(DEVICES), min_size=1), st.sets(st.sampled_from(DEVICES))),
+                  min_size=3, max_size=6),
+    references=st.sampled_from([64, 2, 1]),
+    reset_every=st.sampled_from([1, 2]),
+    head=st.sampled_from(["probe", "mask"]),
+)  # fmt: skip
+def test_whoever_takes_part_and_whatever_is_lost_both_sides_hold_the_same(
+    plan: list[tuple[set[str], set[str]]], references: int, reset_every: int, head: Any
+) -> None:
+    fleet = Fleet(Coupled(references=references, reset_every=reset_every, head=head))
+    for took_part, lost in plan:
+        for d in sorted(lost):
+            fleet.kept[d] = None
+            try:
+                fleet.receive(d)
+            except LostError:
+                fleet.lose(d)
+        fleet.play(*sorted(took_part))
+        for d in took_part & fleet.masks.keys():
+            assert (fleet.masks[d] == own_mask(fleet, d)).all()
+        for d in DEVICES:
+            agrees(fleet, d)
+
+
+def test_devices_of_one_audience_receive_the_same_bytes() -> None:
+    seen: set[str] = set()
+    for references in (64, 1):
+        fleet = Fleet(Coupled(references=references))
+        for took_part in (DEVICES, "ab", "abc", "abc", "bc", "abc", "abc", "abc"):
+            sent: dict[str, bytes] = {}
+            for d in DEVICES:
+                data = encode(fleet.ask(d))
+                assert sent.setdefault(fleet.audience(d), data) == data
+                assert not {"device", "a", "b", "c"} & set(fleet.ask(d).meta)
+            seen |= sent.keys()
+            fleet.play(*took_part)
+    assert seen == {"whole", "whole+head", "short", "long", "change"}
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 8])
 def test_the_last_downlink_is_whole_for_every_device(rounds: int) -> None:
     fleet = Fleet(Coupled(), rounds=rounds)
     play_rounds(fleet, rounds)
-    t, down = fleet.task("a", rounds + 1), fleet.ask("a")
-    expected = fleet.method.personal(t, fleet.kept["a"], down).parameters
-    for kept in ({}, fleet.kept["b"], {"ones": np.zeros(3, np.uint32)}):
+    t = fleet.task("a", rounds + 1)
+    expected = fleet.method.personal(t, fleet.kept["a"], fleet.receive("a")).parameters
+    buffers, none = np.zeros(0, np.float32), Posterior(np.zeros(3, np.uint32), 0)
+    for kept in (None, fleet.kept["b"], Kept(buffers, None, Held(none, buffers, None))):
         fleet.kept["a"] = kept
         agrees(fleet, "a")
-        assert (fleet.method.personal(t, kept, down).parameters == expected).all()
+        assert (fleet.method.personal(t, kept, fleet.receive("a")).parameters == expected).all()
     assert set(fleet.ask("a").arrays) == ({"head"} if rounds == 1 else {"head", "counts.counts"})
+    assert len({fleet.audience(d) for d in DEVICES}) == 1
 
 
 def test_a_device_restored_from_before_the_probing_round_recovers() -> None:
@@ -197,40 +234,34 @@ def test_a_device_restored_from_before_the_probing_round_recovers() -> None:
     fleet.play(*DEVICES)
     backup = fleet.kept["a"]
     play_rounds(fleet, 2)
-    fleet.kept["a"] = backup
-    fleet.play(*DEVICES)
-    assert sat_out(fleet, "a")
+    wiped(fleet, "a", backup)
     agrees(fleet, "a")
 
 
-def test_a_device_whose_counts_differ_notices() -> None:
-    for references in (64, 2):
-        fleet = Fleet(Coupled(references=references))
-        play_rounds(fleet, 3)
-        fleet.kept["a"] = {**fleet.kept["a"], "ones": 3 - fleet.kept["a"]["ones"]}
-        with pytest.raises(Lost, match="kept is not of it"):
-            fleet.personal_accuracy("a")
+@pytest.mark.parametrize("references", [64, 2])
+def test_a_device_whose_counts_differ_detects_it(references: int) -> None:
+    fleet = Fleet(Coupled(references=references))
+    play_rounds(fleet, 3)
+    kept = fleet.kept["a"]
+    posterior = replace(kept.held.posterior, ones=np.uint32(3) - kept.held.posterior.ones)
+    wiped(fleet, "a", replace(kept, held=replace(kept.held, posterior=posterior)))
 
 
-def test_a_round_that_is_sat_out_counts_in_no_mean_and_keeps_the_devices_own_statistics() -> None:
+def test_a_loss_keeps_the_devices_own_statistics_and_moments() -> None:
     fleet = Fleet(Coupled(persistent=True))
     play_rounds(fleet, 3)
-    own = fleet.kept["a"]
-    kept = {name: own[name] for name in ("buffers", "adam_mean", "adam_square", "adam_steps")}
-    outcome = run_round(fleet.method, fleet.task("a", 4), kept, fleet.ask("a"))
-    assert (outcome.metrics.samples, outcome.metrics.loss, outcome.metrics.correct) == (0, 0.0, [0, 0, 0])
-    assert dict(outcome.update.arrays) == {}
-    assert outcome.kept.keys() == kept.keys()
-    whole = run_round(fleet.method, fleet.task("a", 4), own, fleet.ask("a"))
-    assert (whole.metrics.samples, whole.metrics.correct[2]) == (40, 40)
+    own = replace(fleet.kept["a"], held=None)
+    wiped(fleet, "a", own)
+    fleet.play(*DEVICES)
+    assert fleet.kept["a"].adam.steps == own.adam.steps + 1
 
 
 def test_counts_are_scaled_to_the_next_number_of_masks_and_rounded() -> None:
     # Of three masks 0, 1, 2, 3 ones are 0, 1.33, 2.67, 4 of four; of two 0, .67, 1.33, 2.
-    tally = {"ones": np.arange(4, dtype=np.uint32), "masks": np.array([3])}
+    tally = Posterior(np.arange(4, dtype=np.uint32), 3)
     assert scaled(tally, 4).tolist() == [0, 1, 3, 4]
     assert scaled(tally, 2).tolist() == [0, 1, 1, 2]
-    half = {"ones": np.array([1, 3], np.uint32), "masks": np.array([4])}
+    half = Posterior(np.array([1, 3], np.uint32), 4)
     assert scaled(half, 2).tolist() == [1, 2]  # .5 and 1.5: halves go up
 
 
@@ -241,8 +272,8 @@ def test_a_change_of_cohort_size_is_coded_against_the_scaled_counts() -> None:
     fleet.play("a", "b")
     agrees(fleet, "a")
     data = fleet.ask("a").arrays["change.counts"].tobytes()
-    ones = counts.decode(data, MASKED, 2, (before["ones"] * np.uint32(2) + np.uint32(1)) // np.uint32(3))
-    assert (ones == fleet.state["ones"]).all()
+    ones = counts.decode(data, MASKED, 2, (before.posterior.ones * np.uint32(2) + np.uint32(1)) // np.uint32(3))
+    assert (ones == fleet.state.posterior.ones).all()
     assert fleet.ask("a").meta["crc"] == zlib.crc32(ones.astype("<i4").tobytes())
 
 
@@ -254,13 +285,14 @@ def test_counts_that_decode_from_the_wrong_ones_do_not_pass_their_checksum() -> 
     after[::100] = 3 - after[::100]
     change = np.frombuffer(counts.encode(after, 3, before), np.uint8)
     down = Payload({"change.counts": change}, {"masks": 3, "crc": zlib.crc32(after.astype("<i4").tobytes())})
-    kept = {"ones": before, "masks": np.array([3]), "head": np.zeros(303, np.float32)}
-    assert (method.understand(a, kept, down).tally["ones"] == after).all()
+    held = Held(Posterior(before, 3), np.zeros(303, np.float32), None)
+    kept = Kept(np.zeros(0, np.float32), None, held)
+    assert (method.receive(a, kept, down).posterior.ones == after).all()
     # Two weights exchanged: as many of every count as before, so the codec itself has nothing to object to.
     wrong = before.copy()
     wrong[[1, 2]] = wrong[[2, 1]]
-    with pytest.raises(Lost, match="checksum"):
-        method.understand(a, {**kept, "ones": wrong}, down)
+    with pytest.raises(LostError, match="checksum"):
+        method.receive(a, replace(kept, held=replace(held, posterior=Posterior(wrong, 3))), down)
 
 
 def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names() -> None:
@@ -282,8 +314,8 @@ def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
     a = fleet.task("a", 3).assignment
     for other in ("0" * 16, None):
         meta = {"reference": other} if other else {}
-        with pytest.raises(PayloadError, match=f"reference mask {other!r}.*start the client again"):
-            fleet.method.read_update(a, fleet.state, {}, Payload(update.arrays, meta))
+        with pytest.raises(PayloadError, match=f"reference mask {other!r}.*restart the client"):
+            fleet.method.read_update(a, fleet.state, None, Payload(update.arrays, meta))
 
 
 def test_net_flips_without_their_streams_are_a_payload_error() -> None:
@@ -292,14 +324,4 @@ def test_net_flips_without_their_streams_are_a_payload_error() -> None:
     down = fleet.ask("a")
     broken = Payload({n: x for n, x in down.arrays.items() if n != "streams"}, down.meta)
     with pytest.raises(PayloadError, match="streams"):
-        fleet.method.personal(fleet.task("a", 3), fleet.kept["a"], broken)
-
-
-def test_a_device_that_sits_a_round_out_cannot_weigh_in_its_means() -> None:
-    fleet = Fleet(Coupled())
-    fleet.play("a")
-    a = fleet.task("a", 2).assignment
-    for meta in ({"samples": 5}, {"correct": [1, 1, 2]}):
-        with pytest.raises(PayloadError, match="reports no samples"):
-            fleet.method.read_update(a, fleet.state, {}, Payload({}, {"resync": 1, **meta}))
-    assert fleet.method.read_update(a, fleet.state, {}, Payload({}, {"resync": 1})) == {}
+        fleet.method.receive(fleet.task("a", 3).assignment, fleet.kept["a"], broken)

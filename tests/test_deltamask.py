@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter
-from edge_kernels.codecs.entropy import coupling_contexts
-from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task
-from numpy_mlp import assignment, mlp, model
+from edge_kernels.coupling import coupling_contexts
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from numpy_mlp import assignment, course, mlp, secret
 
 from edge_client.errors import PayloadError
-from edge_client.methods.bernoulli import logistic
 from edge_client.methods.deltamask import DeltaMask, most_telling
 from edge_client.protocol.payload import Payload
+from edge_client.training.gates import sigmoid
 
 
 def test_the_changes_kept_are_those_with_the_largest_divergence() -> None:
@@ -84,19 +84,19 @@ def test_common_uniforms_are_the_same_for_all_and_others_are_not() -> None:
 def one_update(method: DeltaMask, device: str, round_: int = 2) -> Payload:
     """The update of a device whose training changes nothing: theta is .7 everywhere."""
     down = Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
-    return method.local_round(steady_task(steady(), device, round_), {}, down).update
+    return local_round(method, steady_task(steady(), device, round_), None, down).update
 
 
-def test_independent_devices_draw_with_their_own_randomness() -> None:
+def test_independent_devices_draw_with_their_secret_randomness() -> None:
     method = DeltaMask(codec="bits", kappa=1.0)
     theta = np.full(MASKED, np.float32(0.7), np.float64)
     reference = counter.uniform(counter.key(3, "uniforms", 2), MASKED) < theta
-    own = logistic(np.log(theta / (1 - theta)).astype(np.float32))
+    own = sigmoid(np.log(theta / (1 - theta)).astype(np.float32))
     sent = []
     for device in "ab":
         data = one_update(method, device).arrays["changes.bits"].tobytes()
         flips = codecs.decode_mask("bits", data, MASKED)
-        drawn = counter.uniform(counter.key(3, "uploaded mask", 2, device), MASKED) < own
+        drawn = counter.uniform(counter.key(secret(device), "uploaded mask", 2), MASKED) < own
         assert (flips == (drawn ^ reference)).all()
         sent.append(data)
     assert sent[0] != sent[1]
@@ -114,32 +114,32 @@ def test_contexts_are_what_both_sides_know_of_a_change() -> None:
 @pytest.mark.parametrize("sampling", ["independent", "common", "device"])
 def test_an_update_names_the_reference_mask_it_changes(sampling: Any) -> None:
     method = DeltaMask(sampling=sampling, theta0=0.7)
-    state, a = method.start(model(M), 3), assignment(M, "a", 2)
+    state, a = method.start(course(M)), assignment(M, "a", 2)
     update = one_update(method, "a")
     packed = np.packbits(method.uniforms(a, MASKED) < np.float32(0.7), bitorder="little").tobytes()
     assert update.meta["reference"] == hashlib.sha256(packed).hexdigest()[:16]
-    method.read_update(a, state, {}, update)
+    method.read_update(a, state, None, update)
     for other in ("0" * 16, None):
         meta = {"reference": other} if other else {}
-        with pytest.raises(PayloadError, match="start the client again"):
-            method.read_update(a, state, {}, Payload(update.arrays, meta))
+        with pytest.raises(PayloadError, match="restart the client"):
+            method.read_update(a, state, None, Payload(update.arrays, meta))
 
 
-def test_a_device_with_another_theta_is_found_out_and_is_well_again_with_a_fresh_downlink() -> None:
+def test_a_device_with_another_theta_is_detected_and_recovers_with_a_fresh_downlink() -> None:
     fleet = Fleet(DeltaMask())
     for _ in range(2):
         fleet.play(*DEVICES)
     t, down = fleet.task("a", 3), fleet.ask("a")
     stale = Payload({**down.arrays, "theta": np.full(MASKED, 0.5, np.float32)}, down.meta)
-    wrong = fleet.method.local_round(t, fleet.kept["a"], stale).update
+    wrong = local_round(fleet.method, t, fleet.kept["a"], stale).update
     with pytest.raises(PayloadError, match="reference mask"):
-        fleet.method.read_update(t.assignment, fleet.state, {}, wrong)
+        fleet.method.read_update(t.assignment, fleet.state, None, wrong)
     fleet.play(*DEVICES)
-    assert int(fleet.state["masks"][0]) == 3
+    assert fleet.state.posterior.masks == 3
 
 
 def test_changes_in_another_codec_than_the_settings_name_are_refused() -> None:
     update = one_update(DeltaMask(codec="rice"), "a")
     method = DeltaMask(theta0=0.7)
     with pytest.raises(PayloadError, match=r"'changes.fuse8-png' was due"):
-        method.read_update(assignment(M, "a", 2), method.start(model(M), 3), {}, update)
+        method.read_update(assignment(M, "a", 2), method.start(course(M)), None, update)

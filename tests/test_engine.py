@@ -1,11 +1,13 @@
-"""The round engine: the rules of its docstring, one by one, then random histories."""
+"""The round engine: the rules of its docstring, one by one, every cell of its tables, then random histories."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
+import pytest
 from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +19,15 @@ from coord_server.events import (
     Aggregate,
     Aggregated,
     Decision,
+    Draw,
     Event,
+    Failed,
     Finish,
+    Forget,
+    GiveUp,
     OpenRound,
     Paused,
-    Ready,
+    Present,
     Refuse,
     Removed,
     Resumed,
@@ -31,7 +37,9 @@ from coord_server.events import (
     Unusable,
     Updated,
 )
-from edge_client.protocol.messages import FederationConfig
+from coord_server.problems import PROBLEMS
+from coord_server.state import Stage
+from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
 
 def config(**more: Any) -> FederationConfig:
@@ -40,179 +48,222 @@ def config(**more: Any) -> FederationConfig:
     return FederationConfig.model_validate({**base, **more})
 
 
-def run(c: FederationConfig, *events: Event, state: State | None = None) -> tuple[State, list[Decision]]:
+def run(
+    c: FederationConfig, *events: Event, state: State | None = None, present: str | None = None
+) -> tuple[State, list[Decision]]:
+    """The state after `events`; each `Draw` is answered with the devices `present` (one letter each), if given."""
     state, said = state or State(), []
     for event in events:
         state, decisions = apply(c, state, event)
+        if present is not None and any(isinstance(d, Draw) for d in decisions):
+            state, more = apply(c, state, Present(event.now, tuple(present)))
+            decisions = (*(d for d in decisions if not isinstance(d, Draw)), *more)
         said += decisions
     return state, said
 
 
-def enrol(*names: str) -> list[Event]:
-    return [Ready(0.0, n) for n in names]
+def here(names: str, now: float = 0.0) -> Present:
+    return Present(now, tuple(sorted(names)))
+
+
+def opened(c: FederationConfig, names: str = "abc") -> State:
+    return run(c, here(names))[0]
 
 
 def updated(c: FederationConfig, state: State, device: str, now: float = 1.0, sha256: str = "s") -> Updated:
     return Updated(now, state.round, device, engine.lease(c, state.round, device), sha256)
 
 
-def test_the_federation_starts_by_itself_when_enough_devices_have_enrolled() -> None:
+def failed(c: FederationConfig, state: State, device: str, now: float = 1.0, kind: Any = "diverged") -> Failed:
+    return Failed(now, state.round, device, engine.lease(c, state.round, device), kind, "loss is NaN")
+
+
+def refused(said: list[Decision]) -> str:
+    assert isinstance(said[0], Refuse), said
+    assert said[0].kind in PROBLEMS
+    assert len(said) == 1
+    return said[0].kind
+
+
+def test_the_federation_starts_by_itself_when_enough_devices_are_present() -> None:
     c = config()
-    state, said = run(c, *enrol("a", "b"))
-    assert (state.phase, said) == ("recruiting", [])
-    state, said = run(c, *enrol("c"), state=state)
+    state, said = run(c, here("ab"))
+    assert (state, said) == (State(), [])
+    state, said = run(c, here("abc"), state=state)
     assert (state.phase, state.round, state.attempt) == ("running", 1, 1)
     assert said == [OpenRound(1, 1, state.cohort, 10.0)]
 
 
 def test_a_manual_start_waits_for_the_operator() -> None:
     c = config(start="manual")
-    state, said = run(c, *enrol("a", "b", "c", "d"))
+    state, said = run(c, here("abcd"))
     assert (state.phase, said) == ("recruiting", [])
-    state, said = run(c, Started(5.0), state=state)
+    state, said = run(c, Started(5.0, tuple("abcd")), state=state)
     assert isinstance(said[0], OpenRound)
     assert said[0].deadline == 15.0
 
 
 def test_starting_without_a_device_is_refused() -> None:
-    assert isinstance(run(config(), Started(0.0))[1][0], Refuse)
+    assert refused(run(config(), Started(0.0))[1]) == "no-devices"
 
 
-def test_the_cohort_is_the_devices_with_the_smallest_keys_whatever_the_order_of_enrolment() -> None:
+def test_the_cohort_is_the_devices_with_the_smallest_keys() -> None:
     c = config(min_devices=5)
-    names = ("e", "d", "c", "b", "a")
-    by_key = sorted(names, key=lambda n: counter.key(7, "cohort", 1, 1, n))
-    for order in (names, names[::-1]):
-        state, _ = run(c, *enrol(*order))
-        assert state.cohort == tuple(sorted(by_key[:2]))
+    by_key = sorted("edcba", key=lambda n: counter.key(7, "cohort", 1, 1, n))
+    assert opened(c, "abcde").cohort == tuple(sorted(by_key[:2]))
 
 
-def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_opens_after_aggregation() -> None:
+@given(st.sets(st.text("abcdefgh", min_size=1, max_size=4), max_size=40), st.integers(1, 8), st.integers(0, 2**63 - 1))
+def test_a_cohort_chosen_at_once_is_the_one_chosen_key_by_key(names: set[str], size: int, seed: int) -> None:
+    c, devices = config(cohort=size, seed=seed), tuple(sorted(names))
+    by_key = sorted((counter.key(seed, "cohort", 3, 2, n), n) for n in devices)
+    assert engine.choose_cohort(c, devices, 3, 2) == tuple(sorted(n for _, n in by_key[:size]))
+
+
+def test_the_state_holds_no_device_that_was_not_asked() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    names = tuple(f"d{i:05}" for i in range(10_000))
+    state, _ = run(c, Present(0.0, names))
+    assert len(engine.dump(state)) < 1000
+    assert state.asked == state.cohort == engine.choose_cohort(c, names, 1, 1)
+
+
+def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:
+    c = config()
+    state = opened(c)
     first, second = state.cohort
     state, said = run(c, updated(c, state, second), state=state)
     assert said == [Acknowledge(1, second, "s", False)]
     state, said = run(c, updated(c, state, first), state=state)
     assert said == [Acknowledge(1, first, "s", False), Aggregate(1, 1, (first, second))]
-    state, said = run(c, Aggregated(2.0, 1), state=state)
-    assert (state.round, state.attempt, dict(state.received)) == (2, 1, {})
+    state, said = run(c, Aggregated(2.0, 1, 1), state=state)
+    assert (state.round, state.attempt, dict(state.received), said) == (2, 0, {}, [Draw(2, 1)])
+    state, said = run(c, here("abc", 2.0), state=state)
     assert said == [OpenRound(2, 1, state.cohort, 12.0)]
 
 
-def test_after_the_last_round_the_federation_is_finished_and_late_devices_may_still_enrol() -> None:
+def test_after_the_last_round_the_federation_is_finished_and_late_devices_change_nothing() -> None:
     c = config(rounds=1)
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     for device in state.cohort:
         state, _ = run(c, updated(c, state, device), state=state)
-    state, said = run(c, Aggregated(2.0, 1), state=state)
+    state, said = run(c, Aggregated(2.0, 1, 1), state=state)
     assert (state.phase, state.round, said) == ("finished", 1, [Finish(1)])
-    state, said = run(c, *enrol("z"), state=state)
-    assert "z" in state.devices
-    assert said == []
+    assert run(c, here("z"), state=state) == (state, [])
 
 
 def test_at_the_deadline_a_round_closes_with_enough_updates() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     state, said = run(c, updated(c, state, state.cohort[0]), Tick(9.9), state=state)
     assert not any(isinstance(d, Aggregate) for d in said)
     state, said = run(c, Tick(10.0), state=state)
     assert said == [Aggregate(1, 1, (state.cohort[0],))]
 
 
-def test_with_too_few_updates_the_round_runs_again_with_another_cohort_and_keeps_what_is_in() -> None:
+def test_with_too_few_updates_the_round_runs_again_with_another_cohort_and_keeps_its_updates() -> None:
     c = config(min_updates=2, min_devices=6, cohort=3)
-    state, _ = run(c, *enrol(*"abcdef"))
+    state = opened(c, "abcdef")
     early, slow, _ = state.cohort
-    state, _ = run(c, updated(c, state, early), Tick(10.0), state=state)
+    state, said = run(c, updated(c, state, early), Tick(10.0), state=state)
+    assert said[1:] == [Draw(1, 2)]
+    state, _ = run(c, here("abcdef", 10.0), state=state)
     assert (state.round, state.attempt, state.deadline) == (1, 2, 20.0)
-    assert state.cohort == engine.choose_cohort(c, state.devices, 1, 2)
+    assert state.cohort == engine.choose_cohort(c, tuple("abcdef"), 1, 2)
     assert dict(state.received) == {early: "s"}
     state, said = run(c, updated(c, state, slow, 11.0), state=state)  # asked by the first attempt: its work counts
     assert said[0] == Acknowledge(1, slow, "s", False)
 
 
-def test_a_round_waits_while_fewer_devices_are_enrolled_than_it_needs_updates() -> None:
+def test_a_round_stays_undrawn_while_fewer_devices_are_present_than_it_needs_updates() -> None:
     c = config(min_updates=2)
-    state, said = run(c, *enrol("a"), Started(0.0))
-    assert (state.phase, state.stage, said) == ("running", "idle", [])
-    state, said = run(c, Ready(3.0, "b"), state=state)
+    state, said = run(c, Started(0.0, ("a",)))
+    assert (state.phase, state.stage, said) == ("running", "drawing", [Draw(1, 1)])
+    assert engine.pending(state) == (Draw(1, 1),)
+    assert run(c, here("a", 2.0), Tick(1000.0), state=state) == (state, [])
+    state, said = run(c, here("ab", 3.0), state=state)
     assert said == [OpenRound(1, 1, ("a", "b"), 13.0)]
 
 
 def test_the_same_update_again_is_acknowledged_again_and_another_body_is_refused() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     device = state.cohort[0]
     once, _ = run(c, updated(c, state, device), state=state)
     again, said = run(c, updated(c, once, device), state=once)
     assert (again, said) == (once, [Acknowledge(1, device, "s", True)])
     other, said = run(c, updated(c, once, device, sha256="t"), state=once)
-    assert other == once
-    assert isinstance(said[0], Refuse)
-    assert said[0].kind == "conflicting-update"
+    assert (other, refused(said)) == (once, "conflicting-update")
 
 
-def test_foreign_rounds_leases_and_devices_are_refused_and_change_nothing() -> None:
+@pytest.mark.parametrize("make", [updated, failed])
+def test_foreign_rounds_leases_and_devices_are_refused_and_change_nothing(make: Any) -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     device, outside = state.cohort[0], (set("abc") - set(state.cohort)).pop()
-    good = updated(c, state, device)
+    good = make(c, state, device)
     foreign = {
-        "wrong-round": Updated(1.0, 2, device, good.lease, "s"),
-        "wrong-lease": Updated(1.0, 1, device, engine.lease(c, 1, outside), "s"),
-        "not-in-cohort": Updated(1.0, 1, outside, engine.lease(c, 1, outside), "s"),
+        "wrong-round": replace(good, round=2),
+        "wrong-lease": replace(good, lease=engine.lease(c, 1, outside)),
+        "not-in-cohort": make(c, state, outside),
     }
     for kind, event in foreign.items():
         after, said = run(c, event, state=state)
-        assert after == state
-        assert isinstance(said[0], Refuse)
-        assert said[0].kind == kind
+        assert (after, refused(said)) == (state, kind)
 
 
 def test_an_update_of_the_next_round_waits_while_a_restarted_coordinator_folds_this_one() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     state, said = run(c, *(updated(c, state, d) for d in state.cohort), state=state)
     assert isinstance(said[-1], Aggregate)
     ahead = Updated(2.0, 2, "a", engine.lease(c, 2, "a"), "s")
     after, said = run(c, ahead, state=state)
-    assert after == state
-    assert isinstance(said[0], Refuse)
-    assert said[0].kind == "round-not-open"
+    assert (after, refused(said)) == (state, "round-not-open")
 
 
 def test_a_removed_device_is_not_waited_for_and_its_acknowledged_update_stays() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     first, second = state.cohort
-    state, said = run(c, updated(c, state, first), Removed(2.0, first), Removed(3.0, second), state=state)
-    assert said[-1] == Aggregate(1, 1, (first,))
-    assert state.devices == tuple(sorted(set("abc") - {first, second}))
+    late = updated(c, state, second)
+    state, said = run(c, updated(c, state, first), Removed(2.0, first), state=state)
+    assert [type(d) for d in said] == [Acknowledge]
+    gone, said = run(c, Removed(3.0, second), state=state)
+    assert said == [Aggregate(1, 1, (first,))]
+    assert refused(run(c, late, state=gone)[1]) == "not-in-cohort"
+    assert run(c, updated(c, gone, first), state=gone)[1] == [Acknowledge(1, first, "s", True)]
 
 
-def test_a_pause_stops_the_clock_takes_updates_and_opens_nothing() -> None:
+def test_a_pause_stops_the_clock_accepts_updates_and_opens_nothing() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state = opened(c)
     first, second = state.cohort
     state, said = run(c, Paused(4.0), Tick(1000.0), updated(c, state, first), updated(c, state, second), state=state)
     assert [type(d) for d in said] == [Acknowledge, Acknowledge]
     resumed, said = run(c, Resumed(1000.0), state=state)
     assert said == [Aggregate(1, 1, (first, second))]
-    state, _ = run(c, *enrol("a", "b", "c"))
-    state, _ = run(c, Paused(4.0), Resumed(100.0), state=state)
-    assert state.deadline == 106.0
     assert resumed.phase == "running"
+    state, _ = run(c, Paused(4.0), Resumed(100.0), state=opened(c))
+    assert state.deadline == 106.0
+
+
+def test_a_round_folded_during_a_pause_is_drawn_when_the_federation_resumes() -> None:
+    c = config()
+    state = opened(c)
+    state, _ = run(c, *(updated(c, state, d) for d in state.cohort), Paused(2.0), state=state)
+    state, said = run(c, Aggregated(3.0, 1, 1), here("abc", 4.0), state=state)
+    assert (state.phase, state.stage, state.round, said) == ("paused", "drawing", 2, [])
+    assert run(c, Resumed(5.0), state=state)[1] == [Draw(2, 1)]
 
 
 def test_a_round_without_a_usable_update_is_run_again_without_the_devices_that_sent_them() -> None:
     c = config(min_devices=4)
-    state, _ = run(c, *enrol("a", "b", "c", "d"))
+    state = opened(c, "abcd")
     bad = state.cohort
     for device in bad:
         state, _ = run(c, updated(c, state, device), state=state)
-    again, said = run(c, Unusable(2.0, 1, bad), state=state)
+    again, said = run(c, Unusable(2.0, 1, 1, bad), state=state, present="abcd")
     others = tuple(sorted(set("abcd") - set(bad)))
     assert (again.round, again.attempt, again.cohort) == (1, 2, others)
     assert said == [OpenRound(1, 2, others, 12.0)]
@@ -221,45 +272,186 @@ def test_a_round_without_a_usable_update_is_run_again_without_the_devices_that_s
         again, said = run(c, updated(c, again, device), state=again)
     assert said[-1] == Aggregate(1, 2, others)
     assert engine.pending(again) == (said[-1],)
-    after, _ = run(c, Aggregated(3.0, 1), state=again)
+    assert refused(run(c, Unusable(3.0, 1, 1, bad), state=again)[1]) == "wrong-round"  # of the first attempt
+    after, _ = run(c, Aggregated(3.0, 1, 2), state=again)
     assert (after.round, after.unusable) == (2, ())
-    waiting, said = run(c, Removed(1.5, others[0]), Removed(1.5, others[1]), Unusable(2.0, 1, bad), state=state)
-    assert (waiting.stage, said) == ("idle", [])
-    assert isinstance(run(c, Unusable(3.0, 1, bad), state=waiting)[1][0], Refuse)
+    waiting, said = run(c, Unusable(2.0, 1, 1, bad), here("".join(bad)), state=state)
+    assert (waiting.stage, said) == ("drawing", [Draw(1, 2)])
+    assert refused(run(c, Unusable(3.0, 1, 1, bad), state=waiting)[1]) == "wrong-round"
 
 
-def test_the_table_in_the_manual_is_the_table_in_the_code() -> None:
+def test_a_device_that_failed_is_not_waited_for_and_may_be_drawn_again() -> None:
+    c = config()
+    state = opened(c)
+    first, second = state.cohort
+    state, said = run(c, failed(c, state, first), state=state)
+    assert (said, engine.missing(state)) == ([], (second,))
+    assert run(c, failed(c, state, first), state=state) == (state, [])  # reported again
+    closed, said = run(c, updated(c, state, second), state=state)
+    assert said[-1] == Aggregate(1, 1, (second,))
+    assert dict(closed.failed) == {first: Failure(kind="diverged", reason="loss is NaN")}
+    assert refused(run(c, failed(c, closed, second), state=closed)[1]) == "conflicting-update"
+    assert refused(run(c, failed(c, closed, first), state=closed)[1]) == "round-closed"
+    again, said = run(c, failed(c, state, second), state=state, present="".join(state.cohort))
+    assert (again.attempt, again.cohort, engine.missing(again)) == (2, state.cohort, state.cohort)
+    mended, said = run(c, updated(c, again, first), state=again)
+    assert said == [Acknowledge(1, first, "s", False)]
+    assert set(mended.failed) == {second}
+
+
+def test_the_record_of_a_device_that_lost_its_values_is_dropped_in_its_round_and_after_the_last() -> None:
+    c = config(rounds=1)
+    state = opened(c)
+    first, second = state.cohort
+    state, said = run(c, failed(c, state, first, kind="lost"), updated(c, state, second), state=state)
+    assert said == [Forget(first), Acknowledge(1, second, "s", False), Aggregate(1, 1, (second,))]
+    state, _ = run(c, Aggregated(2.0, 1, 1), state=state)
+    assert run(c, Failed(3.0, 2, "z", "any", "lost", ""), state=state) == (state, [Forget("z")])
+    for event in (Failed(3.0, 1, "a", "", "lost", ""), Failed(3.0, 2, "a", "", "diverged", "")):
+        assert refused(run(c, event, state=state)[1]) == "wrong-phase"
+
+
+def test_after_the_last_attempt_the_federation_pauses_with_its_fault_and_resuming_counts_anew() -> None:
+    c = config(max_attempts=2, min_updates=2)
+    state = opened(c)
+    state, said = run(c, failed(c, state, state.cohort[0]), Tick(10.0), state=state, present="abc")
+    assert (state.attempt, state.tries, state.phase) == (2, 2, "running")
+    one, other = state.cohort
+    state, said = run(c, updated(c, state, one, 11.0), failed(c, state, other, 12.0), state=state, present="abc")
+    assert (state.phase, state.stage, state.deadline) == ("paused", "drawing", None)
+    assert isinstance(said[-1], GiveUp)
+    assert said[-1].fault == state.fault
+    for words in ("round 1 has 1 of the 2 updates", "after 2 attempts", f"{other}: diverged (loss is NaN)", "resume"):
+        assert words in said[-1].fault
+    assert run(c, here("abc", 20.0), Tick(1e6), state=state) == (state, [])
+    state, said = run(c, Resumed(30.0), state=state, present="abc")
+    assert (state.phase, state.attempt, state.tries, state.fault) == ("running", 3, 1, None)
+    assert dict(state.received) == {one: "s"}  # acknowledged updates still count
+    state, _ = run(c, Tick(40.0), state=state, present="abc")
+    assert (state.phase, state.attempt, state.tries) == ("running", 4, 2)
+    state, said = run(c, Tick(50.0), state=state, present="abc")
+    assert (state.phase, [type(d) for d in said]) == ("paused", [GiveUp])
+
+
+def test_attempts_whose_updates_cannot_be_folded_count_too() -> None:
+    c = config(max_attempts=1)
+    state = opened(c)
+    bad = state.cohort
+    state, _ = run(c, *(updated(c, state, d) for d in bad), state=state)
+    state, said = run(c, Unusable(2.0, 1, 1, bad), state=state)
+    assert (state.phase, [type(d) for d in said]) == ("paused", [GiveUp])
+
+
+# --- the tables
+
+EXAMPLES: dict[type, Event] = {
+    Present: here("abc", 5.0), Started: Started(5.0, ("a", "b", "c")), Removed: Removed(5.0, "z"), Tick: Tick(5.0),
+    Paused: Paused(5.0), Resumed: Resumed(5.0), Stopped: Stopped(5.0),
+}  # fmt: skip
+
+
+def standing(c: FederationConfig, phase: Phase, stage: Stage) -> State | None:
+    """A state in this phase and stage, None when the machines never meet in it."""
+    collecting = opened(c)
+    full, _ = run(c, *(updated(c, collecting, d) for d in collecting.cohort), state=collecting)
+    drawing, _ = run(c, Aggregated(2.0, 1, 1), state=full)
+    running = {"drawing": drawing, "collecting": collecting, "aggregating": full}
+    if phase == "running":
+        return running.get(stage)
+    if phase == "paused":
+        return run(c, Paused(3.0), state=running[stage])[0] if stage in running else None
+    if stage != "idle":
+        return None
+    return {"recruiting": State(), "finished": State(phase="finished", round=c.rounds),
+            "stopped": run(c, Stopped(3.0), state=collecting)[0]}[phase]  # fmt: skip
+
+
+# For each standing: the events that move it, and where to. Every other accepted event leaves phase and stage alone.
+MOVES: dict[tuple[str, str], dict[type, tuple[str, str]]] = {
+    ("recruiting", "idle"): {Present: ("running", "collecting"), Started: ("running", "collecting"),
+                             Stopped: ("stopped", "idle")},
+    ("running", "drawing"): {Present: ("running", "collecting"), Paused: ("paused", "drawing"),
+                             Stopped: ("stopped", "idle")},
+    ("running", "collecting"): {Paused: ("paused", "collecting"), Stopped: ("stopped", "idle")},
+    ("running", "aggregating"): {Aggregated: ("running", "drawing"), Unusable: ("running", "drawing"),
+                                 Paused: ("paused", "aggregating"), Stopped: ("stopped", "idle")},
+    ("paused", "drawing"): {Resumed: ("running", "drawing"), Stopped: ("stopped", "idle")},
+    ("paused", "collecting"): {Resumed: ("running", "collecting"), Stopped: ("stopped", "idle")},
+    ("paused", "aggregating"): {Aggregated: ("paused", "drawing"), Unusable: ("paused", "drawing"),
+                                Resumed: ("running", "aggregating"), Stopped: ("stopped", "idle")},
+    ("finished", "idle"): {},
+    ("stopped", "idle"): {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", get_args(Phase))
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_every_event_in_every_phase_and_stage_is_refused_or_leads_where_the_tables_say(
+    phase: Phase, stage: Stage
+) -> None:
+    c = config()
+    state = standing(c, phase, stage)
+    assert (state is not None) == ((phase, stage) in MOVES)
+    if state is None:
+        return
+    assert (state.phase, state.stage) == (phase, stage)
+    for kind in get_args(Event):
+        device = state.cohort[0] if state.cohort else "a"
+        examples = {
+            **EXAMPLES, Updated: updated(c, state, device, 5.0), Failed: failed(c, state, device, 5.0),
+            Aggregated: Aggregated(5.0, state.round, state.attempt),
+            Unusable: Unusable(5.0, state.round, state.attempt, state.cohort),
+        }  # fmt: skip
+        after, said = run(c, examples[kind], state=state)
+        due = MOVES[phase, stage].get(kind, (phase, stage))
+        assert (after.phase, after.stage) == due, kind
+        if kind not in engine.ACCEPTED[phase]:
+            assert refused(said) == "wrong-phase", kind
+        if any(isinstance(d, Refuse) for d in said):
+            assert after == state
+
+
+def test_every_signal_leads_to_a_phase_and_a_stage_that_exist_and_both_tables_agree_on_the_rest() -> None:
+    for table, names in ((engine.PHASES, get_args(Phase)), (engine.STAGES, get_args(Stage))):
+        assert set(table) == set(names)
+        assert {after for row in table.values() for after in row.values()} <= set(names)
+    signals = set(get_args(engine.Signal))
+    for table in (engine.PHASES, engine.STAGES):
+        assert {signal for row in table.values() for signal in row} == signals
+
+
+def test_the_events_of_the_manual_are_the_events_of_the_code() -> None:
     assert engine.__doc__ is not None
-    rows = re.findall(
-        r"^    (any alive|any|\w+) +([A-Z][a-z]+) ", engine.__doc__.partition("The table")[2], re.MULTILINE
-    )
-    alive = [phase for phase in engine.TABLE if phase not in ("finished", "stopped")]
-    phases = {"any": list(engine.TABLE), "any alive": alive}
-    written = {(phase, event) for word, event in rows for phase in phases.get(word, [word])}
-    assert written == {(phase, event.__name__) for phase, events in engine.TABLE.items() for event in events}
+    rows = re.findall(r"^    ([A-Z][a-z]+) +\S", engine.__doc__.partition("The tables")[2], re.MULTILINE)
+    assert set(rows) == {kind.__name__ for kind in get_args(Event)}
+    assert set().union(*engine.ACCEPTED.values()) == set(get_args(Event))
 
 
-def test_stopping_is_for_good() -> None:
+def test_stopping_is_final() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"), Stopped(1.0))
-    for event in (Started(2.0), Resumed(2.0), Ready(2.0, "d"), Aggregated(2.0, 1), updated(c, state, "a")):
+    running = opened(c)
+    state, _ = run(c, Stopped(1.0), state=running)
+    for event in (Started(2.0, ("a",)), Resumed(2.0), Aggregated(2.0, 1, 1), updated(c, running, "a")):
         after, said = run(c, event, state=state)
-        assert after == state
-        assert isinstance(said[0], Refuse)
+        assert (after, refused(said)) == (state, "wrong-phase")
+    assert run(c, here("abc"), state=state) == (state, [])
 
 
-def test_a_restart_in_mid_aggregation_is_told_to_aggregate_again() -> None:
+def test_after_a_restart_the_decisions_that_are_not_carried_out_are_pending() -> None:
     c = config()
-    state, _ = run(c, *enrol("a", "b", "c"))
+    state, said = run(c, here("abc"))
+    assert engine.pending(engine.load(engine.dump(state))) == (said[-1],)
     for device in state.cohort:
         state, said = run(c, updated(c, state, device), state=state)
+    assert engine.pending(engine.load(engine.dump(state))) == (said[-1],)
+    state, said = run(c, Aggregated(2.0, 1, 1), state=state)
     assert engine.pending(engine.load(engine.dump(state))) == (said[-1],)
 
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["enrol", "remove", "update", "again", "other", "tick", "late", "aggregated", "pause", "resume",
-                         "start"]),
+        st.sampled_from(["come", "go", "remove", "update", "again", "other", "fail", "lost", "tick", "late",
+                         "aggregated", "unusable", "pause", "resume", "start"]),
         st.integers(0, 7),
     ),
     max_size=120,
@@ -271,48 +463,70 @@ ACTIONS = st.lists(
 def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_counted_once(
     actions: list[tuple[str, int]], cohort: int, data: st.DataObject
 ) -> None:
-    c = config(cohort=cohort, min_updates=data.draw(st.integers(1, cohort)), rounds=3)
-    state, now = State(), 0.0
+    c = config(
+        cohort=cohort,
+        min_updates=data.draw(st.integers(1, cohort)),
+        rounds=3,
+        max_attempts=data.draw(st.integers(1, 3)),
+    )
+    state, now, present = State(), 0.0, set[str]()
     acknowledged: Counter[tuple[int, str]] = Counter()
     counted: Counter[tuple[int, str]] = Counter()
     closed: list[int] = []
+    left_out: set[tuple[int, str]] = set()
     folding: Aggregate | None = None
     for word, i in actions:
         now += 1.0
         device = f"d{i}"
         event: Event
+        if word == "come":
+            present.add(device)
+        elif word in ("go", "remove"):
+            present.discard(device)
         if word in ("update", "again", "other"):
             event = updated(c, state, device, now, "t" if word == "other" else "s")
-        elif word == "aggregated":
-            event = Aggregated(now, state.round)
+        elif word in ("fail", "lost"):
+            event = failed(c, state, device, now, "lost" if word == "lost" else "data")
+        elif word == "unusable":
+            event = Unusable(now, state.round, state.attempt, engine.usable(state))
         else:
-            event = {"enrol": Ready(now, device), "remove": Removed(now, device), "tick": Tick(now),
-                     "late": Tick(now + 100.0), "pause": Paused(now), "resume": Resumed(now),
-                     "start": Started(now)}[word]  # fmt: skip
             now += 100.0 if word == "late" else 0.0
-        before = state
-        state, decisions = apply(c, state, event)
-        assert engine.load(engine.dump(state)) == state
-        for decision in decisions:
-            if isinstance(decision, Acknowledge) and not decision.duplicate:
-                acknowledged[decision.round, decision.device] += 1
-            elif isinstance(decision, Aggregate):
-                assert folding is None
-                assert len(decision.devices) >= c.min_updates
-                folding = decision
-            elif isinstance(decision, OpenRound):
-                assert decision.cohort == engine.choose_cohort(c, state.devices, decision.round, decision.attempt)
-                assert folding is None or isinstance(event, Aggregated)
-            elif isinstance(decision, Refuse):
-                assert state == before
-        if isinstance(event, Aggregated) and not any(isinstance(d, Refuse) for d in decisions):
-            assert folding is not None
-            counted.update((folding.round, d) for d in folding.devices)
-            closed.append(folding.round)
-            folding = None
+            event = {"come": Present(now, tuple(sorted(present))), "go": Tick(now), "remove": Removed(now, device),
+                     "tick": Tick(now), "late": Tick(now), "aggregated": Aggregated(now, state.round, state.attempt),
+                     "pause": Paused(now), "resume": Resumed(now),
+                     "start": Started(now, tuple(sorted(present)))}[word]  # fmt: skip
+        for happening in (event, Present(now, tuple(sorted(present)))):
+            before = state
+            state, decisions = apply(c, state, happening)
+            assert engine.load(engine.dump(state)) == state
+            for decision in decisions:
+                if isinstance(decision, Acknowledge) and not decision.duplicate:
+                    acknowledged[decision.round, decision.device] += 1
+                elif isinstance(decision, Aggregate):
+                    assert folding is None
+                    assert len(decision.devices) >= c.min_updates
+                    folding = decision
+                elif isinstance(decision, OpenRound):
+                    able = tuple(sorted(present - set(state.unusable)))
+                    assert decision.cohort == engine.choose_cohort(c, able, decision.round, decision.attempt)
+                    assert state.tries <= c.max_attempts
+                    assert folding is None
+                elif isinstance(decision, GiveUp):
+                    assert state.phase == "paused"
+                    assert state.fault is not None
+                elif isinstance(decision, Refuse):
+                    assert state == before
+            if isinstance(happening, Aggregated | Unusable) and not any(isinstance(d, Refuse) for d in decisions):
+                assert folding is not None
+                if isinstance(happening, Aggregated):
+                    counted.update((folding.round, d) for d in folding.devices)
+                    closed.append(folding.round)
+                else:
+                    left_out |= {(folding.round, d) for d in folding.devices}
+                folding = None
     assert closed == list(range(1, len(closed) + 1))
     assert all(n == 1 for n in acknowledged.values())
-    done = {key: n for key, n in acknowledged.items() if key[0] in closed}
+    done = {key: n for key, n in acknowledged.items() if key[0] in closed and key not in left_out}
     assert counted == Counter(done)
     waiting = {d for r, d in acknowledged if r not in closed}
     assert waiting == set(state.received)

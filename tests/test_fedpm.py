@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from edge_kernels import bits, codecs, counter
-from mask_fleet import DEVICES, MASKED, Fleet, M, own_mask, steady, steady_task
-from numpy_mlp import assignment, mlp, model
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from numpy_mlp import assignment, course, mlp, secret
 
-from edge_client.errors import PayloadError
-from edge_client.methods.bernoulli import logistic
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import make_method
+from edge_client.methods.bernoulli import MaskUpdate
 from edge_client.methods.fedpm import FedPM
 from edge_client.protocol.payload import Payload
+from edge_client.training.gates import sigmoid
 
 
 def test_fedpm_sends_the_mask_it_drew_at_its_entropy() -> None:
@@ -32,7 +36,7 @@ def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
     for fleet in fleets:
         for _ in range(4):
             fleet.play(*DEVICES)
-    assert (fleets[0].state["ones"] == fleets[1].state["ones"]).all()
+    assert (fleets[0].state.posterior.ones == fleets[1].state.posterior.ones).all()
     assert fleets[1].ask("a").arrays["counts.counts"].nbytes < fleets[0].ask("a").arrays["theta"].nbytes / 12
 
 
@@ -40,30 +44,54 @@ def test_before_the_first_masks_counts_cost_nothing() -> None:
     assert dict(Fleet(FedPM(down="counts", head="mask", theta0=0.5, spread=1.0)).ask("a").arrays) == {}
 
 
-def test_devices_and_rounds_draw_their_uploads_apart() -> None:
+def test_devices_and_rounds_draw_their_uploads_from_the_devices_own_secret() -> None:
     method, theta = FedPM(), np.full(MASKED, 0.7, np.float32)
     down = Payload({"theta": theta, "head": np.zeros(39, np.float32)})
     scores = np.log(theta.astype(np.float64) / (1 - theta.astype(np.float64))).astype(np.float32)
     masks = {}
     for device, round_ in (("a", 2), ("b", 2), ("a", 3)):
-        t = steady_task(steady(), device, round_)  # no gradient: the device's theta is the one it got
-        update = method.local_round(t, {}, down).update
-        mask = bits.unpack(method.read_update(t.assignment, {}, {}, update)["mask"], MASKED)
-        u = counter.uniform(counter.key(3, "uploaded mask", round_, device), MASKED)
-        assert (mask == (u < logistic(scores))).all()
+        t = steady_task(steady(), device, round_)  # no gradient: the device's theta is the one it received
+        read = method.read_update(
+            t.assignment, method.start(course(M)), None, local_round(method, t, None, down).update
+        )
+        assert isinstance(read, MaskUpdate)
+        mask = bits.unpack(read.mask, MASKED)
+        u = counter.uniform(counter.key(secret(device), "uploaded mask", round_), MASKED)
+        assert (mask == (u < sigmoid(scores))).all()
         masks[device, round_] = mask.tobytes()
     assert len(set(masks.values())) == 3
 
 
+def test_what_the_server_knows_does_not_reproduce_an_upload() -> None:
+    method, down = FedPM(), Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
+    t = steady_task(steady())
+    updates = [local_round(method, replace(t, secret=s), None, down).update.arrays["mask.entropy"] for s in (1, 2)]
+    assert updates[0].tobytes() != updates[1].tobytes()
+
+
+@pytest.mark.parametrize("codec", ["bits", "rice", "auto"])
+def test_a_mask_travels_by_the_codec_that_the_settings_name(codec: str) -> None:
+    fleet = Fleet(FedPM(codec=codec))
+    for _ in range(2):
+        fleet.play(*DEVICES)
+    assert set(fleet.local["a"].update.arrays) == {f"mask.{codec}"}
+    assert (fleet.masks["a"] == own_mask(fleet, "a")).all()
+
+
+def test_a_codec_that_does_not_exist_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"codec = 'zip'.*choose one of bits, rice, entropy, auto, fuse8"):
+        make_method({"name": "fedpm", "codec": "zip"})
+
+
 def test_an_array_coded_otherwise_than_the_settings_say_is_refused() -> None:
-    method, state = FedPM(), FedPM().start(model(M), 3)
+    method, state = FedPM(), FedPM().start(course(M))
     mask = np.ones(MASKED, np.bool_)
     for name in ("mask", "mask.bits", "mask.rice"):
         update = Payload({name: np.frombuffer(codecs.encode("entropy", mask, MASKED), np.uint8)})
         with pytest.raises(PayloadError, match=r"'mask.entropy' was due"):
-            method.read_update(assignment(M, round_=2), state, {}, update)
+            method.read_update(assignment(M, round_=2), state, None, update)
     coded_mask = np.frombuffer(codecs.encode("entropy", mask, MASKED), np.uint8)
-    method.read_update(assignment(M, round_=2), state, {}, Payload({"mask.entropy": coded_mask}))
+    method.read_update(assignment(M, round_=2), state, None, Payload({"mask.entropy": coded_mask}))
     both = Payload({"mask.entropy": coded_mask, "extra": coded_mask})
     with pytest.raises(PayloadError, match="extra"):
-        method.read_update(assignment(M, round_=2), state, {}, both)
+        method.read_update(assignment(M, round_=2), state, None, both)

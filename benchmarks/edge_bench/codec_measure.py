@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import entropy
+from edge_kernels.coupling import coupling_contexts
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 
@@ -191,7 +191,7 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
     u = counter.uniform(counter.key("conditional", seed), d)
     moved = 1 / (1 + np.exp(-(np.log(theta / (1 - theta)) + rng.normal(0, step, d))))
     mask = (u < theta) != (u < moved)
-    contexts = entropy.coupling_contexts(theta, u)
+    contexts = coupling_contexts(theta, u)
     payloads = {name: codecs.encode("entropy", mask, d, c) for name, c in (("plain", None), ("contexts", contexts))}
     if not np.array_equal(codecs.decode_mask("entropy", payloads["contexts"], d, contexts), mask):
         raise AssertionError("the conditional payload did not decode to its mask")

@@ -1,9 +1,9 @@
-"""A simulation for several seeds, one run after another into one JSON file; started again, it goes on where it stopped.
+"""A simulation for several seeds, one run after another into one JSON file. A second start continues the first.
 
     python -m edge_bench.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out benchmarks/results/x.json
 
 The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the command, the
-commit and the machine. `summary` has the mean over the seeds of accuracy and of bits per parameter in the last round.
+commit and the machine. `summary` has the mean over the seeds of the score and of bits per parameter in the last round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 
 from edge_bench import datasets, provenance, report
 from edge_bench.cli import read_toml, write_json
+from edge_bench.curves import shown
 from edge_bench.simulate import find_bundle, read_config, run_all
 from edge_client.methods import make_method
 
@@ -25,31 +26,31 @@ ROW = (
     "bits_per_parameter_up",
     "bits_per_parameter_down",
     "loss",
-    "accuracy_before",
-    "accuracy_after",
+    "score_before",
+    "score_after",
     "traffic",
 )
 
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:
-    """A run's record with those columns of its rounds that are compared."""
+    """A run's record with the compared columns of its rounds."""
     rounds = [{k: r[k] for k in ROW} for r in record["rounds"]]
     for r in rounds:
-        for moment in ("accuracy_before", "accuracy_after"):
+        for moment in ("score_before", "score_after"):
             r[moment] = r[moment] and r[moment]["mean"]
     return {**record, "rounds": rounds}
 
 
 def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method: the seeds' final accuracies, and their mean bits per parameter, last round and all rounds."""
+    """By method: the final scores of the seeds, and their mean bits per parameter, last round and all rounds."""
     labels = dict.fromkeys(name.rsplit("/", 1)[0] for name in runs)
     table = {}
     for label in labels:
         mine = [r for name, r in runs.items() if name.rsplit("/", 1)[0] == label]
-        measured = [r["accuracy_mean"] for r in mine if r["accuracy_mean"] is not None]
+        measured = [r["score_mean"] for r in mine if r["score_mean"] is not None]
         table[label] = {
-            "accuracy": [r["accuracy_mean"] for r in mine],
-            "accuracy_mean": mean(measured) if measured else None,
+            "score": [r["score_mean"] for r in mine],
+            "score_mean": mean(measured) if measured else None,
             "last_round_bits_up": mean(r["rounds"][-1]["bits_per_parameter_up"] for r in mine),
             "last_round_bits_down": mean(r["rounds"][-1]["bits_per_parameter_down"] for r in mine),
             "all_rounds_bits_up": mean(r["bits_per_parameter_up"] for r in mine),
@@ -60,7 +61,7 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def main(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file.")],
-    out: Annotated[Path, typer.Option(help="The JSON file; runs that it has are not repeated.")],
+    out: Annotated[Path, typer.Option(help="The JSON file; the runs in it are not repeated.")],
     seeds: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,2",
     only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
     bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
@@ -80,7 +81,7 @@ def main(
             result = run_all(one, found, devices)[label]
             record = report.simulated(result, make_method({"name": label, **table}), found.model())
             runs[name] = {**slim(record), "commit": provenance.commit()}
-            print(f"{name}: {record['accuracy_mean']:.2%}", flush=True)
+            print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
             command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
             settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
             top = {"command": command, "machine": provenance.machine(), "settings": settings}

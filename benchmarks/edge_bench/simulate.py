@@ -1,8 +1,8 @@
 """A federation in one process: the coordinator's engine and aggregation, the devices' local rounds, no HTTP.
 
-The very objects that run behind the REST API and on a device run here, over the same payload bytes, so a
-simulation ends with the same bits as a real federation of the same seed, devices and cohort. A device that never
-reports, deadlines and retries belong to the real thing and are not simulated.
+The objects that run behind the REST API and on a device run here too, over the same payload bytes. So a simulation ends
+with the same bits as a real federation of the same seed, devices, cohorts and device secrets. Every device is present
+and reports; deadlines, failures and retries are not simulated.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from edge_kernels import counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coord_server import aggregation, engine, events
-from coord_server.aggregation import Contribution, Course
+from coord_server.aggregation import Checked, Contribution
 from edge_bench.datasets import DataConfig
+from edge_client import local
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, first_fault
-from edge_client.local import accuracy, run_round
-from edge_client.methods import Method, Personal, Task, make_method
+from edge_client.errors import ConfigError, MaskfleetError, first_fault
+from edge_client.methods import Method, make_method
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Accuracy, FederationConfig, Round
-from edge_client.protocol.payload import Arrays
+from edge_client.protocol.messages import FederationConfig, Round, Scores
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
 
 BUNDLES = Path(__file__).parent / "bundles"
@@ -47,18 +49,20 @@ class SimulationConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: str = "onnxruntime"
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    guard: Literal["clip", "drop", "none"] = "clip"
+    """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
     final_epochs: bool = True
-    """Also report every device's accuracy after its local epochs from the final downlink."""
+    """Also report every device's score after its local epochs from the final downlink."""
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A round's record as the coordinator writes it, and all devices' accuracy after it when it was asked for."""
+    """A round's record as the coordinator writes it, and all devices' scores after it when they were requested."""
 
     record: Round
-    everyone: Accuracy | None = None
+    everyone: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Simulated:
     """How a federation ended. Digests are SHA-256: of the server's state, and of every device's personal model."""
 
     rows: tuple[RoundRow, ...]
-    final: Accuracy | None
+    final: Scores | None
     """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
-    final_after: Accuracy | None
+    final_after: Scores | None
     """The same after local epochs from there."""
     personal: Mapping[str, Personal]
     state_sha256: str
@@ -90,67 +94,81 @@ def find_bundle(name: str) -> Bundle:
     return Bundle.open(packaged if (packaged / MANIFEST).is_file() else Path(name))
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A downlink as a device decodes it, and its bytes by kind."""
+
+    content: Payload
+    sizes: dict[str, int]
+
+
 @dataclass
 class _Run:
     """The mutable side of one simulation: what a coordinator keeps in its store and devices on their disks."""
 
     config: FederationConfig
+    method: Method
     course: Course
     trainer: Trainer
     devices: Mapping[str, DeviceData]
-    state: Arrays
+    state: Any
     kept: dict[str, Arrays] = field(default_factory=dict)
-    records: dict[str, Arrays] = field(default_factory=dict)
-    updates: dict[str, bytes] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
+    updates: dict[str, Checked] = field(default_factory=dict)
     downlinks: dict[str, dict[str, int]] = field(default_factory=dict)
-    shared: tuple[int, payload.Payload, dict[str, int]] | None = None
-    """The last shared downlink and its round: made once, as a coordinator does."""
+    """By device, the bytes by kind of the downlink that it received last."""
+    sent: dict[tuple[int, str], _Sent] = field(default_factory=dict)
+    """By round and audience, for the state as it is."""
 
     def task(self, round_: int, device: str) -> Task:
-        return Task(self.course.assignment(round_, device), self.trainer, self.devices[device])
+        secret = counter.key(self.config.seed, "secret", device)
+        return Task(Assignment(self.course, round_, device), self.trainer, self.devices[device], secret)
 
-    def downlink(self, round_: int, device: str) -> tuple[payload.Payload, dict[str, int]]:
-        if self.shared is not None and self.shared[0] == round_:
-            return self.shared[1:]
-        data, sizes = aggregation.downlink(self.course, round_, device, self.state, self.records.get(device, {}))
-        if self.course.method.shared_downlink:
-            self.shared = (round_, payload.decode(data), sizes)
-        return payload.decode(data), sizes
+    def downlink(self, round_: int, device: str) -> Payload:
+        record = self.records.get(device)
+        audience = round_, self.method.audience(self.course, round_, record)
+        if audience not in self.sent:
+            encoded = aggregation.downlink(self.method, self.course, round_, self.state, record)
+            self.sent[audience] = _Sent(payload.decode(encoded.data), encoded.sizes)
+        self.downlinks[device] = self.sent[audience].sizes
+        return self.sent[audience].content
 
     def train(self, round_: int, device: str) -> str:
         """One device's round; returns its update's digest."""
-        content, self.downlinks[device] = self.downlink(round_, device)
-        task = self.task(round_, device)
-        outcome = run_round(self.course.method, task, self.kept.get(device, {}), content)
+        task, content = self.task(round_, device), self.downlink(round_, device)
+        outcome = local.run_round(self.method, task, self.kept.get(device, {}), content)
         self.kept[device], data = outcome.kept, payload.encode(outcome.update)
-        aggregation.check_update(self.course, round_, device, self.state, self.records.get(device, {}), data)
-        self.updates[device] = data
+        record = self.records.get(device)
+        self.updates[device] = aggregation.check_update(self.method, task.assignment, self.state, record, data)
         return digest(data)
 
     def aggregate(self, round_: int, devices: tuple[str, ...], seconds: float) -> Round:
-        contributions = (
-            Contribution(d, self.updates.pop(d), self.records.get(d, {}), self.downlinks.pop(d)) for d in devices
-        )
+        """Fold the updates; the state and the records are those after the round."""
+        contributions = (Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d]) for d in devices)
+        influences = {d: i for d in devices if (i := self.updates[d].influence) is not None}
         closed = aggregation.close_round(
-            self.course, round_, self.state, contributions, self.records.__setitem__, seconds
+            self.method, self.course, round_, self.state, contributions, influences, self.config.guard
         )
         self.state = closed.state
-        return closed.record
+        self.records |= closed.records
+        self.updates.clear()
+        self.sent.clear()
+        return closed.round.model_copy(update={"seconds": seconds})
 
     def personal(self, round_: int, device: str) -> Personal:
-        content, self.downlinks[device] = self.downlink(round_, device)
-        return self.course.method.personal(self.task(round_, device), self.kept.get(device, {}), content)
+        content = self.downlink(round_, device)
+        return local.personal(self.method, self.task(round_, device), self.kept.get(device, {}), content)
 
-    def everyone(self, models: Mapping[str, Personal]) -> Accuracy | None:
-        values = [accuracy(self.trainer, models[d], s.x_test, s.y_test) for d, s in self.devices.items()]
-        return aggregation.accuracy(values, [len(s.y_test) for s in self.devices.values()])
+    def everyone(self, models: Mapping[str, Personal]) -> Scores | None:
+        values = [self.task(1, d).score(models[d]) for d in self.devices]
+        return aggregation.scores(values, [len(s.y_test) for s in self.devices.values()])
 
-    def after_epochs(self, round_: int) -> Accuracy | None:
+    def after_epochs(self, round_: int) -> Scores | None:
         models = {}
         for d in self.devices:
-            content, _ = self.downlink(round_, d)
-            local = self.course.method.local_round(self.task(round_, d), self.kept.get(d, {}), content)
-            models[d] = local.trained
+            task, content = self.task(round_, d), self.downlink(round_, d)
+            kept, received = local.understand(self.method, task.assignment, self.kept.get(d, {}), content)
+            models[d] = self.method.local_round(task, kept, received).trained
         return self.everyone(models)
 
 
@@ -164,14 +182,14 @@ def run(
     final_epochs: bool = False,
     progress: Callable[[RoundRow], None] = lambda row: None,
 ) -> Simulated:
-    """Run one federation to its end. `devices` maps names to data; `progress` hears of every finished round.
+    """Run one federation to its end. `devices` maps names to data; `progress` is called after every round.
 
-    Raises ConfigError when the federation could not run as configured.
+    Raises ConfigError when the federation cannot run as configured.
     """
     started = time.perf_counter()
-    course = Course(method, bundle.model(), config.seed, config.rounds)
-    names = sorted(devices)
-    sim = _Run(config, course, trainer, {d: devices[d] for d in names}, method.start(course.model, config.seed))
+    course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
+    names = tuple(sorted(devices))
+    sim = _Run(config, method, course, trainer, {d: devices[d] for d in names}, method.start(course))
     status, todo = engine.State(), deque[events.Decision]()
 
     def happen(event: events.Event) -> None:
@@ -179,13 +197,14 @@ def run(
         status, decisions = engine.apply(config, status, event)
         todo.extend(decisions)
 
-    for name in names:
-        happen(events.Ready(0.0, name))
+    happen(events.Present(0.0, names))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:
         decision = todo.popleft()
-        if isinstance(decision, events.OpenRound):
+        if isinstance(decision, events.Draw):
+            happen(events.Present(0.0, names))
+        elif isinstance(decision, events.OpenRound):
             opened = time.perf_counter()
             for device in decision.cohort:
                 sha = sim.train(decision.round, device)
@@ -198,7 +217,7 @@ def run(
                 everyone = sim.everyone({d: sim.personal(decision.round + 1, d) for d in names})
             rows.append(RoundRow(record, everyone))
             progress(rows[-1])
-            happen(events.Aggregated(0.0, decision.round))
+            happen(events.Aggregated(0.0, decision.round, decision.attempt))
         elif isinstance(decision, events.Refuse):
             raise ConfigError(f"the engine refused: {decision.detail}")
     if status.phase != "finished":
@@ -236,8 +255,12 @@ def run_all(
     bundle: Bundle,
     devices: Mapping[str, DeviceData],
     progress: Callable[[str, RoundRow], None] = lambda label, row: None,
+    failed: Callable[[str, MaskfleetError], None] | None = None,
 ) -> dict[str, Simulated]:
-    """Run every method of a simulation on the same devices, cohorts and seed; results by label."""
+    """Run every method of a simulation on the same devices, cohorts and seed; results by label.
+
+    With `failed`, an error of one method is given to it and the other methods still run; without, it is raised.
+    """
     methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
     trainer = open_trainer(config.backend, bundle, config.threads)
     address = digest((bundle.folder / MANIFEST).read_bytes())
@@ -252,15 +275,13 @@ def run_all(
             min_devices=len(devices),
             seed=config.seed,
             backend=config.backend,
+            guard=config.guard,
         )
-        results[label] = run(
-            federation,
-            method,
-            bundle,
-            trainer,
-            devices,
-            config.evaluate_every,
-            config.final_epochs,
-            partial(progress, label),
-        )
+        shown, often = partial(progress, label), config.evaluate_every
+        try:
+            results[label] = run(federation, method, bundle, trainer, devices, often, config.final_epochs, shown)
+        except MaskfleetError as error:
+            if failed is None:
+                raise
+            failed(label, error)
     return results

@@ -32,11 +32,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from edge_kernels import codecs
+from edge_kernels.codecs import values
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import Model, digest
 from edge_client.errors import ConfigError, first_fault
@@ -46,13 +48,23 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 ALL = "all"
 """The audience of every device, for methods whose downlink depends on nothing but the state."""
 
+SetCodecName = Annotated[str, AfterValidator(lambda name: codecs.codec(name).name)]
+"""A setting that names a set codec; an unknown name is refused with the choices."""
+ValueCodecName = Annotated[str, AfterValidator(lambda name: values.codec(name).name)]
+"""The same for value codecs."""
+
 
 @dataclass(frozen=True)
 class Influence:
-    """What an update could do to the global value: the Euclidean norm of its change, and the weight it claims."""
+    """What an update could do to the global value.
+
+    `norm` and `statistics` are the Euclidean norms of its changes of the parameters and of the batch-norm statistics,
+    which have scales of their own; `weight` is the weight that it claims.
+    """
 
     norm: float
     weight: float
+    statistics: float = 0.0
 
 
 class Method(BaseModel):
@@ -171,7 +183,7 @@ def make_method(config: dict[str, Any]) -> Method:
         raise ConfigError(f"there is no method {name!r}; choose one of {sorted(found)}")
     try:
         make: type[Method] = found[name].load()
-    except Exception as error:  # it is somebody else's package, which may fail in any way
+    except Exception as error:  # code of another package may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"method {name!r} cannot be loaded ({why}); install its package anew") from error
     try:

@@ -1,28 +1,38 @@
 """Federated averaging: every device sends all its parameters, the server takes their mean.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017:
-w <- sum_k (n_k / n) w_k. The full state travels, batch-norm statistics included, as float32 both ways.
-It is the yardstick that every other method's bytes and scores are read against.
+w <- sum_k (n_k / n) w_k. It is the yardstick that every other method's bytes and scores are read against.
+
+- Down: the global model, `parameters`; with a codec other than float32 as setting `down`, ``parameters.CODEC``. The
+  codec's stream is (seed, "downlink values", round).
+- Up: the trained model, `parameters`. With a codec in either direction the trained model less the received one instead,
+  `change`, with a codec as setting `up` as ``change.CODEC``; its stream is (seed, "update values", round, device). The
+  server keeps the exact model and adds the changes, so rounding errors of the downlinks do not accumulate.
+- Batch-norm statistics travel both ways as `buffers` float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
+from edge_kernels import counter
+from edge_kernels.codecs import CodecError, values
 from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, ValueCodecName
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Payload
+from edge_client.protocol.payload import Arrays, Payload, coded, u8
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
+PLAIN = "float32"
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
@@ -62,6 +72,13 @@ class FedAvg(Method):
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    up: ValueCodecName = PLAIN
+    down: ValueCodecName = PLAIN
+
+    @property
+    def whole(self) -> bool:
+        """Devices send their models and not the changes."""
+        return self.up == self.down == PLAIN
 
     # --- server half
 
@@ -71,33 +88,39 @@ class FedAvg(Method):
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         """The global model, the same for all."""
-        return Payload({"parameters": state.parameters, "buffers": state.buffers})
+        stream = counter.key(course.seed, "downlink values", round_)
+        return Payload({**packed("parameters", self.down, state.parameters, stream), "buffers": state.buffers})
 
     def exchanged(self, model: Model) -> int:
         """All parameters."""
         return model.manifest.d
 
     def update_limit(self, model: Model) -> int:
-        """Four bytes a parameter and a statistic."""
-        return 4 * (model.manifest.d + model.manifest.buffers_d)
+        """Four bytes a parameter and a statistic; the slack of a codec."""
+        d, buffers_d = model.manifest.d, model.manifest.buffers_d
+        return 4 * buffers_d + (4 * d if self.up == PLAIN else values.limit(d))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         """The device's model and its number of samples."""
-        model = read_state(a.model, payload)
+        if self.whole:
+            model = read_state(a.model, payload)
+        else:
+            change = read_state(a.model, payload, "change", self.up, update_stream(a))
+            with np.errstate(over="ignore"):
+                model = State(state.parameters + change.parameters, change.buffers)
+            if not np.isfinite(model.parameters).all():
+                raise PayloadError("the change makes a parameter infinite; lower the learning rate")
         return Update(model.parameters, model.buffers, read_samples(payload))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        """The norm of the change of the parameters, and the samples."""
-        return Influence(float(np.linalg.norm(update.parameters - state.parameters)), update.samples)
+        """The norms of the changes, and the samples."""
+        moved = distance(update.parameters, state.parameters)
+        return Influence(moved, update.samples, distance(update.buffers, state.buffers))
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
-        """The change of parameters and statistics times `scale`."""
-        factor = np.float32(scale)
-        return Update(
-            state.parameters + factor * (update.parameters - state.parameters),
-            state.buffers + factor * (update.buffers - state.buffers),
-            weight,
-        )
+        """The changes of parameters and statistics times `scale`."""
+        parameters = toward(state.parameters, update.parameters, scale)
+        return Update(parameters, toward(state.buffers, update.buffers, scale), weight)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: None
@@ -120,12 +143,17 @@ class FedAvg(Method):
 
     def receive(self, a: Assignment, kept: None, downlink: Payload) -> State:
         """The global model."""
-        return read_state(a.model, downlink)
+        stream = counter.key(a.seed, "downlink values", a.round)
+        return read_state(a.model, downlink, "parameters", self.down, stream)
 
     def local_round(self, task: Task, kept: None, received: State) -> Local:
         """A few epochs of SGD from the global model."""
         parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
-        update = Payload({"parameters": parameters, "buffers": buffers}, {"samples": task.samples})
+        if self.whole:
+            sent = packed("parameters", PLAIN, parameters, 0)
+        else:
+            sent = packed("change", self.up, parameters - received.parameters, update_stream(task.assignment))
+        update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
         return Local(None, update, Personal(parameters, buffers), loss)
 
     def personal(self, task: Task, kept: None, received: State) -> Personal:
@@ -145,18 +173,41 @@ def train(task: Task, start: State, lr: float, momentum: float, epochs: int, bat
     return parameters, buffers, loss.mean
 
 
-def read_state(model: Model, payload: Payload) -> State:
-    """`parameters` float32[d] and `buffers` float32[buffers_d], all finite, and nothing else. Raises PayloadError."""
-    due = {"parameters": model.manifest.d, "buffers": model.manifest.buffers_d}
-    if set(payload.arrays) != set(due):
+def packed(name: str, codec: str, vector: F32, stream: int) -> Arrays:
+    """A vector as an array of a payload: float32 under `name`, or a codec's bytes under ``NAME.CODEC``."""
+    return {name: vector} if codec == PLAIN else {f"{name}.{codec}": u8(values.encode(codec, vector, stream))}
+
+
+def update_stream(a: Assignment) -> int:
+    """The counter key of the codec of a device's update."""
+    return counter.key(a.seed, "update values", a.round, a.device)
+
+
+def read_state(model: Model, payload: Payload, name: str = "parameters", codec: str = PLAIN, stream: int = 0) -> State:
+    """What `packed` wrote of float32[d], and `buffers` float32[buffers_d], all finite, and nothing else.
+
+    Raises PayloadError.
+    """
+    d, coded_name = model.manifest.d, name if codec == PLAIN else f"{name}.{codec}"
+    due = {coded_name, "buffers"}
+    if set(payload.arrays) != due:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; FedAvg sends {sorted(due)}")
-    for name, size in due.items():
-        a = payload.arrays[name]
-        if a.dtype != np.float32 or a.shape != (size,):
-            raise PayloadError(f"array {name!r} is {a.dtype}{list(a.shape)}; the model has float32[{size}]")
-        if not np.isfinite(a).all():
-            raise PayloadError(f"array {name!r} holds NaN or infinity; lower the learning rate")
-    return State(payload.arrays["parameters"], payload.arrays["buffers"])
+    buffers = _floats(payload, "buffers", model.manifest.buffers_d)
+    if codec == PLAIN:
+        return State(_floats(payload, name, d), buffers)
+    try:
+        return State(values.decode(codec, coded(payload, coded_name, ("buffers",)), d, stream), buffers)
+    except CodecError as error:
+        raise PayloadError(f"array {coded_name!r}: {error}") from None
+
+
+def _floats(payload: Payload, name: str, size: int) -> F32:
+    a = payload.arrays[name]
+    if a.dtype != np.float32 or a.shape != (size,):
+        raise PayloadError(f"array {name!r} is {a.dtype}{list(a.shape)}; the model has float32[{size}]")
+    if not np.isfinite(a).all():
+        raise PayloadError(f"array {name!r} holds NaN or infinity; lower the learning rate")
+    return a
 
 
 def read_samples(payload: Payload) -> int:
@@ -165,6 +216,24 @@ def read_samples(payload: Payload) -> int:
     if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= MAX_SAMPLES:
         raise PayloadError(f"samples = {samples!r}; send how many samples were trained on, 1..{MAX_SAMPLES}")
     return samples
+
+
+def distance(a: F32, b: F32) -> float:
+    """The Euclidean norm of ``a - b``, in float64 so that no finite difference overflows."""
+    square = 0.0
+    for low in range(0, len(a), BLOCK):
+        change = np.subtract(a[low : low + BLOCK], b[low : low + BLOCK], dtype=np.float64)
+        square += float(np.dot(change, change))
+    return math.sqrt(square)
+
+
+def toward(start: F32, end: F32, scale: float) -> F32:
+    """``start + scale * (end - start)`` for a scale in 0..1, computed in float64."""
+    out = np.empty_like(start)
+    for low in range(0, len(start), BLOCK):
+        s = slice(low, low + BLOCK)
+        out[s] = start[s] + scale * np.subtract(end[s], start[s], dtype=np.float64)
+    return out
 
 
 def add_weighted(total: NDArray[np.float64], weight: float, values: F32) -> None:

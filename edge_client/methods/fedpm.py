@@ -1,15 +1,16 @@
 """FedPM: a random network's subnetwork, learned as probabilities and sent as samples.
 
 Isik, Pase, Gunduz, Weissman, Zorzi, "Sparse Random Networks for Communication-Efficient Federated Learning",
-ICLR 2023. What is masked, trained and aggregated, and how, is in `bernoulli`; the paper's own setting is a bundle
-whose seed draws signed constants (`init="sign"`), ``head="mask"``, ``biases=true``, ``theta0=0.5``, ``spread=1``,
-``ste="ref"`` and ``persistent=true`` (its published code keeps Adam's moments on the device, multiplies the gradient
-of a draw by theta, resets the posterior every round and uses its mode).
+ICLR 2023. `bernoulli` says what is masked, trained and aggregated. The paper's own setting is a bundle whose seed draws
+signed constants (`init="sign"`), ``head="mask"``, ``biases=true``, ``theta0=0.5``, ``spread=1``, ``ste="ref"`` and
+``persistent=true``: its published code keeps Adam's moments on the device, multiplies the gradient of a draw by theta,
+resets the posterior every round and uses its mode.
 
-- Up: one mask drawn from the device's probabilities, with the device's own randomness, arithmetic-coded by its
-  frequency of ones, as the paper says and its code only estimates. A probed head goes up as float32.
-- Down: theta, as float32 (``down="float32"``, what the paper leaves uncounted) or as the count of ones, coded at its
-  plain entropy and without loss (``down="counts"``). A probed head goes down with it.
+- Up: one mask drawn from the device's probabilities with the device's secret randomness, written by `codec`; by default
+  coded at the entropy of its frequency of ones, which the paper describes and its code only estimates. A probed head
+  goes up as float32.
+- Down: theta as float32 (``down="float32"``; the paper does not count it), or the counts of ones, which determine
+  theta, at their plain entropy (``down="counts"``). A probed head goes down with either.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from edge_kernels import bits, codecs, counter
 from edge_kernels.codecs import CodecError, counts
 from pydantic import model_validator
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Assignment, Local, Personal, Task
-from edge_client.methods.bernoulli import F64, BernoulliMasks, count, logistic
-from edge_client.protocol.payload import Arrays, Payload, coded, u8
+from edge_client.methods import SetCodecName
+from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Kept, MaskUpdate, Received, State, count
+from edge_client.protocol.payload import Payload, coded, u8
+from edge_client.task import Assignment, Course, Local, Personal, Task
 
-MASK, COUNTS = "mask.entropy", "counts.counts"  # a coded array is named after what it holds and its codec
+COUNTS = "counts.counts"  # a coded array is named after what it holds and its codec
 
 
 class FedPM(BernoulliMasks):
     """Bernoulli masks: one sample up, probabilities down."""
 
     name: ClassVar[str] = "fedpm"
-    one_time: ClassVar[frozenset[str]] = frozenset({"head"})
 
+    codec: SetCodecName = "entropy"
     down: Literal["float32", "counts"] = "float32"
 
     @model_validator(mode="after")
@@ -44,67 +46,70 @@ class FedPM(BernoulliMasks):
             self.require_counts_to_say_all()
         return self
 
+    @property
+    def mask(self) -> str:
+        """The name of the array of an uploaded mask."""
+        return f"mask.{self.codec}"
+
     # --- server half
 
-    def downlink(self, a: Assignment, state: Arrays, record: Arrays) -> Payload:
-        """theta in either form, none before the first masks when counts are sent; and a probed head."""
-        head: Arrays = {"head": state["head"]} if self.head == "probe" else {}
-        if a.round <= self.probing:
+    def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
+        """theta in either form (no counts before the first masks), and a probed head."""
+        head = {"head": state.head} if self.head == "probe" else {}
+        posterior = state.posterior
+        if round_ <= self.probing:
             return Payload(head)
         if self.down == "float32":
-            return Payload({**head, "theta": self.theta(a.model, a.seed, state).astype(np.float32)})
-        masks = int(state["masks"][0])
-        if not masks:
+            return Payload({**head, "theta": self.theta(course, posterior).astype(np.float32)})
+        if not posterior.masks:
             return Payload(head)
-        coded_ones = u8(counts.encode(state["ones"], masks))
-        return Payload({**head, COUNTS: coded_ones}, {"masks": masks})
+        ones = u8(counts.encode(posterior.ones, posterior.masks))
+        return Payload({**head, COUNTS: ones}, {"masks": posterior.masks})
 
     def update_limit(self, model: Model) -> int:
-        """A head, or a mask at little more than a bit a parameter."""
-        return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
+        """A head, or a mask: little more than a bit a parameter by entropy, at most five bytes by another codec."""
+        n = self.exchanged(model)
+        mask = n // 7 if self.codec == "entropy" else 5 * n
+        return max(4 * self.probed(model.manifest).size, mask + 4096)
 
-    def read_update(self, a: Assignment, state: Arrays, record: Arrays, update: Payload) -> Arrays:
-        """A head, or the mask `mask`, packed bool[masked]. Raises PayloadError."""
+    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> HeadUpdate | MaskUpdate:
+        """A head or a mask. Raises PayloadError."""
         if a.round <= self.probing:
-            return self.read_head(a, update)
+            return self.read_head(a, payload)
         try:
-            mask = codecs.decode_mask("entropy", coded(update, MASK), self.exchanged(a.model))
+            mask = codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
         except CodecError as error:
             raise PayloadError(f"the mask of device {a.device!r} in round {a.round}: {error}") from None
-        return {"mask": bits.pack(mask)}
+        return MaskUpdate(bits.pack(mask))
 
     # --- client half
 
-    def understand(self, a: Assignment, downlink: Payload) -> tuple[F64, F32]:
-        """theta float64[masked] and the head from a downlink. Raises PayloadError."""
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
+        """theta and the head. Raises PayloadError."""
         head = self.sent_head(a, downlink)
-        others = ("head",) if self.head == "probe" else ()
-        n = self.exchanged(a.model)
-        if COUNTS in downlink.arrays:
-            masks = count(downlink, "masks")
-            try:
-                ones = counts.decode(coded(downlink, COUNTS, others), n, masks)
-            except CodecError as error:
-                raise PayloadError(f"the downlink of round {a.round}: {error}") from None
-            return self.theta(a.model, a.seed, self.tally_of(ones, masks)), head
         if "theta" in downlink.arrays:
-            return self.sent_theta(a, downlink), head
-        return self.first_theta(a.model, a.seed), head
+            return Received(self.sent_theta(a, downlink), head)
+        if COUNTS not in downlink.arrays:
+            return Received(self.first_theta(a.course), head)
+        masks = count(downlink, "masks")
+        data = coded(downlink, COUNTS, ("head",) if self.head == "probe" else ())
+        try:
+            ones = counts.decode(data, self.exchanged(a.model), masks)
+        except CodecError as error:
+            raise PayloadError(f"the downlink of round {a.round}: {error}") from None
+        return Received(self.theta(a.course, self.counted(ones, masks)), head)
 
-    def local_round(self, task: Task, kept: Arrays, downlink: Payload) -> Local:
-        """Probe, or train, draw a mask and upload it."""
+    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
+        """Probe, or train the probabilities, draw one mask from them and send it."""
         a = task.assignment
-        theta, head = self.understand(a, downlink)
         if a.round <= self.probing:
-            return self.probe(task, kept, head)
-        buffers = self.statistics(a, kept)
-        scores, loss, moments = self.train_scores(task, kept, theta, head, buffers)
-        u = counter.uniform(counter.key(a.seed, "uploaded mask", a.round, a.device), theta.size)
-        mask = u < logistic(scores)
-        update = Payload({MASK: u8(codecs.encode("entropy", mask, mask.size))})
-        return Local({"buffers": buffers, **moments}, update, self.masked_model(a, head, mask, buffers), loss)
+            return self.probe(task, kept, received.head)
+        own = self.train(task, kept, received.theta, received.head)
+        mask = counter.uniform(counter.key(task.secret, "uploaded mask", a.round), own.theta.size) < own.theta
+        update = Payload({self.mask: u8(codecs.encode(self.codec, mask, mask.size))})
+        model = self.under(a.model, received.head, mask, own.buffers)
+        return Local(Kept(own.buffers, own.adam), update, model, own.loss)
 
-    def personal(self, task: Task, kept: Arrays, downlink: Payload) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The global model, with the device's own batch-norm statistics."""
-        theta, head = self.understand(task.assignment, downlink)
-        return self.global_model(task, kept, theta, head)
+        return self.global_model(task.assignment, kept, received.theta, received.head)

@@ -1,1 +1,1 @@
-"""The numeric core: counter-based randomness, bit sets, codecs, channel groups, compaction. numpy only."""
+"""The numeric core: counter-based randomness, bit sets, codecs, coupling, folding, channel groups. numpy only."""

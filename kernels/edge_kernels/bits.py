@@ -11,7 +11,7 @@ U8 = NDArray[np.uint8]
 
 
 def size(count: int) -> int:
-    """Bytes that `count` bits take."""
+    """The number of bytes that `count` bits take."""
     return -(-count // 8)
 
 
@@ -21,15 +21,15 @@ def pack(bits: NDArray[Any]) -> U8:
 
 
 def check(data: NDArray[Any], count: int) -> None:
-    """Raises ValueError when `data` has another dtype or shape than `count` bits, or unused bits that are set."""
+    """Raise ValueError unless `data` has the dtype and shape of `count` bits, and its unused bits are zero."""
     if data.dtype != np.uint8 or data.shape != (size(count),):
-        raise ValueError(f"{data.dtype}{list(data.shape)} instead of uint8[{size(count)}] for {count} bits")
+        raise ValueError(f"{count} bits take uint8[{size(count)}], not {data.dtype}{list(data.shape)}")
     if count % 8 and data[-1] >> (count % 8):
-        raise ValueError(f"the {8 - count % 8} unused bits of the last byte are not zero")
+        raise ValueError(f"the {8 - count % 8} unused bits after position {count - 1} are not zero")
 
 
 def unpack(data: NDArray[Any], count: int) -> NDArray[np.bool_]:
-    """bool[count] from what `pack` wrote. Raises ValueError like `check`."""
+    """The bool[count] that `pack` wrote. Raises ValueError as `check` does."""
     check(data, count)
     return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
 
@@ -40,9 +40,9 @@ def pack_planes(values: NDArray[Any], width: int) -> U8:
 
 
 def unpack_planes(data: NDArray[Any], width: int, count: int) -> NDArray[np.uint32]:
-    """uint32[count] from what `pack_planes` wrote. Raises ValueError like `unpack`."""
+    """The uint32[count] that `pack_planes` wrote. Raises ValueError as `check` does."""
     if data.shape != (width, size(count)):
-        raise ValueError(f"{data.dtype}{list(data.shape)} instead of uint8[{width}, {size(count)}]")
+        raise ValueError(f"{width} planes take uint8[{width}, {size(count)}], not {data.dtype}{list(data.shape)}")
     values = np.zeros(count, np.uint32)
     for j in range(width):
         values |= unpack(data[j], count).astype(np.uint32) << np.uint32(j)

@@ -1,13 +1,11 @@
-"""Channel groups: which slices of which tensors are one channel, found once at export.
+"""Channel groups: which slices of which tensors belong to one channel. The export finds them once.
 
-A group's channels are made by `producers` (axis 0 of a weight, with its bias), pass through channel-wise `ops`
-(batch-norm, activation, pooling, flatten) and are read by `consumers` (axis 1 of a weight). Removing channel `c`
-removes its slice of every one of them. Plain data; the manifest stores it, compaction reads it.
+`producers` compute a group's channels (axis 0 of a weight, and its bias). Channel-wise `ops` transform them
+(batch-norm, activation, pooling, flatten). `consumers` read them (axis 1 of a weight). Removing a channel removes its
+slice from all of these. The manifest stores the groups; compaction reads them.
 
-A group is a small dataflow graph. Its values are numbered: producer `i` makes value `i`, and op `j` makes value
-`len(producers) + j` from the values it names, so several consumers may read the channels at different points.
-A residual sum is then one more op kind with two inputs and a group of several producers; a depthwise convolution is
-an op with a weight of its own; a gated cell is a producer whose axis 0 holds several blocks of `size` rows.
+A group is a small dataflow graph with numbered values. Producer `i` computes value `i`. Op `j` computes value
+`len(producers) + j` from its inputs. So consumers may read the channels at different points.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ LayerKind = Literal["linear", "conv", "lstm"]
 
 @dataclass(frozen=True)
 class Op:
-    """A channel-wise operation on the values `inputs` of its group, all of them made before it.
+    """A channel-wise operation on `inputs`, earlier values of its group.
 
-    `tensors` are batch-norm's weight, bias, running mean, running variance. `value` is batch-norm's epsilon, a
-    leaky ReLU's slope, the H*W entries a flatten gives each channel, or 1.0 for an average pool that counts zeros
-    it pads with (a constant channel is not constant after it).
+    `tensors` are a batch-norm's weight, bias, running mean and running variance. `value` is a batch-norm's epsilon, a
+    leaky ReLU's slope, the H*W entries of a channel after a flatten, or 1.0 for an average pool that counts its padding
+    zeros (so a constant channel is not constant after it).
     """
 
     kind: OpKind
@@ -36,7 +34,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Producer:
-    """A layer whose axis 0 makes the group's channels."""
+    """A layer whose outputs, axis 0 of its weight, are the group's channels."""
 
     kind: LayerKind
     weight: str
@@ -45,9 +43,9 @@ class Producer:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer whose axis 1 reads value `reads` of the group, `repeat` consecutive entries for each channel.
+    """A layer whose inputs, axis 1 of its weight, are value `reads` of the group, `repeat` entries per channel.
 
-    `padded`: the layer pads its input with zeros, so a constant channel is not constant to it at the border.
+    `padded`: the layer pads its input with zeros, so its input from a constant channel differs at the border.
     """
 
     kind: LayerKind
@@ -60,7 +58,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """`size` channels that live and die together across all their slices."""
+    """`size` channels; each is kept or removed in all tensors at once."""
 
     name: str
     size: int

@@ -1,17 +1,16 @@
 """Exact removal of channels: from effective parameters and channel groups to the tensors of a smaller model.
 
-Three facts make a channel removable, and each may make others so, upstream or downstream; they are applied until
-nothing changes:
+Three rules remove channels. Each may enable the others upstream or downstream, so they repeat until nothing changes.
 
-* nobody reads it: its slice of every consumer is zero. Its producer's row is then as good as zero;
-* it is constant: its producer's row is zero, so it carries only its bias through batch-norm and activation (or
-  batch-norm scales it by zero). Where the consumer does not pad, the constant is folded into the consumer's bias;
-* it is constant and the consumer pads with zeros, so it is not constant at the border. All constant channels then have
-  the same shape there and differ by a factor: they are merged into the one of largest constant, which stays.
+* A channel is unread: its slice of every consumer is zero. Then its producer's row may be zeroed too.
+* A channel is constant: its producer's row is zero, so only its bias passes through batch-norm and activation, or
+  batch-norm scales it by zero. If the consumer does not pad, the constant is folded into the consumer's bias.
+* A channel is constant, but the consumer pads with zeros, so the channel differs at the border. Several such channels
+  have the same shape there, up to a factor. They are merged into the one with the largest constant, which stays.
 
-Folding turns the consumer's slice into zeros, so the second and third facts end in the first. Whether a weight is
-zero is read from its value: parameters must come with the mask applied. Numpy only; what turns the tensors into an
-ONNX file, and proves it equal, is `edge_client.compaction.personal`.
+Folding and merging zero the consumer's slice, which makes the channel unread. A weight is zero if its value is zero, so
+the parameters must have the mask applied. `edge_client.compaction` turns the tensors into an ONNX file and proves it
+equal.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-# Op kinds that leave a constant channel as it is, whatever its value.
+# Op kinds that do not change a constant channel, whatever its value.
 _TRANSPARENT = frozenset({"max_pool", "flatten"})
 
 
 @dataclass(frozen=True)
 class Compact:
-    """A compact model: `tensors` by name, and `biases` by the name of the weight whose layer had none.
+    """A compact model: `tensors` by name, and the new `biases` of layers without one, by the name of their weight.
 
-    The biases of the groups' layers are float64, with the constants folded into them: a batch-norm behind multiplies
-    their rounding too, so they are rounded once it is folded. `kept` lists each group's surviving channels in
-    ascending order, by group name; never empty.
+    The biases of the groups' layers are float64, constants included. A batch-norm behind them would multiply a rounding
+    error, so they are rounded only after it is folded. `kept` lists the remaining channels of each group by name, in
+    ascending order; it is never empty.
     """
 
     tensors: dict[str, F32 | F64]
@@ -45,13 +44,13 @@ class Compact:
 
     @property
     def parameters(self) -> int:
-        """Number of values in all tensors, created biases included."""
+        """The number of values in all tensors, new biases included."""
         return sum(t.size for t in (*self.tensors.values(), *self.biases.values()))
 
 
 @dataclass
 class _State:
-    """The model while it shrinks: float32 weights with slices zeroed, float64 biases, channels not yet removed."""
+    """The model during compaction: float32 weights with zeroed slices, float64 biases, channels not yet removed."""
 
     tensors: dict[str, F32]
     biases: dict[str, F64] = field(default_factory=dict)
@@ -59,10 +58,10 @@ class _State:
 
 
 def compact(tensors: Mapping[str, F32], groups: Sequence[ChannelGroup]) -> Compact:
-    """The smallest model this module can show equal to the one given.
+    """The smallest equal model that the three rules reach.
 
-    `tensors` holds every effective parameter and batch-norm statistic by name (others pass through untouched); a
-    weight is `[out, in, *kernel]`. A group whose channels all die keeps its first one, so that no layer is empty.
+    `tensors` holds every effective parameter and batch-norm statistic by name; other tensors are not changed. A weight
+    is `[out, in, *kernel]`. If all channels of a group are removable, the first is kept, so no layer is empty.
     Constants are computed in float64. Raises ValueError when a group does not fit the tensors.
     """
     for group in groups:
@@ -79,17 +78,17 @@ def compact(tensors: Mapping[str, F32], groups: Sequence[ChannelGroup]) -> Compa
     changed = True
     while changed:
         changed = False
-        for group in groups:  # forward: constants meet their consumers
+        for group in groups:  # forward: a folded constant may make the next layer's channels constant
             changed |= _fold_constants(group, state)
-        for group in reversed(groups):  # backward: what nobody reads frees what feeds it
+        for group in reversed(groups):  # backward: an unread channel may leave its own inputs unread
             changed |= _drop_unread(group, state)
     return _slice(state, groups)
 
 
 def constants(group: ChannelGroup, values: Sequence[F64], tensors: Mapping[str, F32]) -> list[F64]:
-    """Every value of a group, float64[size] each: the constant a channel holds there, NaN where it is not constant.
+    """Every value of a group, float64[size] each: a channel's constant there, NaN where it is not constant.
 
-    `values` are the producers' outputs in the same convention.
+    `values` are the outputs of the producers, in the same form.
     """
     found = list(values)
     for op in group.ops:
@@ -98,7 +97,7 @@ def constants(group: ChannelGroup, values: Sequence[F64], tensors: Mapping[str, 
 
 
 def _apply(op: Op, inputs: Sequence[F64], tensors: Mapping[str, F32]) -> F64:
-    """`op` on constants; NaN goes through everything that does not make a constant of it."""
+    """`op` applied to constants. NaN stays NaN, except where the op makes it constant."""
     k = inputs[0]
     if op.kind == "batch_norm":
         weight, bias, mean, variance = (tensors[name].astype(np.float64) for name in op.tensors)
@@ -117,11 +116,11 @@ def _apply(op: Op, inputs: Sequence[F64], tensors: Mapping[str, F32]) -> F64:
         return np.where(k == 0.0, k, np.nan) if op.value else k
     if op.kind in _TRANSPARENT:
         return k
-    raise ValueError(f"op kind {op.kind!r} is unknown to compaction; export the bundle with this version")
+    raise ValueError(f"compaction does not support op kind {op.kind!r}; export the bundle with this version")
 
 
 def _fold_constants(group: ChannelGroup, state: _State) -> bool:
-    """Move what constant channels contribute out of every consumer's slices. True when a slice became zero."""
+    """Fold constant channels into the biases of the consumers, or merge them. True when a slice became zero."""
     alive = state.alive[group.name]
     produced = []
     for producer in group.producers:
@@ -136,7 +135,7 @@ def _fold_constants(group: ChannelGroup, state: _State) -> bool:
         ready = weight.any(axis=(0, 2)) & np.isfinite(constant) & alive
         merge = np.isfinite(constant) & alive & (constant != 0.0) if consumer.padded else np.zeros(group.size, bool)
         if merge.any():
-            # The representative need not be read yet: consumers of one value thus agree on one channel.
+            # The channel that stays need not be read yet, so all consumers of a value choose the same one.
             keep = int(np.argmax(np.where(merge, np.abs(constant), -1.0)))
             others = ready & merge
             others[keep] = False
@@ -148,7 +147,7 @@ def _fold_constants(group: ChannelGroup, state: _State) -> bool:
         weight[:, ready] = 0.0
         changed |= bool(ready.any())
     settled = np.all([np.isfinite(values[consumer.reads]) for consumer in group.consumers], axis=0)
-    for producer in group.producers:  # a representative made constant by batch-norm needs no inputs either
+    for producer in group.producers:  # a channel that batch-norm makes constant needs no inputs
         weight = state.tensors[producer.weight].reshape(group.size, -1)
         changed |= bool(weight[settled].any())
         weight[settled] = 0.0
@@ -156,7 +155,7 @@ def _fold_constants(group: ChannelGroup, state: _State) -> bool:
 
 
 def _drop_unread(group: ChannelGroup, state: _State) -> bool:
-    """Remove channels whose slice of every consumer is zero. True when there were any."""
+    """Remove the channels whose slice of every consumer is zero. True when there were any."""
     alive = state.alive[group.name]
     read = np.zeros(group.size, bool)
     for consumer in group.consumers:
@@ -170,7 +169,7 @@ def _drop_unread(group: ChannelGroup, state: _State) -> bool:
 
 
 def _slice(state: _State, groups: Sequence[ChannelGroup]) -> Compact:
-    """Cut the removed channels out of every tensor of their group."""
+    """Cut the removed channels out of all tensors of their groups."""
     tensors, biases, kept = state.tensors, state.biases, {}
     for group in groups:
         keep = np.flatnonzero(state.alive[group.name])
@@ -190,7 +189,7 @@ def _slice(state: _State, groups: Sequence[ChannelGroup]) -> Compact:
 
 
 def _cut_inputs(weight: F32, size: int, keep: NDArray[np.intp]) -> F32:
-    """Keep only the slices of `weight` [out, size * repeat, *kernel] that read the channels `keep`."""
+    """The slices of `weight` [out, size * repeat, *kernel] that read the channels `keep`."""
     by_channel = _by_channel(weight, size)[:, keep]
     return by_channel.reshape(weight.shape[0], -1, *weight.shape[2:])
 
@@ -205,21 +204,21 @@ def _by_channel(weight: F32, size: int) -> F32:
 
 
 def _check(group: ChannelGroup, tensors: Mapping[str, F32]) -> None:
-    """Raise ValueError unless every tensor of `group` is there, has its shape, and every index names a value."""
+    """Raise ValueError unless all tensors of `group` exist with the right shapes and all indices are valid."""
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in tensors:
-            raise ValueError(f"channel group {group.name!r} names tensor {name!r}, which the model lacks")
+            raise ValueError(f"channel group {group.name!r} names tensor {name!r}, which the model does not have")
         return tensors[name].shape
 
     def expect(ok: bool, what: str) -> None:
         if not ok:
             raise ValueError(f"channel group {group.name!r} of size {group.size}: {what}; export the bundle again")
 
-    expect(bool(group.producers) and bool(group.consumers), "it lacks a producer or a consumer")
+    expect(bool(group.producers) and bool(group.consumers), "it has no producer or no consumer")
     for layer in _layers(group):
-        expect(layer.kind in ("linear", "conv"), f"a layer of kind {layer.kind!r} cannot be compacted yet")
-        expect(len(shape(layer.weight)) >= 2, f"weight {layer.weight!r} is no matrix")
+        expect(layer.kind in ("linear", "conv"), f"a layer of kind {layer.kind!r} cannot be compacted")
+        expect(len(shape(layer.weight)) >= 2, f"weight {layer.weight!r} is not a matrix")
         if layer.bias is not None:
             expect(shape(layer.bias) == shape(layer.weight)[:1], f"bias {layer.bias!r} has shape {shape(layer.bias)}")
     for producer in group.producers:
@@ -231,4 +230,4 @@ def _check(group: ChannelGroup, tensors: Mapping[str, F32]) -> None:
     for consumer in group.consumers:
         inputs = shape(consumer.weight)[1]
         expect(inputs == group.size * consumer.repeat, f"{consumer.weight!r} reads {inputs} entries")
-        expect(0 <= consumer.reads < len(group.producers) + len(group.ops), f"it has no value {consumer.reads}")
+        expect(0 <= consumer.reads < len(group.producers) + len(group.ops), f"value {consumer.reads} does not exist")

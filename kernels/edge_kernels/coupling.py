@@ -1,15 +1,16 @@
-"""Coupled Bernoulli masks: what two sides that share their uniforms still have to tell each other, and its price.
+"""Coupled Bernoulli masks: the remaining information when both sides share the uniforms, and its coding.
 
-Both sides know probabilities theta[d] and uniforms u[d]; the *reference* is the mask ``u < theta``. A device trains
-theta to theta' and its mask is ``u < theta'``: it differs from the reference (a *flip*) only where training carried
-theta across u. How far that is, is known: ``x = odds(larger) / odds(smaller) - 1``, about the distance in logits. How
-far weights moved in the round before is known too, from the *net* flips of the cohort; as a gradient is a sum of outer
-products, the mean movement of a weight's row times that of its column (its *activity*) says more than its own.
+Both sides know probabilities theta[d] and uniforms u[d]. The *reference* is the mask ``u < theta``. A device trains
+theta to theta', and its mask is ``u < theta'``. The two differ (a *flip*) only where training moved theta across u.
+Both sides can compute how far that is: ``x = odds(larger) / odds(smaller) - 1``, roughly the distance in logits. They
+also know the *net* flips of the cohort's last round, which show how far the weights moved. A gradient is a sum of outer
+products, so the product of the mean movement of a weight's row and of its column (its *activity*) predicts better than
+the weight's own movement.
 
-A set is coded so: a logistic model over such terms, fitted by the encoder and sent as float16, sorts the positions into
-bins of predicted log-odds, and codec `entropy` codes each bin at its own rate. The model may be bad, never wrong.
-Both sides must compute the same bins, so terms use exact float64 operations only (no exp, no log: `log2` is
-piecewise linear), element by element, in a fixed order. Which method sends what, and when, is not known here.
+A set is coded in two steps. The encoder fits a logistic model over such terms and sends it as float16; the model sorts
+the positions into bins of predicted log-odds. Codec `entropy` then codes each bin at its own rate. A bad model costs
+bytes, never correctness. Both sides must compute the same bins. So terms use exact float64 operations only (no exp, no
+log: `log2` is piecewise linear), element by element, in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,19 +34,19 @@ Where = slice | Positions
 Terms = Callable[[Where], list[F64]]
 """The model's terms at some of the positions, the constant first; all float64 and equally long."""
 
-TINY = 1e-9  # distances below it are one
-REACH = 0.4  # a flip is likely up to about this distance in logits: some steps of Adam at 0.1
+TINY = 1e-9  # the smallest distance
+REACH = 0.4  # flips are likely up to about this distance in logits: a few steps of Adam at 0.1
 _TILE = 1 << 14  # positions whose terms are in memory at a time
 _FIT = 1 << 15  # positions the model is fitted on
 _BINS, _STEP, _LOWEST = 32, 0.5, -11.0  # bins of predicted log-odds
-_WORTH = 64  # a set or a complement smaller than this is not worth a model
-_ROUNDS = 12  # most Newton steps
+_WORTH = 64  # a set, or a complement, smaller than this is coded without a model
+_ROUNDS = 12  # the most Newton steps
 _CRC = 4  # bytes of the CRC-32 that guards a payload
 
 
 @dataclass(frozen=True)
 class History:
-    """What both sides know of the cohort's last round: `net` int32[d], ones less reference ones, and `activity`."""
+    """The cohort's last round, known to both sides: `net` int32[d] (ones less reference ones) and `activity`."""
 
     net: NDArray[np.int32]
     activity: F32
@@ -52,10 +54,10 @@ class History:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Sums over the devices of a round, added one by one in one order by both sides.
+    """Sums over the devices of a round. Both sides add the devices one by one, in the same order.
 
-    `reference` int64[d] counts reference ones; `down` and `up` float32[d] say how many of the devices are close to
-    losing their reference one, or to gaining one.
+    `reference` int64[d] counts reference ones. `down` and `up` float32[d] measure how many devices are close to losing
+    their reference one, or to gaining one.
     """
 
     reference: NDArray[np.int64]
@@ -64,7 +66,7 @@ class Cohort:
 
     @staticmethod
     def empty(d: int) -> Cohort:
-        """No device yet."""
+        """The sums over no device."""
         return Cohort(np.zeros(d, np.int64), np.zeros(d, np.float32), np.zeros(d, np.float32))
 
     def add(self, theta: F64, uniforms: F64) -> None:
@@ -78,7 +80,7 @@ class Cohort:
 
 
 def distance(theta: F64, uniforms: F64) -> tuple[Bits, F64]:
-    """The reference ``u < theta`` and x >= TINY, the odds ratio less one; theta is inside (0, 1)."""
+    """The reference ``u < theta``, and the odds ratio less one, at least TINY. Theta lies inside (0, 1)."""
     reference = uniforms < theta
     low, high = np.where(reference, uniforms, theta), np.where(reference, theta, uniforms)
     return reference, (high - low) / (np.maximum(low, TINY) * np.maximum(1 - high, TINY)) + TINY
@@ -91,8 +93,22 @@ def log2(x: F64) -> F64:
     return value
 
 
+def coupling_contexts(theta: NDArray[np.floating[Any]], uniforms: F64) -> NDArray[np.uint8]:
+    """Contexts for codec `entropy` without a model: 42 bins of the distance times 4 bins of theta, uint8[d].
+
+    The bins of the distance are thirds of an octave from 2**-8 to 2**6. A step in the score crosses the distance with
+    a probability that hardly depends on theta. So theta takes the low two bits, which merging drops first.
+    """
+    out = np.empty(len(theta), np.uint8)
+    for s in _tiles(len(theta)):
+        t = theta[s].astype(np.float64)
+        _, x = distance(t, uniforms[s])
+        out[s] = np.clip(np.floor(3 * log2(x)) + 24, 0, 41) * 4 + np.clip(np.floor(t * 4), 0, 3)
+    return out
+
+
 def history(net: NDArray[np.int32], shapes: Sequence[tuple[int, ...]]) -> History:
-    """The history of net flips int32[d] of tensors that lie end to end with these shapes; rows are axis 0."""
+    """The history of net flips int32[d] of tensors with these shapes, laid end to end. Rows are axis 0."""
     activity = np.empty(len(net), np.float32)
     low = 0
     for shape in shapes:
@@ -114,12 +130,12 @@ def decode_flips(data: bytes, theta: F64, uniforms: F64, past: History | None) -
     """The flips of :func:`encode_flips` with the same theta, uniforms and past. Raises CodecError."""
     flips = _decode(data[_CRC:], len(theta), _flip_terms(theta, uniforms, past))
     if _guard(_mask_tiles(flips, theta, uniforms)) != data[:_CRC]:
-        raise CodecError("the mask does not match its checksum: the two sides' probabilities or uniforms differ")
+        raise CodecError("the mask does not match its checksum: probabilities or uniforms differ between the two sides")
     return flips
 
 
 def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History | None) -> bytes:
-    """A cohort's net flips int32[d] as bytes: where there are any, which way, and how many more than one."""
+    """A cohort's net flips int32[d] as bytes: where they are not 0, their signs, then their sizes beyond 1."""
     parts: list[bytes] = []
     size = np.abs(net)
     sparse = positions_of(net != 0)
@@ -135,14 +151,12 @@ def encode_net(net: NDArray[np.int32], theta: F64, cohort: Cohort, past: History
 
 
 def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, masks: int) -> NDArray[np.int32]:
-    """The net flips of :func:`encode_net`, each at most `masks` either way. Raises CodecError."""
+    """The net flips of :func:`encode_net`, each within -masks .. masks. Raises CodecError."""
     d = len(cohort.reference)
     count = data[_CRC] if len(data) > _CRC else 0
     low = _CRC + 1 + 4 * count
     if not 2 <= count <= masks + 3 or len(data) < low:
-        raise CodecError(
-            f"net flips of {masks} masks come in 2 .. {masks + 3} parts, not {count}; is this payload whole?"
-        )
+        raise CodecError(f"net flips of {masks} masks have 2 .. {masks + 3} parts, not {count}; the payload is damaged")
     ends = low + np.cumsum(np.frombuffer(data, "<u4", count, _CRC + 1).astype(np.int64))
     if int(ends[-1]) != len(data):
         raise CodecError(f"the parts of the net flips end at byte {ends[-1]} of {len(data)}; the payload is damaged")
@@ -150,18 +164,18 @@ def decode_net(data: bytes, theta: F64, cohort: Cohort, past: History | None, ma
     sparse = positions_of(_decode(parts[0], d, _moved_terms(theta, cohort, past)))
     upward = _decode(parts[1], len(sparse), _subset(_way_terms(theta, cohort, past), sparse))
     net = np.zeros(d, np.int32)
-    for s in _tiles(len(sparse)):  # numpy indexes with an int64 copy
+    for s in _tiles(len(sparse)):  # in tiles: numpy copies an index to int64
         net[sparse[s]] = np.where(upward[s], 1, -1)
     for part in parts[2:]:
         sparse = sparse[_decode(part, len(sparse), _subset(_moved_terms(theta, cohort, past), sparse))]
         for s in _tiles(len(sparse)):
             net[sparse[s]] += np.sign(net[sparse[s]])
     if len(sparse) or _guard(_count_tiles(cohort, net)) != data[:_CRC]:
-        raise CodecError("the counts do not match their checksum: the two sides' states differ")
+        raise CodecError("the counts do not match their checksum: the states of the two sides differ")
     return net
 
 
-# --- terms: what the two sides know of each position
+# --- the model's terms: what both sides know of each position
 
 
 def _flip_terms(theta: F64, uniforms: F64, past: History | None) -> Terms:
@@ -205,15 +219,15 @@ def _way_terms(theta: F64, cohort: Cohort, past: History | None) -> Terms:
 
 
 def _subset(terms: Terms, positions: Positions) -> Terms:
-    """The terms of some of the positions, numbered anew."""
+    """The terms of some positions, renumbered from 0."""
     return lambda s: terms(positions[s])
 
 
-# --- a set under a model
+# --- a set, coded under a model
 
 
 def _encode(members: Bits, terms: Terms) -> bytes:
-    """A set bool[n]: its model in float16 (or none), then codec `entropy`."""
+    """A set bool[n]: its model in float16, or none, then codec `entropy`."""
     n, ones = len(members), int(np.count_nonzero(members))
     if min(ones, n - ones) < _WORTH:
         return b"\0" + codecs.encode("entropy", members, n)
@@ -223,12 +237,12 @@ def _encode(members: Bits, terms: Terms) -> bytes:
 
 def _decode(data: bytes, n: int, terms: Terms) -> Bits:
     if not data or data[0] > 1:
-        raise CodecError("a set begins with 0 (no model) or 1; the payload is damaged")
+        raise CodecError("the first byte of a set is 0 (no model) or 1; the payload is damaged")
     if data[0] == 0:
         return codecs.decode_mask("entropy", data[1:], n)
     head = 1 + 2 * len(terms(slice(0, 0)))
     if len(data) < head:
-        raise CodecError(f"a model takes {head} bytes, the payload ends after {len(data)}")
+        raise CodecError(f"a model takes {head} bytes, but the payload ends after {len(data)}")
     model = np.frombuffer(data[1:head], "<f2").astype(np.float64)
     if not np.isfinite(model).all():
         raise CodecError("the model of a set holds NaN or infinity; the payload is damaged")
@@ -236,7 +250,7 @@ def _decode(data: bytes, n: int, terms: Terms) -> Bits:
 
 
 def _bins(model: F64, terms: Terms, n: int) -> NDArray[np.uint8]:
-    """Each position's bin of predicted log-odds, uint8[n]."""
+    """The bin of predicted log-odds of each position, uint8[n]."""
     out = np.empty(n, np.uint8)
     for s in _tiles(n):
         odds = np.zeros(s.stop - s.start)
@@ -247,7 +261,7 @@ def _bins(model: F64, terms: Terms, n: int) -> NDArray[np.uint8]:
 
 
 def _fit(members: Bits, terms: Terms) -> F64:
-    """Logistic regression by Newton's method on an even sample of the positions; values that float16 holds."""
+    """Logistic regression by Newton's method, on an evenly spaced sample of the positions, rounded to float16."""
     stride = -(-len(members) // _FIT)
     design = np.stack([np.concatenate(t) for t in zip(*(_strided(terms, s, stride) for s in _tiles(len(members))),
                                                       strict=True)])  # fmt: skip
@@ -274,10 +288,10 @@ def _tiles(n: int) -> Iterator[slice]:
 
 
 def checksum(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> int:
-    """CRC-32 of what two sides must both have, a mask or counts: of what is meant, not of what is sent.
+    """CRC-32 of a mask or of counts that both sides must have, not of the payload.
 
-    It comes in tiles of any size, for masks a multiple of eight but the last: whole, its sums and packed forms would
-    take many times its memory. Masks are packed as codec `bits`, counts are 32-bit integers, little endian.
+    The tiles may have any size; those of a mask are multiples of 8, except the last. Masks are packed as by codec
+    `bits`. Counts are 32-bit integers, little endian.
     """
     crc = 0
     for tile in tiles:
@@ -290,10 +304,10 @@ def _guard(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> bytes:
 
 
 def _mask_tiles(flips: Bits, theta: F64, uniforms: F64) -> Iterator[Bits]:
-    """The mask that the flips make of the reference."""
+    """The reference with the flips applied."""
     return (flips[s] ^ (uniforms[s] < theta[s]) for s in _tiles(len(flips)))
 
 
 def _count_tiles(cohort: Cohort, net: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
-    """The counts that the net flips make of the reference's."""
+    """The reference's counts with the net flips applied."""
     return (cohort.reference[s] + net[s] for s in _tiles(len(net)))

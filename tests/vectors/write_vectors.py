@@ -134,14 +134,16 @@ def coupling_cases() -> list[dict[str, Any]]:
 
 
 def value_cases() -> list[dict[str, Any]]:
-    """Signs and floats."""
-    signs = np.where(counter.uniform(counter.key("vectors", "signs"), 21) < 0.5, -1, 1)
-    floats = [0.0, -0.0, 1.0, -2.5, 0.333251953125, 65504.0]
-    return [
-        {"codec": "signs", "values": signs.tolist(), "hex": values.encode_signs(signs).hex()},
-        {"codec": "float16", "values": floats, "hex": values.encode_floats(np.array(floats), "float16").hex()},
-        {"codec": "float32", "values": floats, "hex": values.encode_floats(np.array(floats), "float32").hex()},
-    ]
+    """Vectors of floats; `decoded` where that is not what was encoded."""
+    exact, rounded = [0.0, -0.0, 1.0, -2.5, 0.333251953125, 65504.0], [0.0, 0.125, -0.375, 0.75, -1.0, 0.0625, -0.5]
+    stream = counter.key("vectors", "values")
+    out: list[dict[str, Any]] = []
+    for codec, floats in (("float32", exact), ("float16", exact), ("stochastic8", rounded)):
+        data = values.encode(codec, np.array(floats), stream)
+        decoded = values.decode(codec, data, len(floats), stream).tolist()
+        case = {"codec": codec, "stream": str(stream), "values": floats, "hex": data.hex()}
+        out.append(case if decoded == floats else {**case, "decoded": decoded})
+    return out
 
 
 def counter_cases() -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""Codecs: a set of positions out of d, counts, signs, floats or samples as bytes, and back, in numpy.
+"""Codecs: a set of positions out of d, counts, float vectors or samples as bytes, and back, in numpy.
 
 Set codecs have names and one interface, here: ``encode(name, positions or mask, d)`` and ``decode(name, data, d)``.
-`contexts` (unsigned integers[d] that both sides know) lower the cost of `entropy` and `auto`; the others ignore what
-they cannot use. `values`, `counts` and `klms` code other things and are called by their own functions. The bytes are
-specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises `CodecError`, in memory bounded by d.
+`contexts` (unsigned integers[d] that both sides know) lower the cost of `entropy` and `auto`; the others ignore them.
+Other packages add set codecs by entry points of the group `maskfleet.codecs.sets`, each naming a `SetCodec`.
+Value codecs have the same form in `values`. `counts` and `klms` code other things and are called by their own
+functions. The bytes are specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises `CodecError`, in
+memory bounded by d.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels.codecs import auto, bits, entropy, fuse, png, rice
+from edge_kernels.codecs import auto, bits, entropy, fuse, png, registry, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
 
-__all__ = ["CODECS", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "decode", "decode_mask", "encode",
-           "mask_of", "names"]  # fmt: skip
+__all__ = ["CODECS", "GROUP", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "codec", "decode",
+           "decode_mask", "encode", "mask_of", "names"]  # fmt: skip
+
+GROUP = "maskfleet.codecs.sets"
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,19 @@ CODECS: Mapping[str, SetCodec] = {
 
 
 def names(exact_only: bool = False) -> list[str]:
-    """Names of the set codecs."""
+    """Names of the built-in set codecs."""
     return [name for name, codec in CODECS.items() if codec.exact or not exact_only]
 
 
 def encode(name: str, what: NDArray[Any], d: int, contexts: Contexts | None = None) -> bytes:
     """The set `what` (sorted distinct positions, or bool[d]) as bytes. Raises CodecError for what is no set below d."""
-    return _codec(name).encode(as_positions(what, d), d, _checked(contexts, d))
+    return codec(name).encode(as_positions(what, d), d, _checked(contexts, d))
 
 
 def decode(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     """The set in `data` as sorted uint32 positions. `d` and `contexts` as at encoding. Raises CodecError."""
     check_size(d)
-    return _codec(name).decode(data, d, _checked(contexts, d))
+    return as_positions(codec(name).decode(data, d, _checked(contexts, d)), d)
 
 
 def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> NDArray[np.bool_]:
@@ -76,10 +80,9 @@ def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None
     return mask_of(decode(name, data, d, contexts), d)
 
 
-def _codec(name: str) -> SetCodec:
-    if name not in CODECS:
-        raise CodecError(f"no set codec is called {name!r}; there are {', '.join(CODECS)}")
-    return CODECS[name]
+def codec(name: str) -> SetCodec:
+    """The set codec `name`. Raises CodecError with the choices."""
+    return registry.find(name, CODECS, GROUP, "set codec")
 
 
 def _checked(contexts: Contexts | None, d: int) -> Contexts | None:

@@ -1,10 +1,12 @@
 """The header of codec `entropy`: which contexts share a rate, and the flip counts that give the rates.
 
-Contexts in use, in ascending order, are each a class of their own or are put into at most `MAX_CLASSES` classes; then
-a context costs the step from the class of the context before it. A class costs its flip count, coded as its distance
-from what the rates of the two classes before it let expect. :func:`best` weighs these bits against the flips' entropy
-at the classes' rates: contexts sorted by rate are cut into stretches of least cost; then, with the rates of these, the
-cheapest path through the contexts in their own order decides.
+Each context that occurs is a class of its own, or the contexts share at most `MAX_CLASSES` classes. A shared class is
+coded, per context in ascending order, as the step from the previous context's class. The flip count of a class is
+coded as the difference from a prediction extrapolated from the rates of the two previous classes.
+
+:func:`best` weighs these bits against the entropy of the flips at the rates of the classes. It sorts the contexts by
+rate and cuts them into stretches of least total cost. With the rates of these stretches, the cheapest path through the
+contexts in ascending order then assigns the classes.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 MAX_CLASSES = 64
-UNCODED = 15  # `mode` of a payload without contexts; else its low bits are the shift that merges neighbouring contexts
+UNCODED = 15  # `mode` of a payload without contexts; otherwise the low bits are the shift that merges contexts
 SHIFTS = range(12)
-_SEARCHED = 512  # contexts among which classes are sought; more are merged first
-_CLASS_BITS = (4.0, 12.0)  # prices of a class tried while searching, beside half the logarithm of its flip count
+MAPPED = 16  # bit of `mode`: the classes of the contexts are listed
+_SEARCHED = 512  # the most contexts that are searched; more are merged first
+_CLASS_BITS = (4.0, 12.0)  # prices of a class that are tried, on top of half the logarithm of its flip count
 _OFFSETS = range(4)
-MAPPED = 16  # bit of `mode` that says that classes of contexts are listed
-_LANES = 1.003  # bytes coded per byte of entropy, the lanes' included
+_LANES = 1.003  # coded bytes per byte of entropy, lanes included
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`classes` uint16[G] of the contexts in use after the shift of `mode`, and about the bytes of the payload."""
+    """`classes` uint16[G] of the contexts that occur after the shift of `mode`, and the estimated payload bytes."""
 
     mode: int
     classes: NDArray[np.uint16]
@@ -57,37 +59,37 @@ def best(sizes: I64, flips: I64) -> Plan:
     return plan
 
 
-def merged(counts: I64, mode: int) -> I64:
-    """Sums over the contexts that `mode` makes one."""
-    group = 1 << mode
+def merged(counts: I64, shift: int) -> I64:
+    """The sums over contexts that are equal after ``>> shift``."""
+    group = 1 << shift
     sums: I64 = np.append(counts, np.zeros(-len(counts) % group, np.int64)).reshape(-1, group).sum(axis=1)
     return sums
 
 
 def header(mode: int, classes: NDArray[np.uint16], sizes: I64, flips: I64) -> Bits:
-    """The classes, if `mode` says so, as steps from the one before, the first from 0; and the classes' flip counts.
+    """The classes if `mode` lists them, then their flip counts.
 
-    Steps are zigzag (0, 1, -1, 2, ... as 0, 1, 2, 3, ...) in unary.
+    A class is the step from the previous one, the first from 0: zigzag (0, 1, -1, 2, ... as 0, 1, 2, 3, ...) in unary.
     """
     listed = unary(_zigzag(np.diff(classes.astype(np.int64), prepend=0))) if mode & MAPPED else np.zeros(0, np.bool_)
     return np.concatenate([listed, _count_bits(flips, sizes)])
 
 
 def read_classes(bits: Bits, count: int) -> tuple[NDArray[np.uint16], int]:
-    """The listed classes of so many contexts, and the bits they took. Raises CodecError."""
+    """The listed classes of `count` contexts, and the number of bits they took. Raises CodecError."""
     zigzag, used = read_unary(bits, count)
     numbers = np.cumsum(np.where(zigzag % 2 == 1, (zigzag + 1) // 2, -(zigzag // 2)))
     if numbers.min(initial=0) < 0 or numbers.max(initial=0) >= min(MAX_CLASSES, max(count, 1)):
-        raise CodecError(f"the class of a context is not below {MAX_CLASSES} and the contexts; the payload is damaged")
+        raise CodecError(f"a class is not below {MAX_CLASSES} and the number of contexts; the payload is damaged")
     return numbers.astype(np.uint16), used
 
 
 def read_counts(bits: Bits, sizes: I64) -> tuple[I64, int]:
-    """The flip counts of classes of `sizes` positions, and the bits they took. Raises CodecError."""
+    """The flip counts of classes of `sizes` positions, and the number of bits they took. Raises CodecError."""
     flips = np.zeros(len(sizes), np.int64)
     if not len(sizes):
         return flips, 0
-    ones = np.flatnonzero(bits[2:]) + 2  # one of these ends each unary part
+    ones = np.flatnonzero(bits[2:]) + 2  # each unary part ends at one of these
     at = 2
     for i, size in enumerate(sizes.tolist()):
         expected, width = _expected(flips, sizes, i, int(bits[:2] @ (1, 2)) if len(bits) >= 2 else 0)
@@ -96,7 +98,7 @@ def read_counts(bits: Bits, sizes: I64) -> tuple[I64, int]:
         width += end - at
         low = bits[end + 1 : end + 1 + width]
         if width > 34 or len(low) < width or end >= len(bits):
-            raise CodecError("the payload ends within its flip counts or holds a huge one; it is damaged")
+            raise CodecError("the payload ends within its flip counts, or a count is too large; it is damaged")
         start = width - (end - at)
         zigzag = (1 << width) - (1 << start) + sum(1 << j for j in np.flatnonzero(low).tolist())
         flips[i] = expected + ((zigzag + 1) // 2 if zigzag % 2 else -(zigzag // 2))
@@ -107,9 +109,10 @@ def read_counts(bits: Bits, sizes: I64) -> tuple[I64, int]:
 
 
 def _count_bits(flips: I64, sizes: I64) -> Bits:
-    """Flip counts: the offset o in two bits, and for every class the zigzag of its distance from what is expected.
+    """Flip counts: an offset in two bits, then per class the zigzag difference from its prediction.
 
-    That is exponential Golomb code of the order which :func:`_expected` gives with o. The o that needs least is taken.
+    The difference is in exponential Golomb code, of the order that :func:`_expected` returns with the offset. The
+    offset with the fewest bits is used.
     """
     if not len(sizes):
         return np.zeros(0, np.bool_)
@@ -128,9 +131,9 @@ def _count_bits(flips: I64, sizes: I64) -> Bits:
 
 
 def _expected(flips: I64, sizes: I64, i: int, offset: int) -> tuple[int, int]:
-    """Flips to expect in class `i` from those before it, and the order of the code of the distance from that.
+    """The predicted flips of class `i`, from the classes before it, and the order of the code of the difference.
 
-    The rate (2 n + 1) / (2 N + 2) goes on in the proportion of the last two, kept within 1/4 .. 4.
+    The rate (2 n + 1) / (2 N + 2) is extrapolated by the ratio of the last two rates, clipped to 1/4 .. 4.
     """
     size = int(sizes[i])
     if i == 0:
@@ -155,13 +158,13 @@ def _zigzag(steps: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 def _at_mode(mode: int, sizes: I64, flips: I64) -> Plan:
-    """The cheapest plan found for contexts that all have positions."""
+    """The cheapest plan found in this mode; every context has positions."""
     if not mode & MAPPED:
         own = np.arange(len(sizes), dtype=np.uint16)
         return Plan(mode, own, _bytes(mode, own, sizes, flips))
     plans = []
     cuts = [_cut(sizes, flips, price) for price in _CLASS_BITS]
-    for rates in [*cuts, *(rates[::-1] for rates in cuts)]:  # the first context's class is counted from 0
+    for rates in [*cuts, *(rates[::-1] for rates in cuts)]:  # the first step starts from class 0, so order matters
         path = _path(rates, sizes, flips)
         classes = np.unique(path, return_inverse=True)[1].astype(np.uint16)  # numbered without holes
         all_, ones = (np.bincount(classes, x).astype(np.int64) for x in (sizes, flips))
@@ -170,7 +173,7 @@ def _at_mode(mode: int, sizes: I64, flips: I64) -> Plan:
 
 
 def _cut(sizes: I64, flips: I64, price: float) -> F64:
-    """Ascending rates of the stretches into which the contexts, sorted by rate, are best cut; at most MAX_CLASSES."""
+    """The ascending rates of the best cut of the contexts, sorted by rate, into at most MAX_CLASSES stretches."""
     order = np.argsort((flips + 0.5) / (sizes + 1), kind="stable")
     size, flip = (np.append(0, np.cumsum(a[order])).astype(np.float64) for a in (sizes, flips))
     least = np.zeros(len(size))
@@ -190,8 +193,8 @@ def _cut(sizes: I64, flips: I64, price: float) -> F64:
 
 
 def _path(rates: F64, sizes: I64, flips: I64) -> I64:
-    """The class, by number of its rate, of every context on the cheapest path, int64[G]."""
-    step = np.arange(len(rates))[:, None] - np.arange(len(rates))  # to the row from the column
+    """The index into `rates` of every context on the cheapest path, int64[G]."""
+    step = np.arange(len(rates))[:, None] - np.arange(len(rates))  # from the column to the row
     toll = 1.0 + np.where(step > 0, 2 * step - 1, -2 * step)
     own = -(flips[:, None] * np.log2(rates) + (sizes - flips)[:, None] * np.log2(1 - rates))
     cost = toll[:, 0] + own[0]
@@ -209,13 +212,13 @@ def _path(rates: F64, sizes: I64, flips: I64) -> I64:
 
 
 def _bytes(mode: int, classes: NDArray[np.uint16], sizes: I64, flips: I64) -> float:
-    """About the bytes of a payload: header, lanes and the classes' entropy."""
+    """An estimate of the payload's bytes: header, lanes and the entropy of the classes."""
     bits = float(_entropy(sizes.astype(np.float64), flips.astype(np.float64)).sum())
     return 2 + (len(header(mode, classes, sizes, flips)) + bits * _LANES) / 8 + 1
 
 
 def _entropy(sizes: F64, flips: F64) -> F64:
-    """Bits of groups of independent flips at each group's rate."""
+    """The bits of each group of independent flips, at the group's own rate."""
     rate = flips / np.maximum(sizes, 1)
     part = np.clip(rate, 1e-300, 1 - 1e-16)
     bits: F64 = -sizes * (rate * np.log2(part) + (1 - rate) * np.log2(1 - part))

@@ -1,14 +1,13 @@
 """Codec `counts`: whole numbers 0 .. top at their entropy given a prediction, such as last round's counts. Lossless.
 
-A value becomes its rank among the values nearest to the prediction p, in the order p, p+1, p-1, p+2, ... modulo
-top + 1. Rank 0, 1, ... are decided one after the other: each is a set among the values still undecided, written by
-`entropy` with the prediction as context. By the chain rule the sum is the conditional entropy, and where most values
-stay as predicted nearly everything is decided by the first set. Ranks of 16 and more share sets by bit length and add
-raw low bits.
+A value becomes its rank in the order p, p+1, p-1, p+2, ... modulo top + 1, where p is its prediction. The ranks 0, 1,
+... are coded one after the other. Each is a set among the values not yet decided, written by `entropy` with the
+prediction as context. By the chain rule the total is the conditional entropy. If most values equal their prediction,
+the first set decides nearly everything. Ranks of 16 and more share a set per bit length and add raw low bits.
 
-Bytes: segments of 2**20 values (the last one shorter), one after the other. A segment is, for each set, while any
-value is undecided and more than one class is possible, ``varint(length)`` and the `entropy` payload; then the low bits
-of all ranks of 16 and more, as bit planes.
+Bytes: segments of 2**20 values, the last one shorter. In a segment, each set is ``varint(length)`` and the `entropy`
+payload; sets follow while any value is undecided and more than one class is possible. Then come the low bits of all
+ranks of 16 and more, as bit planes.
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ from edge_kernels.codecs.sets import CodecError, Contexts, check_size, mask_of, 
 from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, varint
 
 MAX_TOP = 2**31 - 2
-_SEGMENT = 1 << 20  # values coded together: memory beside the result is bounded by it
+_SEGMENT = 1 << 20  # values coded together; bounds the memory beside the result
 _DIRECT = 16  # ranks with a class of their own
-_WIDTH = 12  # a class of 16 and more less this is the number of its low bits
-_LEVELS = 64  # most contexts made of predictions
-_TILE = 1 << 16  # values put together at a time
+_WIDTH = 12  # class c >= 16 has c - 12 low bits
+_LEVELS = 64  # the most contexts derived from predictions
+_TILE = 1 << 16  # values assembled at a time
 
 Counts = NDArray[np.unsignedinteger[Any]]
 
 
-def encode(values: Counts, top: int, prediction: Counts | None = None, contexts: Contexts | None = None) -> bytes:
+def encode(values: Counts, top: int, prediction: Counts | None = None) -> bytes:
     """Write unsigned values[d], all at most `top`.
 
-    `prediction` (same shape and range) and `contexts` are known to the reader too; contexts default to the prediction,
-    coarsened to 64 levels. Without either the values are coded at their plain entropy.
+    The reader needs the same `prediction`, of the same shape and range. The contexts are the prediction, coarsened to
+    64 levels. Without a prediction the values are coded at their plain entropy.
     """
     _check(values, len(values), top, "values")
-    guess, given = _given(prediction, contexts, len(values), top)
-    return b"".join(
-        _encode_segment(
-            values[part], top, guess[part] if len(guess) > 1 else guess, None if given is None else given[part]
-        )
-        for part in _segments(len(values))
-    )
+    guess, contexts = _given(prediction, len(values), top)
+    return b"".join(_encode_segment(values[part], top, *_part(guess, contexts, part)) for part in segments(len(values)))
 
 
-def _segments(d: int) -> list[slice]:
+def segments(d: int) -> list[slice]:
+    """The values that are coded together."""
     return [slice(low, min(low + _SEGMENT, d)) for low in range(0, d, _SEGMENT)]
+
+
+def _part(guess: Counts, contexts: Contexts | None, part: slice) -> tuple[Counts, Contexts | None]:
+    return (guess[part] if len(guess) > 1 else guess), (None if contexts is None else contexts[part])
 
 
 def _encode_segment(values: Counts, top: int, guess: Counts, undecided: Contexts | None) -> bytes:
@@ -70,16 +69,14 @@ def _encode_segment(values: Counts, top: int, guess: Counts, undecided: Contexts
     return b"".join(out) + pack(planes(low_bits, widths))
 
 
-def decode(data: bytes, d: int, top: int, prediction: Counts | None = None, contexts: Contexts | None = None) -> Counts:
+def decode(data: bytes, d: int, top: int, prediction: Counts | None = None) -> Counts:
     """The values[d] of a payload, in the smallest unsigned dtype that holds `top`. Raises CodecError."""
     check_size(d)
-    guess, given = _given(prediction, contexts, d, top)
+    guess, contexts = _given(prediction, d, top)
     reader = Reader(data)
     out: Counts = np.empty(d, dtype_for(top))
-    for part in _segments(d):
-        _decode_segment(
-            reader, out[part], top, guess[part] if len(guess) > 1 else guess, None if given is None else given[part]
-        )
+    for part in segments(d):
+        _decode_segment(reader, out[part], top, *_part(guess, contexts, part))
     reader.end()
     return out
 
@@ -99,12 +96,12 @@ def _decode_segment(reader: Reader, out: Counts, top: int, guess: Counts, contex
             planes_at[j] += len(kept)
         ranks[big] = numbers
         if int(ranks.max()) > top:
-            raise CodecError(f"a rank of {int(ranks.max())} is beyond {top}; the payload is damaged or top is wrong")
+            raise CodecError(f"rank {int(ranks.max())} is above {top}; the payload is damaged or top is wrong")
         out[low : low + _TILE] = _values(ranks, guess[low : low + _TILE] if len(guess) > 1 else guess, top)
 
 
 def _read_classes(reader: Reader, d: int, last: int, contexts: Contexts | None) -> NDArray[np.uint8]:
-    """The class of every value, at most `last`, from a set for each class below that. Masks only, to save memory."""
+    """The class of every value, at most `last`, from one set for each class below it. Uses masks only, for memory."""
     classes = np.full(d, last, np.uint8)
     undecided = np.ones(d, np.bool_)
     left = d
@@ -124,9 +121,9 @@ def _read_classes(reader: Reader, d: int, last: int, contexts: Contexts | None) 
 def _read_low_bits(
     reader: Reader, classes: NDArray[np.uint8]
 ) -> tuple[list[int], Callable[[int, int], NDArray[np.bool_]]]:
-    """Where each plane of the low bits of ranks of 16 and more begins, and what reads so many bits from there."""
+    """The first bit of each plane of low bits, and a function that reads ``(start, count)`` bits."""
     of_class = np.zeros(256, np.int64)
-    for low in range(0, len(classes), _TILE):  # numpy counts int64 copies
+    for low in range(0, len(classes), _TILE):  # in tiles: bincount copies to int64
         of_class += np.bincount(classes[low : low + _TILE], minlength=256)
     widest = max(int(np.flatnonzero(of_class).max(initial=0)) - _WIDTH, 0)
     counts = [int(of_class[max(_WIDTH + j + 1, _DIRECT) :].sum()) for j in range(widest)]
@@ -147,35 +144,31 @@ def dtype_for(top: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.min_scalar_type(top))
 
 
-def _given(prediction: Counts | None, contexts: Contexts | None, d: int, top: int) -> tuple[Counts, Contexts | None]:
-    """Prediction and contexts as both sides use them."""
+def _given(prediction: Counts | None, d: int, top: int) -> tuple[Counts, Contexts | None]:
+    """Prediction and contexts as both sides use them; without a prediction a single 0, and no contexts."""
     if not 0 <= top <= MAX_TOP:
         raise CodecError(f"top = {top} is outside 0 .. {MAX_TOP}")
-    if prediction is not None:
-        _check(prediction, d, top, "the prediction")
-    if contexts is not None and (contexts.shape != (d,) or contexts.dtype.kind != "u"):
-        raise CodecError(f"contexts are unsigned integers of shape ({d},), not {contexts.dtype}{contexts.shape}")
     if prediction is None:
-        return np.zeros(1, dtype_for(top)), contexts
-    if contexts is None:
-        contexts = np.empty(d, np.uint8)
-        for low in range(0, d, _TILE):
-            part = prediction[low : low + _TILE]
-            contexts[low : low + _TILE] = part.astype(np.uint64) * _LEVELS // (top + 1) if top >= _LEVELS else part
+        return np.zeros(1, dtype_for(top)), None
+    _check(prediction, d, top, "the prediction")
+    contexts = np.empty(d, np.uint8)
+    for low in range(0, d, _TILE):
+        part = prediction[low : low + _TILE]
+        contexts[low : low + _TILE] = part.astype(np.uint64) * _LEVELS // (top + 1) if top >= _LEVELS else part
     return prediction, contexts
 
 
 def _check(values: NDArray[Any], d: int, top: int, what: str) -> None:
     if values.shape != (d,) or values.dtype.kind != "u" or int(values.max(initial=0)) > top:
-        raise CodecError(f"{what} must be unsigned integers of shape ({d},), none above {top}")
+        raise CodecError(f"{what} must be unsigned integers of shape ({d},), all at most {top}")
 
 
 def _ranks(values: Counts, guess: Counts, top: int) -> NDArray[np.uint32]:
-    """Rank of every value in the order p, p+1, p-1, p+2, ... modulo top + 1."""
+    """The rank of every value in the order p, p+1, p-1, p+2, ... modulo top + 1."""
     ahead = values.astype(np.uint32)
     ahead += np.uint32(top + 1)
     ahead -= guess.astype(np.uint32)
-    ahead %= np.uint32(top + 1)  # how far above the prediction, cyclically
+    ahead %= np.uint32(top + 1)  # the distance above the prediction, modulo top + 1
     half = np.uint32((top + 1) // 2)
     return np.where(ahead <= half, np.maximum(2 * ahead, 1) - 1, 2 * (np.uint32(top + 1) - ahead)).astype(np.uint32)
 
@@ -192,7 +185,7 @@ def _values(ranks: NDArray[np.uint32], guess: Counts, top: int) -> Counts:
 
 
 def _classes(ranks: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Class of every rank: itself below 16, then one class for each bit length."""
+    """The class of every rank: the rank itself below 16, then one class per bit length."""
     return np.where(ranks < _DIRECT, ranks, bit_lengths(ranks) + np.uint32(_DIRECT - 5)).astype(np.uint8)
 
 

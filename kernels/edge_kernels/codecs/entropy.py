@@ -1,19 +1,15 @@
 """Codec `entropy`: a set at its conditional entropy, given contexts that both sides know.
 
-Contexts are put into classes (`classes`), positions are grouped by class, in order within a group; in a group, flips
-are taken as independent with the rate that the header's flip count gives, so the gaps between them are geometric. A
-gap's high part is one rANS symbol (`rans`), its low bits are raw: there are as many symbols as flips, not as positions.
-This costs within one per cent of the conditional entropy for payloads of a kilobyte and more. Without contexts there
-is one group.
-
-Bytes: ``mode, classes, flip counts, states, words, raw bits`` (docs/codecs.md). What is specific to a pair of
-theta_g and shared uniforms, the choice of contexts, is :func:`coupling_contexts`.
+Contexts are put into classes (`classes`), and positions are grouped by class, in order within a group. Within a group,
+flips are coded as independent, with the rate that the flip count in the header gives. Their gaps are then geometric:
+the high part of a gap is one rANS symbol (`rans`), the low bits are raw. There are as many symbols as flips, not as
+positions. Payloads of a kilobyte and more cost within one per cent of the conditional entropy. Without contexts there
+is one group. Bytes: ``mode, classes, flip counts, states, words, raw bits`` (docs/codecs.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,64 +30,27 @@ from edge_kernels.codecs.streams import (
 
 MAX_CONTEXTS = 4096
 _TILE = 1 << 16  # positions grouped at a time
-_TINY = 1e-9  # distances below it are one
 
 I64 = NDArray[np.int64]
 
 
 def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> bytes:
-    """Write the set; contexts share a rate, are merged or are ignored where rates of their own cost too much."""
-    return prepare(positions, d, contexts).to_bytes()
-
-
-def prepare(positions: Positions, d: int, contexts: Contexts | None = None) -> Prepared:
-    """All of :func:`encode` but the coder, which takes most of the time."""
+    """Write the set. Contexts whose own rates would cost more than they save share a rate or are ignored."""
     plan = _plan(positions, d, contexts)
     groups = _Groups.of(None if plan.mode == UNCODED else contexts, d, plan.mode % MAPPED, plan.classes)
-    places = groups.places(positions)  # sorted places in the grouped order
-    bounds = np.searchsorted(places, groups.starts)
-    flips = np.diff(bounds)
+    places = groups.places(positions)
+    flips = np.diff(np.searchsorted(places, groups.starts))
     model = _Model.of(groups.sizes, flips)
     gaps = _gaps_by_group(places, groups, flips, model)
     owners = np.repeat(np.arange(len(model.coded), dtype=np.uint16), model.runs)
     high = gaps >> model.raw[owners]
     escape = (model.tables.first[1:] - model.tables.first[:-1] - np.uint32(1))[owners]
     entries = np.minimum(high, escape) + model.tables.first[owners]
-    beyond = (high - escape)[high >= escape]
-    raw = np.concatenate([planes(gaps, model.raw[owners].astype(np.uint8)), gamma(beyond)])
-    header = classes.header(plan.mode, plan.classes, groups.sizes, flips)
-    return Prepared(plan.mode, header, model.tables, entries, *_hide(raw, model.lanes))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A set ready for the coder: `entries` uint32 of `tables`, the first `states` uint64[lanes], `raw` bits after."""
-
-    mode: int
-    header: Bits
-    tables: rans.Tables
-    entries: NDArray[np.uint32]
-    states: NDArray[np.uint64]
-    raw: Bits
-
-    def size(self) -> float:
-        """About the bytes of :meth:`to_bytes`, by what the symbols cost.
-
-        The coder's rounding of 32-bit states changes that by some thousandths, and by a few hundredths where the
-        symbols of a lane repeat; of a few bytes, that they are whole changes more.
-        """
-        counts = np.bincount(self.entries, minlength=len(self.tables.freqs))
-        symbols = float(counts @ (rans.SCALE - np.log2(self.tables.freqs)))
-        # A last state takes its whole bits, half a bit less than what it holds in the mean, and four for their number.
-        states = float(np.log2(self.states.astype(np.float64)).sum()) + 3.5 * len(self.states)
-        return 1 + (len(self.header) + symbols + states + len(self.raw)) / 8 + 0.5
-
-    def to_bytes(self) -> bytes:
-        """The payload."""
-        states = self.states.copy()
-        words = rans.encode(self.entries, self.tables, states)
-        head = pack(np.concatenate([self.header, _state_bits(states)]))
-        return bytes([self.mode]) + head + words.astype("<u2").tobytes() + pack(self.raw)
+    raw = np.concatenate([planes(gaps, model.raw[owners].astype(np.uint8)), gamma((high - escape)[high >= escape])])
+    states, raw = _hide(raw, model.lanes)
+    words = rans.encode(entries, model.tables, states)
+    head = pack(np.concatenate([classes.header(plan.mode, plan.classes, groups.sizes, flips), _state_bits(states)]))
+    return bytes([plan.mode]) + head + words.astype("<u2").tobytes() + pack(raw)
 
 
 def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
@@ -99,11 +58,11 @@ def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     reader = Reader(data)
     mode = reader.byte()
     if mode != UNCODED and (mode & ~MAPPED) not in SHIFTS:
-        raise CodecError(f"{mode} is no first byte of an entropy payload; is this another codec's?")
+        raise CodecError(f"{mode} is not the first byte of an entropy payload; was another codec used?")
     if mode == UNCODED:
         contexts = None
     elif contexts is None:
-        raise CodecError("this payload was coded with contexts; pass the same ones")
+        raise CodecError("this payload was coded with contexts; pass the same contexts to decode it")
     shift = mode % MAPPED
     used = 0 if contexts is None else int(np.count_nonzero(classes.merged(_sizes(contexts), shift)))
     if len(data) > size_limit(d, used):
@@ -118,7 +77,7 @@ def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     model = _Model.of(groups.sizes, flips)
     total = int(model.runs.sum())
     if total > 8 * len(data) + 64:
-        raise CodecError(f"{total} flips in {len(data)} bytes are impossible; the payload is damaged")
+        raise CodecError(f"{total} flips do not fit in {len(data)} bytes; the payload is damaged")
     ahead = reader.peek_bits(at + (4 + 31) * model.lanes)
     states, more = _read_states(ahead[at:], model.lanes)
     reader.skip_bits(ahead, at + more)
@@ -128,35 +87,16 @@ def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
 
 
 def size_limit(d: int, contexts: int = MAX_CONTEXTS) -> int:
-    """More bytes than any set out of `d` takes with so many contexts."""
+    """An upper bound on the bytes of a set out of `d` with so many contexts."""
     return d // 4 + 1024 + 16 * contexts
-
-
-def coupling_contexts(theta: NDArray[np.floating[Any]], uniforms: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Contexts of a flip between ``u < theta`` and ``u < theta'``: 42 bins of the distance x 4 of theta.
-
-    `theta` and `uniforms` are [d] and the same numbers on both sides; the bins use exact float64 operations only. The
-    distance is the greater odds over the lesser, less one, in thirds of an octave from 2**-8 to 2**6; a step in the
-    score crosses it with a chance that hardly depends on theta, so theta lies in the low two bits, which merging drops
-    first.
-    """
-    out = np.empty(len(theta), np.uint8)
-    for low in range(0, len(theta), _TILE):
-        t, u = theta[low : low + _TILE].astype(np.float64), uniforms[low : low + _TILE]
-        less, more = np.minimum(t, u), np.maximum(t, u)
-        x = (more - less) / (np.maximum(less, _TINY) * np.maximum(1 - more, _TINY)) + _TINY
-        mantissa, exponent = np.frexp(x)
-        thirds = np.floor(3 * (exponent + (2 * mantissa - 2)))  # of log2 x, taken as linear between powers of two
-        out[low : low + _TILE] = np.clip(thirds + 24, 0, 41) * 4 + np.clip(np.floor(t * 4), 0, 3)
-    return out
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """The grouped order: all positions of class 0, then 1, ...; `place` of a position is its index in it.
+    """The grouped order: all positions of class 0, then of class 1, and so on. A position's *place* is its index there.
 
-    `sizes` int64[K] counts the positions of every class, `starts` int64[K + 1] their first places; `counts`
-    int64[tiles, K] splits `sizes` by tile. `labels` [d] are the positions' classes, None for one group.
+    `sizes` int64[K] counts the positions of each class. `starts` int64[K + 1] are their first places. `counts`
+    int64[tiles, K] splits `sizes` by tile. `labels` [d] are the classes of the positions, None for a single group.
     """
 
     d: int
@@ -167,7 +107,7 @@ class _Groups:
 
     @staticmethod
     def of(contexts: Contexts | None, d: int, shift: int, of_context: NDArray[np.uint16]) -> _Groups:
-        """Group `d` positions by the class of ``contexts >> shift``; `of_context` has those that occur."""
+        """Group `d` positions by the class of ``contexts >> shift``; `of_context` are the classes of used contexts."""
         if contexts is None:
             sizes = np.array([d] if d else [], np.int64)
             return _Groups(d, sizes, np.append(np.zeros(1, np.int64), sizes), sizes[None], None)
@@ -189,7 +129,7 @@ class _Groups:
             return positions
         out = np.empty(len(positions), np.uint32)
         cuts = np.searchsorted(positions, np.arange(0, self.d + _TILE, _TILE))
-        begin = self.starts[:-1].copy()  # first place of every group in the tile
+        begin = self.starts[:-1].copy()  # the first place of each group in the tile
         for tile, low in enumerate(range(0, self.d, _TILE)):
             here = positions[cuts[tile] : cuts[tile + 1]]
             if len(here):
@@ -210,13 +150,13 @@ class _Groups:
         out = np.empty(len(places), np.uint32)
         begin = self.starts[:-1].copy()
         end = 0
-        cut = np.searchsorted(places, begin.astype(np.uint32))  # int64 would have the places copied as int64
+        cut = np.searchsorted(places, begin.astype(np.uint32))  # with int64, numpy would copy the places to int64
         for tile, low in enumerate(range(0, self.d, _TILE)):
             begin += self.counts[tile]
             until = np.searchsorted(places, begin.astype(np.uint32))
             runs = until - cut
             if runs.any():
-                # This tile's flips by group: places cut[g] .. until[g] - 1, made ranks in the tile's grouped order.
+                # Group g's flips in this tile are places cut[g] .. until[g] - 1, turned into ranks within the tile.
                 total = int(runs.sum())
                 index = np.arange(total) + np.repeat(cut - (np.cumsum(runs) - runs), runs)
                 ahead = np.cumsum(self.counts[tile]) - begin
@@ -231,10 +171,11 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the flip counts imply. Groups with flips and zeros both are `coded` (their numbers, int64[C]);
+    """The parameters that follow from the flip counts.
 
-    `inverted` bool[C] says that the rarer symbol is the zero; `runs` int64[C] counts the rarer symbol, `raw` uint32[C]
-    are the low bits of a gap that are stored raw; `lanes` is 0 if nothing is coded.
+    `coded` int64[C] numbers the groups that have both flips and zeros. `inverted` bool[C]: the rarer symbol is the
+    zero. `runs` int64[C] counts the rarer symbol. `raw` uint32[C] is the number of raw low bits of a gap. `lanes` is
+    the number of rANS coders, 0 if nothing is coded.
     """
 
     coded: I64
@@ -255,24 +196,24 @@ class _Model:
         ratios = [_ratio(int(n), int(r), int(k)) for n, r, k in zip(size, runs, raw, strict=True)]
         tables = rans.geometric_tables(ratios)
         bits = int((runs * logs).sum())
-        hidden = int((runs * raw).sum()) >> 4  # lanes that raw bits fill; others cost two bytes more
+        hidden = int((runs * raw).sum()) >> 4  # lanes whose states carry raw bits; the others cost two bytes more
         lanes = min(max(bits >> 12, min(bits >> 11, hidden), 1), 1 << 14) if len(coded) else 0
         return _Model(coded, (flips * 2 > sizes)[coded], runs, raw, tables, lanes)
 
 
 def _sizes(contexts: Contexts) -> I64:
-    """Positions of context 0, 1, ... Raises CodecError where a context is too great."""
+    """The number of positions of context 0, 1, ... Raises CodecError for a context that is too large."""
     top = int(contexts.max(initial=0))
     if top >= MAX_CONTEXTS:
         raise CodecError(f"context {top} is not below {MAX_CONTEXTS}; quantise more coarsely")
     out = np.zeros(top + 1, np.int64)
-    for low in range(0, len(contexts), _TILE):  # in tiles, as numpy counts int64 copies
+    for low in range(0, len(contexts), _TILE):  # in tiles: bincount copies to int64
         out += np.bincount(contexts[low : low + _TILE], minlength=top + 1)
     return out
 
 
 def _plan(positions: Positions, d: int, contexts: Contexts | None) -> classes.Plan:
-    """What to do with the contexts."""
+    """Which contexts share a class."""
     if contexts is None:
         return classes.best(np.array([d]), np.array([len(positions)]))
     sizes = _sizes(contexts)
@@ -288,7 +229,7 @@ def _ratio(size: int, flips: int, raw: int) -> int:
 
 
 def _gaps_by_group(places: NDArray[np.uint32], groups: _Groups, flips: I64, model: _Model) -> NDArray[np.uint32]:
-    """Gaps before the rarer symbol's places, group after group, uint32[sum(model.runs)]."""
+    """The gaps before each place of the rarer symbol, group after group, uint32[sum(model.runs)]."""
     out = np.empty(int(model.runs.sum()), np.uint32)
     ends = np.cumsum(flips)
     at = 0
@@ -308,7 +249,7 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
     """The flips' sorted places from the gaps: the inverse of :func:`_gaps_by_group`. Raises CodecError."""
     out = np.empty(int(flips.sum()), np.uint32)
     ends = np.cumsum(flips)
-    for group in np.flatnonzero(flips == groups.sizes):  # nothing but flips: nothing was coded
+    for group in np.flatnonzero(flips == groups.sizes):  # all flips: nothing was coded
         whole = out[ends[group] - flips[group] : ends[group]]
         whole[:] = 1
         whole[:1] = groups.starts[group]
@@ -318,7 +259,7 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
         mine, size = gaps[at : at + run], int(groups.sizes[group])
         if int(mine.sum(dtype=np.uint64)) + int(run) > size:
             raise CodecError("a flip lies beyond the end of its context; the payload is damaged or d is wrong")
-        mine += np.uint32(1)  # gaps become places in place: nothing overflows below `size`
+        mine += np.uint32(1)  # gaps become places, in the same memory; below `size` nothing overflows
         np.cumsum(mine, out=mine)
         mine -= np.uint32(1)
         target = out[ends[group] - flips[group] : ends[group]]
@@ -332,14 +273,14 @@ def _places_of_gaps(gaps: NDArray[np.uint32], groups: _Groups, flips: I64, model
 
 
 def _state_bits(states: NDArray[np.uint64]) -> Bits:
-    """The coders' states, 2**16 .. 2**32 - 1: bit lengths less 17, four bits each, then the bits below the top."""
+    """The states, 2**16 .. 2**32 - 1: the bit lengths less 17 in four bits each, then the bits below the top."""
     small = states.astype(np.uint32)
     widths = bit_lengths(small) - np.uint8(1)
     return np.concatenate([planes(widths - np.uint8(16), np.full(len(states), 4, np.uint8)), planes(small, widths)])
 
 
 def _read_states(bits: Bits, lanes: int) -> tuple[NDArray[np.uint64], int]:
-    """The states, uint64[lanes], and the bits they took. Raises CodecError."""
+    """The states, uint64[lanes], and the number of bits they took. Raises CodecError."""
     lengths, used = read_planes(bits, np.full(lanes, 4, np.uint8))
     lengths += np.uint32(16)
     low, more = read_planes(bits[used:], lengths)
@@ -352,7 +293,7 @@ def _read_gaps(reader: Reader, model: _Model, states: NDArray[np.uint64], total:
     words = rest[: len(rest) // 2 * 2].view("<u2")
     symbols, used = rans.decode(model.runs, model.tables, states, words)
     if (states >= 2 * rans.LOW).any():
-        raise CodecError("the coders do not end where they began; the payload is damaged or d is wrong")
+        raise CodecError("the coders do not end in their initial states; the payload is damaged or d is wrong")
     hidden = np.unpackbits((states - np.uint64(rans.LOW)).astype("<u2").view(np.uint8), bitorder="little")
     bits = np.concatenate([hidden, np.unpackbits(rest[2 * used :], bitorder="little")]).view(np.bool_)
     low_bits = int((model.runs * model.raw).sum())
@@ -369,7 +310,7 @@ def _read_gaps(reader: Reader, model: _Model, states: NDArray[np.uint64], total:
     planes_at = np.cumsum([0] + [int(model.runs[model.raw > j].sum()) for j in range(int(model.raw.max(initial=0)))])
     gaps = np.empty(total, np.uint32)
     at = 0
-    for (a, b), count in zip(chunks, escapes, strict=True):  # in chunks, for memory
+    for (a, b), count in zip(chunks, escapes, strict=True):
         owner = rans.owners(ends, a, b)
         raw = model.raw[owner]
         high = symbols[a:b].astype(np.uint64)
@@ -388,7 +329,7 @@ def _read_gaps(reader: Reader, model: _Model, states: NDArray[np.uint64], total:
 
 
 def _hide(raw: NDArray[np.bool_], lanes: int) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """First states that carry the first 16 raw bits of each lane (zeros where there are fewer), and the other bits."""
+    """Initial states that carry 16 raw bits per lane, zeros where there are fewer, and the remaining raw bits."""
     head = np.zeros(16 * lanes, np.bool_)
     count = min(len(head), len(raw))
     head[:count] = raw[:count]

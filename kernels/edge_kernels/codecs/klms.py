@@ -1,15 +1,10 @@
 """Codec `klms`: a sample of Bernoulli(target) sent as the index of a sample of Bernoulli(prior) (KLMS, AISTATS 2024).
 
-Minimal random coding: for a block of positions both sides can draw the same candidate masks from the prior that both
-know. The device weighs each candidate x by target(x) / prior(x), picks one in proportion, and sends its index. What
-arrives is a sample whose law is close to the target as long as the index has more bits than KL(target || prior) has;
-the target itself is never sent. Blocks are cut so that each carries about the same KL (block-adaptive); a block whose
-first unit alone carries more gets a longer index. Not a codec of given bits: `decode` returns the mask that was drawn.
-
-Bytes: ``log2(unit), bits, k, varint(blocks), numbers`` (docs/codecs.md). Candidate c of the block at position `lo`
-uses the stream's 64-bit numbers from ``(lo / 4) * 2**16 + c * ceil(n / 4)`` on, n positions in the block, four 16-bit
-uniforms in each, least significant first; a position is set where its uniform is below ``round(prior * 2**16)``,
-kept within 1 .. 65535.
+This is minimal random coding. For each block of positions, both sides can draw the same candidate masks from the prior.
+The device weights each candidate x by target(x) / prior(x), draws one in proportion to its weight, and sends its index.
+The decoded sample's distribution is close to the target if the index has more bits than KL(target || prior). The target
+itself is never sent. Blocks carry about the same KL each (block-adaptive); a block whose first unit alone carries more
+has a longer index. `decode` returns the mask that was drawn. docs/codecs.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -25,11 +20,11 @@ from edge_kernels.codecs.sets import CodecError, check_size
 from edge_kernels.codecs.streams import Reader, pack, planes, read_planes, read_unary, unary, varint
 
 MAX_BITS = 16
-MIN_UNIT, MAX_UNIT = 4, 16  # log2 of the positions in a unit, the grain of block lengths
+MIN_UNIT, MAX_UNIT = 4, 16  # log2 of the positions in a unit; block lengths are whole units
 MIN_BITS = 4
-_UNITS_A_BLOCK = 12  # blocks are about this many units long
+_UNITS_A_BLOCK = 12  # the usual length of a block, in units
 _ROWS = 1 << 22  # candidate bits drawn at a time
-_TILE = 1 << 14  # positions decoded at a time; a multiple of the unit's least
+_TILE = 1 << 14  # positions decoded at a time; a multiple of the smallest unit
 
 Probabilities = NDArray[np.floating[Any]]
 F64 = NDArray[np.float64]
@@ -38,7 +33,7 @@ U16 = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Block:
-    """Positions `start` .. `start + size - 1` and the bits of their index."""
+    """Positions `start` .. `start + size - 1`, coded as an index of `bits` bits."""
 
     start: int
     size: int
@@ -47,14 +42,14 @@ class Block:
 
 def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int, bits: int = 8,
            margin: int = 3) -> bytes:  # fmt: skip
-    """Sample a mask of the target[d] and write it as indices of at least `bits` (4 .. 16) bits.
+    """Sample a mask from target[d] and write it as indices of at least `bits` (4 .. 16) bits.
 
-    `stream` keys the candidates and is known to the reader, `choice` keys the device's own draws. An index has `margin`
-    bits more than its block's KL: more margin brings the sample's law closer to the target and costs bytes. A block's
-    work is its size times ``2**bits`` uniforms. Raises CodecError for numbers that are no probabilities.
+    `stream` keys the candidates; the reader needs it too. `choice` keys the device's own draws. An index has `margin`
+    bits more than the KL of its block. A larger margin brings the sample's distribution closer to the target and costs
+    bytes. Encoding a block draws its size times ``2**bits`` uniforms. Raises CodecError for invalid probabilities.
     """
     if not MIN_BITS <= bits <= MAX_BITS or not 0 <= margin < bits:
-        raise CodecError(f"an index has {MIN_BITS} to {MAX_BITS} bits and less margin, not {bits} and {margin}")
+        raise CodecError(f"an index has {MIN_BITS} to {MAX_BITS} bits, and the margin is smaller; got {bits}, {margin}")
     thresholds = _thresholds(_probabilities(prior, "the prior"))
     p = thresholds / 65536
     q = _probabilities(target, "the target").astype(np.float64)
@@ -75,7 +70,7 @@ def decode(data: bytes, prior: Probabilities, stream: int) -> NDArray[np.bool_]:
     starts, indices = _read(data, d)
     mask = np.empty(d, np.bool_)
     for low in range(0, d, _TILE):
-        # A number of the stream serves four positions, and no two blocks share one, as units are multiples of four.
+        # A number of the stream serves four positions. Blocks never share one: units are multiples of four.
         fours = np.arange(low // 4, -(-min(low + _TILE, d) // 4), dtype=np.uint32)
         block = np.searchsorted(starts[:-1], fours * np.uint32(4), side="right") - 1
         start, first = starts[block], fours - starts[block] // np.uint32(4)
@@ -90,7 +85,7 @@ def decode(data: bytes, prior: Probabilities, stream: int) -> NDArray[np.bool_]:
 
 
 def _thresholds(prior: Probabilities) -> U16:
-    """The prior in 65536ths as both sides use it. Exact in float64."""
+    """The prior in 65536ths, as both sides use it. Exact in float64."""
     return np.clip(np.floor(prior.astype(np.float64) * 65536 + 0.5), 1, 65535).astype(np.uint16)
 
 
@@ -102,7 +97,7 @@ def _probabilities(values: Probabilities, what: str) -> Probabilities:
 
 
 def _cut(kl: F64, bits: int, margin: int) -> tuple[int, list[Block]]:
-    """The log2 of the unit, and blocks of whole units that carry about ``bits - margin`` bits of KL each."""
+    """The log2 of the unit, and blocks of whole units, each with about ``bits - margin`` bits of KL."""
     d = len(kl)
     budget = float(bits - margin)
     ideal = d / max(float(kl.sum()) / budget, 1.0) / _UNITS_A_BLOCK
@@ -120,7 +115,7 @@ def _cut(kl: F64, bits: int, margin: int) -> tuple[int, list[Block]]:
 
 
 def _pick(block: Block, thresholds: U16, gain: F64, stream: int, u: float) -> int:
-    """The index of the candidate chosen in proportion to target / prior."""
+    """The index of a candidate, drawn with weights target / prior."""
     part = slice(block.start, block.start + block.size)
     used = np.flatnonzero(gain[part])
     gains, limits = gain[part][used], thresholds[part]
@@ -152,19 +147,16 @@ def _write(log: int, bits: int, blocks: list[Block], indices: NDArray[np.uint32]
 
 
 def _read(data: bytes, d: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Where the blocks start, uint32[blocks + 1] with `d` at the end, and their indices, uint32[blocks]."""
+    """The starts of the blocks, uint32[blocks + 1] with `d` at the end, and their indices, uint32[blocks]."""
     reader = Reader(data)
-    log, bits, k = reader.byte(), reader.byte(), reader.byte()
-    count = reader.varint()
-    if not MIN_UNIT <= log <= MAX_UNIT or not MIN_BITS <= bits <= MAX_BITS:
-        raise CodecError(f"({log}, {bits}) are no first bytes of a klms payload; is this another codec's?")
+    log, bits, k, count = read_head(reader)
     total = -(-d >> log)
     if not min(total, 1) <= count <= total or count * bits > 8 * len(data):
         raise CodecError(f"{count} blocks do not fit {d} positions in {len(data)} bytes; is d right?")
     if k != _quotient_shift(total, count):
-        raise CodecError(f"lengths of {count} blocks of {total} units are not written with k = {k}; the payload is "
-                         "damaged or d is wrong")  # fmt: skip
-    most = (total >> k) + count * (1 + k), count * (1 + MAX_BITS - bits), count * MAX_BITS  # bits of the three parts
+        raise CodecError(f"k = {k} does not belong to {count} blocks of {total} units; the payload is damaged or d is "
+                         "wrong")  # fmt: skip
+    most = (total >> k) + count * (1 + k), count * (1 + MAX_BITS - bits), count * MAX_BITS  # limits on the parts' bits
     ahead = reader.peek_bits(min(8 * reader.left, sum(most)))
     high, at = read_unary(ahead[: most[0]], count)
     low, used = read_planes(ahead[at:], np.full(count, k, np.uint8))
@@ -192,6 +184,14 @@ def _read(data: bytes, d: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     return starts, indices
 
 
+def read_head(reader: Reader) -> tuple[int, int, int, int]:
+    """The log2 of the unit, the least bits of an index, k and the number of blocks. Raises CodecError."""
+    log, bits, k = reader.byte(), reader.byte(), reader.byte()
+    if not MIN_UNIT <= log <= MAX_UNIT or not MIN_BITS <= bits <= MAX_BITS:
+        raise CodecError(f"({log}, {bits}) are not the first bytes of a klms payload; was another codec used?")
+    return log, bits, k, reader.varint()
+
+
 def _quotient_shift(total: int, count: int) -> int:
-    """k of blocks of so many units in all: the low bits of a block's units less one that are written plainly."""
+    """k for `count` blocks of `total` units: the low bits of a block length that are written as planes."""
     return max(((total - count) // count).bit_length() - 1, 0) if count else 0

@@ -1,4 +1,4 @@
-"""Interleaved rANS: many range coders side by side, one numpy operation for all of them (Duda 2013, Giesen 2014).
+"""Interleaved rANS: many entropy coders side by side, one numpy operation for all (Duda 2013, Giesen 2014).
 
 Symbol i of a list belongs to lane ``i % lanes`` and step ``i // lanes``. A lane's state is a number in
 [2**16, 2**32); a symbol with table entry (start, freq), both of 2**15, is decoded by
@@ -6,9 +6,9 @@ Symbol i of a list belongs to lane ``i % lanes`` and step ``i // lanes``. A lane
     slot = x % 2**15;  find start <= slot < start + freq;  x = freq * (x // 2**15) + slot - start;
     if x < 2**16: x = x * 2**16 + next 16-bit word
 
-all lanes of a step in ascending order before the next step. Encoding runs the same backwards. The decoder ends in the
-states the encoder began with, so these carry 16 payload bits each (see `entropy`) and a lane costs about one byte.
-Also here: the frequency table of a geometric number, in integer arithmetic, so that all machines agree.
+all lanes of a step in ascending order before the next step. The encoder does the same in reverse. The decoder ends in
+the states that the encoder began with. So each of these carries 16 payload bits (see `entropy`), and a lane costs about
+one byte. The frequency table of a geometric number is made in integer arithmetic, so it is the same on all machines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from edge_kernels.codecs.sets import CodecError
 
 SCALE = 15  # log2 of the sum of a table's frequencies
-LOW = 1 << 16  # least state
-SYMBOLS = 128  # most symbols in a table, the escape included
+LOW = 1 << 16  # the smallest state
+SYMBOLS = 128  # the most symbols in a table, the escape included
 _STEPS = 64  # steps whose tables are looked up together
-_TAIL = 4  # a table ends where at most this much probability is left
+_TAIL = 4  # a table ends when at most this much frequency is left
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -35,9 +35,9 @@ U64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Tables:
-    """Frequency tables laid end to end. Table t has entries `first[t]` .. `first[t + 1] - 1`, the last its escape.
+    """Frequency tables laid end to end. Table t has entries `first[t]` .. `first[t + 1] - 1`, the last is its escape.
 
-    `edges[e]` is ``(t << 15) + start`` of entry e, ascending, and `freqs[e]` its frequency.
+    `edges[e]` is ``(t << 15) + start`` of entry e, ascending; `freqs[e]` is its frequency.
     """
 
     edges: U32
@@ -46,20 +46,20 @@ class Tables:
 
 
 def geometric_tables(ratios: Sequence[int]) -> Tables:
-    """One table per ratio: symbol s has probability ``(1 - x) * x**s`` with x = ratio / 2**32, the escape the rest."""
+    """One table per ratio x = ratio / 2**32: symbol s has probability ``(1 - x) * x**s``, the escape has the rest."""
     freqs = [_geometric(ratio) for ratio in ratios]
     first = np.cumsum([0, *(len(table) for table in freqs)], dtype=np.uint32)
     flat = np.array([freq for table in freqs for freq in table], np.uint32)
     edges = np.zeros(len(flat), np.uint32)
-    np.cumsum(flat[:-1], out=edges[1:])  # every table sums to 2**15, so table t begins at t << 15
+    np.cumsum(flat[:-1], out=edges[1:])  # each table sums to 2**15, so table t begins at t << 15
     return Tables(edges, flat, first)
 
 
 @lru_cache(maxsize=512)
 def _geometric(ratio: int) -> tuple[int, ...]:
-    """Frequencies ``max(1, (rest * (2**32 - ratio)) >> 32)`` taken off `rest`, which is 2**15 at first.
+    """Frequencies ``max(1, (rest * (2**32 - ratio)) >> 32)``, each subtracted from `rest`, which begins at 2**15.
 
-    The table ends, with frequency `rest` for its escape, after 127 symbols or when `rest` <= 4.
+    The table ends after 127 symbols or when `rest` <= 4; `rest` is then the frequency of the escape.
     """
     rest = 1 << SCALE
     freqs: list[int] = []
@@ -70,14 +70,14 @@ def _geometric(ratio: int) -> tuple[int, ...]:
 
 
 def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
-    """Encode table entries (one per symbol) into `states` (uint64[lanes], changed in place) and 16-bit words."""
+    """Encode table entries, one per symbol, into 16-bit words and `states` (uint64[lanes], changed in place)."""
     lanes = max(len(states), 1)
     starts = (tables.edges & np.uint32((1 << SCALE) - 1)).astype(np.uint64)
     freqs = tables.freqs.astype(np.uint64)
     out: list[NDArray[np.uint16]] = []
     begin = len(entries)
     for low in range((len(entries) - 1) // lanes * lanes, -1, -lanes):
-        if low < begin:  # what depends on the symbols alone, for many steps together
+        if low < begin:  # look up what depends on the symbols alone, for many steps at once
             begin = max(low - (_STEPS - 1) * lanes, 0)
             chunk = entries[begin : low + lanes]
             freq_of, start_of = freqs[chunk], starts[chunk]
@@ -99,9 +99,9 @@ def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
 
 
 def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[np.uint16]) -> tuple[U8, int]:
-    """Decode ``sum(runs)`` symbols, the first ``runs[0]`` of them by table 0 and so on: symbol numbers uint8.
+    """Decode ``sum(runs)`` symbols, the first ``runs[0]`` with table 0, and so on.
 
-    Changes `states`; also returns the number of words read. Raises CodecError when the words run out.
+    Returns the symbols and the number of words read. Changes `states`. Raises CodecError when the words run out.
     """
     lanes = max(len(states), 1)
     mask, shift, sixteen, low_state = np.uint64((1 << SCALE) - 1), np.uint64(SCALE), np.uint64(16), np.uint64(LOW)
@@ -137,7 +137,7 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
 
 
 def owners(ends: NDArray[np.int64], low: int, high: int) -> NDArray[np.uint16]:
-    """The tables of symbols `low` .. `high - 1`, where table t's symbols end before ``ends[t]``."""
+    """The table of each of symbols `low` .. `high - 1`, where the symbols of table t end before ``ends[t]``."""
     until = np.clip(ends, low, high)
     runs = until.copy()
     runs[:1] -= low

@@ -1,14 +1,8 @@
-"""Codec `rice`: the gaps between positions as Golomb numbers, with parameter M = 2**k or 3 * 2**k chosen per block.
+"""Codec `rice`: the gaps between positions as Golomb numbers, with a parameter 2**k or 3 * 2**k for each block.
 
-Within about two per cent of the entropy of independent flips, and a block adapts to the flips' local rate. Every part
-of a block is a stream of its own (unary quotients, planes of low bits, thirds), so both directions are a few numpy
-calls a block. A set of more than d / 2 positions is written as its complement.
-
-Bytes: ``flags, varint(n), block...``. Bits 0-4 of `flags` are b, bit 7 says complement; n is the number of positions
-written, cut into blocks of 2**b gaps (the last one shorter). Gap i is ``p[i] - p[i-1] - 1`` with ``p[-1] = -1``.
-A block is ``parameter, varint(U), bits``: bits 0-4 of `parameter` are k, bit 5 (t) says M = 3 * 2**k. With
-``h = gap >> k``, q = h // 3 and r = h % 3 if t, else q = h, the bits are: U bits of q in unary; k planes of the low
-bits, least significant first; and if t, one bit a gap that says r > 0, then one bit for each such gap that says r = 2.
+The cost is within about two per cent of the entropy of independent flips, and a block adapts to their local rate.
+A set of more than d / 2 positions is written as its complement. Each part of a block (unary quotients, planes of low
+bits, thirds) is a bit sequence of its own, so a block takes a few numpy calls. docs/codecs.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ _BLOCK_BYTES = 5.0  # parameter, length and padding of a block, on average
 
 
 def encode(positions: Positions, d: int) -> bytes:
-    """Write the set in the block size that its rates favour."""
+    """Write the set, with the block size that costs least."""
     inverted = len(positions) > d // 2
     if inverted:
         positions = complement(positions, d)
@@ -43,14 +37,11 @@ def decode(data: bytes, d: int) -> Positions:
     if len(data) > d // 4 + 64:
         raise CodecError(f"{len(data)} bytes are more than rice needs for any set out of {d}; is d right?")
     reader = Reader(data)
-    flags = reader.byte()
-    log, count = flags & 31, reader.varint()
-    if flags & 96 or not _SMALLEST <= log <= _LARGEST:
-        raise CodecError(f"{flags} is no first byte of a rice payload; is this another codec's?")
-    if flags & _COMPLEMENT and 2 * count >= d:
-        raise CodecError(f"a set out of {d} positions is not written as its {count} others; the payload is damaged")
+    log, count, inverted = read_head(reader)
+    if inverted and 2 * count >= d:
+        raise CodecError(f"{count} of {d} positions are too many for a complement; the payload is damaged")
     if count > min(d // 2, 8 * len(data)):
-        raise CodecError(f"{count} of {d} positions in {len(data)} bytes is impossible; the payload is damaged")
+        raise CodecError(f"{count} of {d} positions in {len(data)} bytes are impossible; the payload is damaged")
     out = np.empty(count, np.uint32)
     before = -1
     for low in range(0, count, 1 << log):
@@ -60,26 +51,28 @@ def decode(data: bytes, d: int) -> Positions:
         np.cumsum(steps, out=steps)
         if before + int(steps[-1]) >= d:
             raise CodecError(f"a position is {before + int(steps[-1])}, not below {d}; is d right?")
-        steps += np.uint64(before & 0xFFFFFFFFFFFFFFFF)  # modulo 2**64, so that -1 works
+        steps += np.uint64(before & 0xFFFFFFFFFFFFFFFF)  # modulo 2**64, so -1 works
         block[:] = steps
         before = int(block[-1])
     reader.end()
-    return complement(out, d) if flags & _COMPLEMENT else out
+    return complement(out, d) if inverted else out
 
 
-def size(positions: Positions, d: int) -> int:
-    """The bytes of :func:`encode`, without writing them."""
-    if len(positions) > d // 2:
-        positions = complement(positions, d)
-    log = _block_log(positions)
-    total = 1 + len(varint(len(positions)))
-    for low in range(0, len(positions), 1 << log):
-        gaps = _gaps(positions, low, 1 << log)
-        bits, k, thirds = _best(gaps)
-        high = gaps >> np.uint32(k)
-        length = len(gaps) + int((high // np.uint32(3) if thirds else high).sum(dtype=np.int64))
-        total += 1 + len(varint(length)) + (bits + 7) // 8
-    return total
+def read_head(reader: Reader) -> tuple[int, int, bool]:
+    """The log2 of a block's gaps, the number of positions listed, and whether these are the complement's."""
+    flags = reader.byte()
+    log = flags & 31
+    if flags & 96 or not _SMALLEST <= log <= _LARGEST:
+        raise CodecError(f"{flags} is not the first byte of a rice payload; was another codec used?")
+    return log, reader.varint(), bool(flags & _COMPLEMENT)
+
+
+def read_parameter(reader: Reader) -> tuple[int, bool, int]:
+    """A block's k, whether its parameter is 3 * 2**k, and its number of unary bits."""
+    parameter = reader.byte()
+    if parameter & 192:
+        raise CodecError(f"{parameter} is not the parameter of a rice block; the payload is damaged")
+    return parameter & 31, bool(parameter & _THIRDS), reader.varint()
 
 
 def _gaps(positions: Positions, low: int, count: int) -> NDArray[np.uint32]:
@@ -93,12 +86,12 @@ def _gaps(positions: Positions, low: int, count: int) -> NDArray[np.uint32]:
 
 
 def _block_log(positions: Positions) -> int:
-    """The block size whose ideal cost is least; large blocks for flips of one rate, small ones for uneven flips."""
+    """The block size with the least ideal cost: large for an even rate, small for an uneven one."""
     return min((16, 14, 12, 10, 8), key=lambda log: _ideal_bytes(positions, log))
 
 
 def _ideal_bytes(positions: Positions, log: int) -> float:
-    """Bytes of all blocks if each cost the entropy of geometric gaps of its mean."""
+    """The bytes of all blocks if each cost the entropy of geometric gaps with its mean."""
     if not len(positions):
         return 0.0
     last = np.append(positions[(1 << log) - 1 :: 1 << log], positions[-1:]).astype(np.float64)
@@ -114,14 +107,14 @@ def _ideal_bytes(positions: Positions, log: int) -> float:
 
 
 def _parameter(rank: int) -> tuple[int, bool]:
-    """Parameters by size: M = 1, 2, 3, 4, 6, 8, 12, ... as (k, thirds)."""
+    """The parameters 1, 2, 3, 4, 6, 8, 12, ... as (k, thirds)."""
     if rank < 2:
         return rank, False
     return (rank // 2 - 1, True) if rank % 2 == 0 else (rank // 2 + 1, False)
 
 
 def _encode_block(gaps: NDArray[np.uint32]) -> bytes:
-    _, k, thirds = _best(gaps)
+    k, thirds = _best(gaps)
     high = gaps >> np.uint32(k)
     parts = [unary(high // np.uint32(3) if thirds else high)]
     head = bytes([k | (_THIRDS if thirds else 0)]) + varint(len(parts[0]))
@@ -132,38 +125,33 @@ def _encode_block(gaps: NDArray[np.uint32]) -> bytes:
     return head + pack(np.concatenate(parts))
 
 
-def _best(gaps: NDArray[np.uint32]) -> tuple[int, int, bool]:
-    """Bits, k and thirds of the cheapest parameter near the one that fits geometric gaps of this mean."""
+def _best(gaps: NDArray[np.uint32]) -> tuple[int, bool]:
+    """The cheapest parameter (k, thirds) of those near the best one for geometric gaps with this mean."""
     ideal = max(0.69 * (float(gaps.mean(dtype=np.float64)) + 1), 1.0)
     near = round(2 * log2(ideal)) - 1 if ideal > 1.5 else 0
-    return min(
-        (_cost(gaps, *_parameter(rank)), *_parameter(rank)) for rank in range(max(near - 2, 0), min(near + 3, 60))
-    )
+    candidates = [_parameter(rank) for rank in range(max(near - 2, 0), min(near + 3, 60))]
+    return min(candidates, key=lambda parameter: (_cost(gaps, *parameter), parameter))
 
 
 def _cost(gaps: NDArray[np.uint32], k: int, thirds: bool) -> int:
-    """Bits of a block's gaps under a parameter."""
+    """The bits of a block's gaps under a parameter."""
     high = gaps >> np.uint32(k)
     if not thirds:
         return len(gaps) * (1 + k) + int(high.sum(dtype=np.int64))
     quotient = high // np.uint32(3)
-    return (
-        len(gaps) * (2 + k) + int(quotient.sum(dtype=np.int64)) + int(np.count_nonzero(high - quotient * np.uint32(3)))
-    )
+    rests = int(np.count_nonzero(high - quotient * np.uint32(3)))
+    return len(gaps) * (2 + k) + int(quotient.sum(dtype=np.int64)) + rests
 
 
 def _decode_block(reader: Reader, count: int, d: int) -> NDArray[np.uint64]:
-    parameter, length = reader.byte(), reader.varint()
-    k, thirds = parameter & 31, bool(parameter & _THIRDS)
-    if parameter & 192:
-        raise CodecError(f"{parameter} is no parameter of a rice block; the payload is damaged")
+    k, thirds, length = read_parameter(reader)
     if not count <= length <= count + (d >> k):
         raise CodecError(f"a rice block of {count} gaps cannot have {length} unary bits; the payload is damaged")
     bits = reader.peek_bits(length + (k + 2) * count)
     used = length + (k + 1 if thirds else k) * count
     if len(bits) < used:
         raise CodecError("the payload ends within a rice block; it is truncated or damaged")
-    if not bits[length - 1] or np.count_nonzero(bits[:length]) != count:  # before numbers of 8 bytes are made of them
+    if not bits[length - 1] or np.count_nonzero(bits[:length]) != count:  # checked before 8 bytes a gap are allocated
         raise CodecError("the unary bits of a rice block do not match its length; the payload is damaged")
     quotients, _ = read_unary(bits[:length], count)
     values = quotients.view(np.uint64)

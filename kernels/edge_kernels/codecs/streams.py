@@ -1,8 +1,8 @@
-"""Bit streams that vectorise both ways: unary runs, bit planes and split Elias-gamma numbers; and a byte reader.
+"""Bit sequences that numpy reads and writes a whole list at a time, and a byte reader.
 
-A *bit sequence* here is a bool array; on the wire bit i is bit ``i % 8`` (least significant first) of byte ``i // 8``
-and the padding of the last byte is 0. Numbers of one list never interleave their parts: first all unary parts, then
-plane after plane of the binary parts, so that numpy reads and writes a whole list at once.
+A *bit sequence* is a bool array. On the wire, bit i is bit ``i % 8`` (least significant first) of byte ``i // 8``, and
+the padding of the last byte is 0. A list of numbers does not interleave its parts: all unary parts come first, then
+the binary parts, plane by plane.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edge_kernels.codecs.sets import CodecError
 Bits = NDArray[np.bool_]
 UInts = NDArray[np.unsignedinteger[Any]]
 
-_CHUNK = 1 << 16  # bits searched at a time
+_TILE = 1 << 16  # bits searched at a time
 
 
 def unary(values: UInts) -> Bits:
@@ -33,11 +33,11 @@ def read_unary(bits: Bits, count: int) -> tuple[NDArray[np.int64], int]:
     """The first `count` values of a sequence made by :func:`unary`, int64, and the number of bits they took."""
     ends = np.empty(count, np.int64)
     found = low = 0
-    while found < count and low < len(bits):  # in chunks: hostile bits may hold many more ones than are asked for
-        more = np.flatnonzero(bits[low : low + _CHUNK])[: count - found]
+    while found < count and low < len(bits):  # in tiles: hostile bits may hold many more ones than `count`
+        more = np.flatnonzero(bits[low : low + _TILE])[: count - found]
         np.add(more, low, out=ends[found : found + len(more)])
         found += len(more)
-        low += _CHUNK
+        low += _TILE
     if found < count:
         raise CodecError(f"the payload ends within a list of {count} numbers; it is truncated or damaged")
     used = int(ends[-1]) + 1 if count else 0
@@ -46,7 +46,7 @@ def read_unary(bits: Bits, count: int) -> tuple[NDArray[np.int64], int]:
 
 
 def planes(values: UInts, widths: UInts) -> Bits:
-    """The low `widths[i]` bits of each value: bit 0 of all that have one, then bit 1, and so on."""
+    """The low `widths[i]` bits of each value: bit 0 of all values that have one, then bit 1, and so on."""
     out = []
     for j in range(int(widths.max(initial=0))):
         kept = values[widths > j]
@@ -55,7 +55,7 @@ def planes(values: UInts, widths: UInts) -> Bits:
 
 
 def read_planes(bits: Bits, widths: UInts) -> tuple[NDArray[np.uint32], int]:
-    """Values of a sequence made by :func:`planes`, uint32, and the number of bits they took. Widths are at most 32."""
+    """The values of a sequence made by :func:`planes`, uint32, and the bits they took. Widths are at most 32."""
     values = np.zeros(len(widths), np.uint32)
     used = 0
     for j in range(int(widths.max(initial=0))):
@@ -69,7 +69,7 @@ def read_planes(bits: Bits, widths: UInts) -> tuple[NDArray[np.uint32], int]:
 
 
 def gamma(values: UInts) -> Bits:
-    """Values v >= 0 as Elias-gamma numbers v + 1, split: all bit lengths less one in unary, then the low bits."""
+    """Values v >= 0 as split Elias-gamma numbers v + 1: all bit lengths less one in unary, then the low bits."""
     numbers = values.astype(np.uint32) + np.uint32(1)
     widths = bit_lengths(numbers) - np.uint8(1)
     return np.concatenate([unary(widths), planes(numbers, widths)])
@@ -86,7 +86,7 @@ def read_gamma(bits: Bits, count: int) -> tuple[NDArray[np.uint32], int]:
 
 
 def bit_lengths(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Bits of each value, 0 for 0. Exact: float64 holds every uint32."""
+    """The bit length of each value, 0 for 0. Exact, since float64 holds every uint32."""
     return np.frexp(values.astype(np.float64))[1].astype(np.uint8)
 
 
@@ -106,7 +106,7 @@ def varint(value: int) -> bytes:
 
 
 class Reader:
-    """Reads a payload from front to back; every overrun is a CodecError."""
+    """Reads a payload from front to back. Every overrun is a CodecError."""
 
     def __init__(self, data: bytes) -> None:
         self._data = np.frombuffer(data, np.uint8)
@@ -136,17 +136,17 @@ class Reader:
             value |= (byte & 127) << shift
             if byte < 128:
                 if shift and not byte:
-                    raise CodecError("a number of the payload is longer than it needs to be; it is damaged")
+                    raise CodecError("a number in the payload is longer than necessary; the payload is damaged")
                 return value
         raise CodecError("the payload holds a length of more than five bytes; it is damaged")
 
     def peek_bits(self, most: int) -> Bits:
-        """Up to `most` of the coming bits; :meth:`skip_bits` says how many were meant."""
+        """Up to `most` of the next bits, without moving on; :meth:`skip_bits` moves past those that were used."""
         ahead = self._data[self._at : self._at + (most + 7) // 8]
         return np.unpackbits(ahead, bitorder="little").view(np.bool_)
 
     def skip_bits(self, bits: Bits, used: int) -> None:
-        """Move past the bytes of the first `used` of the peeked `bits`, whose padding must be 0."""
+        """Move past the bytes of the first `used` of the peeked `bits`. Their padding must be 0."""
         whole = (used + 7) // 8
         if whole * 8 > len(bits):
             raise CodecError("the payload ends within a bit sequence; it is truncated or damaged")
@@ -155,6 +155,6 @@ class Reader:
         self._at += whole
 
     def end(self) -> None:
-        """Raise CodecError unless everything has been read."""
+        """Raise CodecError unless the whole payload has been read."""
         if self.left:
             raise CodecError(f"{self.left} bytes follow the end of the payload; it is damaged or d is wrong")

@@ -1,0 +1,102 @@
+"""What the round engine remembers of one federation, and what can be asked of it. `engine` holds the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from edge_kernels import counter
+from pydantic import TypeAdapter
+
+from edge_client.protocol.messages import Failure, FederationConfig, Phase
+
+Stage = Literal["idle", "drawing", "collecting", "aggregating"]
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the engine remembers of one federation: O(cohort). Times are the caller's seconds, names are sorted."""
+
+    phase: Phase = "recruiting"
+    stage: Stage = "idle"
+    round: int = 0
+    """The round under way or about to start; 0 while recruiting, N when finished."""
+    attempt: int = 0
+    """Attempts of this round that have opened."""
+    tries: int = 0
+    """The same since the federation was last resumed: at most `max_attempts`."""
+    cohort: tuple[str, ...] = ()
+    """Devices this attempt asked."""
+    asked: tuple[str, ...] = ()
+    """Devices asked by any attempt of this round: their updates are accepted."""
+    received: Mapping[str, str] = field(default_factory=dict)
+    """Acknowledged updates of this round: device -> SHA-256."""
+    unusable: tuple[str, ...] = ()
+    """Devices whose acknowledged update of this round cannot be folded: neither counted nor asked again."""
+    excused: tuple[str, ...] = ()
+    """Devices of the cohort that failed or were removed: this attempt does not wait for them."""
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    """The last failure in this round of each device that has not reported since."""
+    opened: float = 0.0
+    """When the round's first attempt opened."""
+    deadline: float | None = None
+    """When this attempt ends; None while nothing is collected or the clock stands still."""
+    remaining: float | None = None
+    """Seconds left of the attempt while paused."""
+    fault: str | None = None
+    """Why the federation paused by itself; None when the operator paused it, or it runs."""
+
+
+def lease(config: FederationConfig, round_: int, device: str) -> str:
+    """The name of one device's turn in one round, the same in every attempt: 16 hex digits."""
+    return f"{counter.key(config.seed, 'lease', config.name, round_, device):016x}"
+
+
+def choose_cohort(config: FederationConfig, devices: tuple[str, ...], round_: int, attempt: int) -> tuple[str, ...]:
+    """The attempt's cohort among `devices`, sorted by name."""
+    if len(devices) <= config.cohort:
+        return tuple(sorted(devices))
+    prefix = counter.key(config.seed, "cohort", round_, attempt)
+    keys = counter.keys(prefix, np.fromiter(map(_word, devices), np.uint64, len(devices)))
+    limit = np.partition(keys, config.cohort - 1)[config.cohort - 1]
+    drawn = sorted((int(keys[i]), devices[i]) for i in np.flatnonzero(keys <= limit))
+    return tuple(sorted(d for _, d in drawn[: config.cohort]))
+
+
+_word = lru_cache(1 << 17)(counter.word)  # a device's name is hashed once, not once a round
+
+
+def missing(state: State) -> tuple[str, ...]:
+    """Devices of the cohort that the attempt still waits for."""
+    return tuple(d for d in state.cohort if d not in state.received and d not in state.excused)
+
+
+def usable(state: State) -> tuple[str, ...]:
+    """Devices whose updates of this round count, sorted."""
+    return tuple(sorted(state.received.keys() - set(state.unusable)))
+
+
+def left(config: FederationConfig, state: State, now: float) -> float | None:
+    """Seconds until the attempt's deadline, 0 when it has passed; None while there is none.
+
+    Never more than an attempt has, even when `now` comes from a clock that was set back.
+    """
+    return None if state.deadline is None else min(max(state.deadline - now, 0.0), config.deadline_seconds)
+
+
+# --- the stored form
+
+_STATE = TypeAdapter(State)
+
+
+def dump(state: State) -> str:
+    """The state as JSON; `load` restores an equal one."""
+    return _STATE.dump_json(state).decode()
+
+
+def load(text: str) -> State:
+    """The state that `dump` wrote."""
+    return _STATE.validate_json(text)

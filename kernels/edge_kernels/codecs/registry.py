@@ -1,0 +1,38 @@
+"""Codecs by name: the built-in ones, then those that other packages add by an entry point.
+
+An entry point names one codec object. It is looked up when its name is first used and never at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, cast
+
+from edge_kernels.codecs.sets import CodecError
+
+Codec = TypeVar("Codec")
+
+
+def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Codec:
+    """The codec `name`. Raises CodecError with the choices; `what` says which kind of codec it is."""
+    return builtin[name] if name in builtin else cast(Codec, _load(name, group, what, tuple(builtin)))
+
+
+def names(builtin: Mapping[str, object], group: str) -> list[str]:
+    """The built-in names in their order, then the added ones."""
+    return [*builtin, *sorted({e.name for e in entry_points(group=group)} - set(builtin))]
+
+
+@cache  # an error is not cached, so a package that is installed later is found
+def _load(name: str, group: str, what: str, builtin: tuple[str, ...]) -> Any:
+    for entry in entry_points(group=group):
+        if entry.name == name:
+            try:
+                return entry.load()
+            except Exception as error:  # code of another package may fail in any way
+                why = f"{type(error).__name__}: {error}"
+                raise CodecError(f"{what} {name!r} cannot be loaded ({why}); install its package anew") from error
+    choices = ", ".join(names(dict.fromkeys(builtin), group))
+    raise CodecError(f"no {what} is called {name!r}; choose one of {choices}")

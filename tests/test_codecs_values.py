@@ -1,0 +1,77 @@
+"""Value codecs: what they write, that rounding is unbiased, and what a damaged payload is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edge_kernels.codecs import CodecError, values
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+FINITE = st.floats(-(2.0**99), 2.0**99, width=32)
+
+
+def test_floats_are_little_endian() -> None:
+    assert values.encode("float16", np.array([1.0, -2.0]), 0).hex() == "003c00c0"
+    assert values.encode("float32", np.array([1.0, -2.0]), 0).hex() == "0000803f000000c0"
+    assert values.decode("float16", bytes.fromhex("003c00c0"), 2, 0).tolist() == [1.0, -2.0]
+
+
+def test_stochastic8_is_a_scale_for_each_block_and_a_byte_for_each_value() -> None:
+    v = np.zeros(513, np.float32)
+    v[[0, 1, 2, 512]] = 254, -254, 2, -0.5
+    data = values.encode("stochastic8", v, 9)
+    assert len(data) == 2 * 4 + 513
+    assert np.frombuffer(data, "<f4", 2).tolist() == [254.0, 0.5]
+    assert np.frombuffer(data, np.int8)[8:].tolist() == [127, -127, 1, *[0] * 509, -127]
+    assert values.decode("stochastic8", data, 513, 9).tolist() == v.tolist()  # all of them lie on levels
+
+
+def test_stochastic8_is_unbiased_and_repeats_itself() -> None:
+    v = np.linspace(-1, 1, 101, dtype=np.float32)
+    decoded = [values.decode("stochastic8", values.encode("stochastic8", v, s), 101, s) for s in range(2000)]
+    # A level is 1/127 wide; the standard error of the mean of 2000 roundings is at most 1/127/2/sqrt(2000).
+    assert np.abs(np.mean(decoded, axis=0) - v).max() < 5 / 127 / 2 / 2000**0.5
+    assert np.std(decoded, axis=0).max() > 0.3 / 127
+    assert values.encode("stochastic8", v, 1) == values.encode("stochastic8", v, 1)
+    assert values.encode("stochastic8", v, 1) != values.encode("stochastic8", v, 2)
+
+
+@given(v=arrays(np.float32, st.integers(0, 1100), elements=FINITE), stream=st.integers(0, 2**64 - 1))
+def test_every_codec_stays_within_its_limit_and_its_error(v: np.ndarray, stream: int) -> None:
+    for name in values.VALUES:
+        if name == "float16":
+            v = np.clip(v, -60000, 60000)
+        data = values.encode(name, v, stream)
+        assert len(data) <= values.limit(len(v))
+        got = values.decode(name, data, len(v), stream)
+        assert got.dtype == np.float32
+        assert (got[v == 0] == 0).all()
+        largest = [np.abs(v[low : low + values.BLOCK]).max() for low in range(0, len(v), values.BLOCK)]
+        step = np.repeat(np.array(largest, np.float64) / 127, values.BLOCK)[: len(v)] * 1.0001
+        bound = {"float32": 0.0, "float16": np.abs(v) * 2.0**-11 + 2.0**-25, "stochastic8": step + 1e-44}[name]
+        assert (np.abs(got.astype(np.float64) - v) <= bound).all()
+
+
+@pytest.mark.parametrize("name", list(values.VALUES))
+def test_what_is_not_a_payload_of_the_codec_is_refused(name: str) -> None:
+    data = values.encode(name, np.ones(600), 0)
+    for wrong in (data[:-1], data + b"\0", b"", b"\xff" * len(data)):
+        with pytest.raises(CodecError):
+            values.decode(name, wrong, 600, 0)
+    for v in ([np.nan], [np.inf], [1e300], [[1.0]]):
+        with pytest.raises(CodecError):
+            values.encode(name, np.array(v), 0)
+
+
+def test_what_is_wrong_is_named() -> None:
+    with pytest.raises(CodecError, match="take 4 bytes, not 3"):
+        values.decode("float32", b"abc", 1, 0)
+    with pytest.raises(CodecError, match="range of float16"):
+        values.encode("float16", np.array([1e9]), 0)
+    with pytest.raises(CodecError, match="no value codec is called 'zip'; choose one of float32, float16, stochastic8"):
+        values.encode("zip", np.ones(1), 0)
+    level = np.float32(1).tobytes() + b"\x80"
+    with pytest.raises(CodecError, match="-128"):
+        values.decode("stochastic8", level, 1, 0)
