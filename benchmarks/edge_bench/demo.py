@@ -20,10 +20,9 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from coord_server.operator.client import Operator
-
 from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV
+from coord_server.operator.client import Operator
 from edge_bench.datasets import DataConfig, write
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense

@@ -82,7 +82,7 @@ def _new_head(features: int, classes: int) -> nn.Linear:
 
 
 def pretrained_mlp(samples: int | None = None, epochs: int = EPOCHS) -> tuple[nn.Sequential, float]:
-    """The MLP after `epochs` of Adam on digits 0-4, and its accuracy on a tenth of them held out."""
+    """The MLP after `epochs` of Adam on digits 0-4, and its accuracy on a tenth of the samples, held out."""
     torch.manual_seed(SEED)
     x, y = read(DataConfig(name="mnist", labels=KNOWN))
     order = counter.permutation(counter.key(SEED, "pretrain"), len(y))[:samples]

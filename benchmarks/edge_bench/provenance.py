@@ -1,4 +1,4 @@
-"""Where a figure comes from: the machine, its load and versions, the commit. Every results file carries both."""
+"""Where a figure comes from: command, commit, machine with its load and versions. Every results file has these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("numpy", "onnxruntime", "torch", "numba")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, one-minute load average (what else it was doing), system, Python, numeric packages."""
+    """Processor, cores, one-minute load average, system, Python, numeric packages."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """The first fields of a results file. Ask before measuring: the load is what else the machine was doing."""
+    """The first fields of a results file. Call it before measuring, so that the load is that of other processes."""
     return {"command": command, "commit": commit(), "machine": machine()}
 
 

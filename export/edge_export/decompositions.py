@@ -1,7 +1,7 @@
 """Backward operators that ONNX lacks, written as operators it has.
 
-Entries of the table that `train_graph` traces with; everything here runs on fake tensors. Batch-norm takes its
-training form here too, with PyTorch's statistics. What other operators decompose to is PyTorch's own core table.
+`train_graph` traces with this table, on fake tensors. It also holds batch-norm's training form, with PyTorch's
+statistics. All other operators decompose by PyTorch's own core table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edge_client.errors import ModelError
 
 aten = torch.ops.aten
 
-CONCAT_LIMIT = 64  # weights per filter up to which one product over gathered columns beats one per kernel tap
+CONCAT_LIMIT = 64  # up to so many weights per filter, one product over gathered columns beats one per kernel tap
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -50,7 +50,7 @@ def _pair(values: Sequence[int], dims: int) -> list[int]:
 def _taps(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], size: Sequence[int], first: int
 ) -> list[Tensor]:
-    """For each tap of the kernel in row-major order, the entries of padded `x` that it meets; axes from `first`."""
+    """For each tap of the kernel in row-major order, the entries of padded `x` that it reads; axes from `first`."""
     found = []
     for tap in product(*(range(k) for k in kernel)):
         part = x
@@ -88,7 +88,9 @@ def _convolution_backward(
     stride, padding, dilation = _pair(stride, dims), _pair(padding, dims), _pair(dilation, dims)
     kernel, size_in, size_out = weight.shape[2:], x.shape[2:], grad.shape[2:]
     reach = [(o - 1) * s + d * (k - 1) + 1 for o, s, d, k in zip(size_out, stride, dilation, kernel, strict=True)]
-    rest = [n + 2 * p - r for n, p, r in zip(size_in, padding, reach, strict=True)]  # inputs the last tap never meets
+    rest = [
+        n + 2 * p - r for n, p, r in zip(size_in, padding, reach, strict=True)
+    ]  # inputs that the last tap never reads
     grad_x = grad_weight = None
     if mask[0]:
         grad_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, True, rest, groups)

@@ -1,7 +1,8 @@
 """The forward pass as a canonical ONNX graph: parameters and statistics as named inputs, `x` -> `logits`.
 
-It is kept in the form compaction rewrites: `Gemm` with `transB=1` for a linear layer, one `BatchNormalization` node
-for a batch-norm, `Flatten` wherever channels become features, so that no shape of a layer is written into the graph.
+It has the form that compaction rewrites: `Gemm` with `transB=1` for a linear layer, one `BatchNormalization` node for a
+batch-norm, `Flatten` where channels become features. So the graph contains no layer's shape. The output is named
+`logits` whatever the target.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes every flatten of an evaluation graph as a `Flatten` node.
 
-PyTorch's exporter writes `Reshape` to `[-1, features]`: the number of features is then fixed in the graph, and a model
-that lost channels would no longer fit it.
+PyTorch's exporter writes `Reshape` to `[-1, features]`, which fixes the number of features in the graph. A model that
+lost channels would no longer fit.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
 
 def free_flattens(model: ModelProto) -> ModelProto:
-    """`model`, in place, with each `Reshape` that joins all axes but the batch replaced.
+    """Replace, in place, each `Reshape` that joins all axes except the batch.
 
-    Known by its sizes: two axes, the second as large as all the input's axes behind the first together. (A reshape
-    that mixes samples into another axis, as `[n, t, f]` to `[n * t, f]`, has not.)
+    Such a reshape has two axes, and the second is as large as all the input's axes after the first together. A reshape
+    that mixes samples into another axis, as `[n, t, f]` to `[n * t, f]`, differs in that.
     """
     graph = model.graph
     inferred = shape_inference.infer_shapes(model).graph

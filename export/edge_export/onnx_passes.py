@@ -1,14 +1,12 @@
-"""Small passes over an exported ONNX graph: fewer nodes, canonical names, nothing in it but the computation.
+"""Small passes over an exported ONNX graph: fewer nodes, canonical names, no metadata.
 
-    flatten -> common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes -> names and order
+    common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes -> names and order
     -> recurrences as scans
 
 Each pass is a function over :class:`onnx.GraphProto`, in place. Same graph in, same bytes out.
 """
 
 from __future__ import annotations
-
-from math import prod
 
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper
@@ -17,13 +15,12 @@ from edge_export.recurrence_onnx import to_scans
 
 
 def tidy(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto:
-    """`model` reduced and renamed: its inputs and outputs get the names given, in order."""
+    """`model`, reduced, with its inputs and outputs renamed in order."""
     graph = model.graph
     if len(graph.input) != len(inputs) or len(graph.output) != len(outputs):
         raise ValueError(f"the graph has {len(graph.input)} inputs and {len(graph.output)} outputs")
     _constants_to_initializers(graph)
     ranks = _ranks(graph)
-    _fold_flatten(graph)
     while _fold_identities(graph) + _fold_common(graph) + _fold_transposes(graph, ranks) + _fold_keepdims(graph, ranks):
         _drop_dead(graph)
     _drop_dead(graph)
@@ -67,26 +64,6 @@ def _replace(graph: GraphProto, names: dict[str, str]) -> int:
     return len(names)
 
 
-def _fold_flatten(graph: GraphProto) -> None:
-    """A reshape of ``[n, a, b, ...]`` to ``[-1, a * b * ...]`` is a `Flatten`, which names no layer's size."""
-    shapes = {
-        v.name: [d.dim_value or d.dim_param for d in v.type.tensor_type.shape.dim]
-        for v in (*graph.input, *graph.value_info)
-    }
-    constants = {t.name: t for t in graph.initializer}
-    for node in graph.node:
-        if node.op_type != "Reshape" or node.input[1] not in constants:
-            continue
-        target = numpy_helper.to_array(constants[node.input[1]]).tolist()
-        _, *rest = shapes.get(node.input[0]) or [0]
-        sizes = [n for n in rest if isinstance(n, int)]
-        if len(rest) > 1 and len(sizes) == len(rest) and target in ([-1, prod(sizes)], [0, -1]):
-            node.op_type = "Flatten"
-            del node.input[1:]
-            del node.attribute[:]
-            node.attribute.append(helper.make_attribute("axis", 1))
-
-
 def _fold_identities(graph: GraphProto) -> int:
     outputs = {o.name for o in graph.output}
     same = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Identity" and n.output[0] not in outputs}
@@ -121,7 +98,7 @@ def _fold_common(graph: GraphProto) -> int:
 
 
 def _fold_transposes(graph: GraphProto, ranks: dict[str, int]) -> int:
-    """A two-dimensional product reads its transposed operands as they are: `Gemm` with `transA`, `transB`."""
+    """A two-dimensional product of transposed operands becomes a `Gemm` with `transA`, `transB`."""
     makers = {name: n for n in graph.node for name in n.output}
     folded = 0
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""PyTorch's ONNX exporter, quiet, with the settings and operators that all of a bundle's graphs share."""
+"""PyTorch's ONNX exporter without its messages, with the settings and operators of a bundle's graphs."""
 
 from __future__ import annotations
 

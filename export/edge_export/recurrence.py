@@ -1,9 +1,9 @@
 """LSTM layers and linear layers on sequences, in the form that a training graph takes them.
 
 PyTorch unrolls an LSTM into a dozen operators per time step, forward and again backward: a window of 128 steps becomes
-thousands of nodes. Here what does not depend on the step before is one product over all steps (the input's share of
-the gates, the gradients of the weights, the derivatives of the gates), and what does is one operator each way, of which
-`recurrence_onnx` makes a `Scan`. `rewritten` turns a module's calls into these while it is traced.
+thousands of nodes. Here all that is independent of the previous step is one product over all steps: the input's share
+of the gates, the gradients of the weights, the derivatives of the gates. The rest is one operator each way, which
+`recurrence_onnx` turns into a `Scan`. `rewritten` replaces a module's calls while it is traced.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _(
 
 
 class _Recurrence(torch.autograd.Function):
-    """`_lstm` and its derivative; all steps at once but for the recurrence itself."""
+    """`_lstm` and its derivative; all steps at once except the recurrence itself."""
 
     @staticmethod
     def forward(gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor) -> Any:
@@ -93,7 +93,7 @@ class _Recurrence(torch.autograd.Function):
         squashed = cells.tanh()
         before = torch.cat([cell.unsqueeze(0), cells[:-1]])
         slopes = [g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), squashed * o * (1 - o)]
-        # Of the cells only the last is ever read outside: the others' gradients are zero.
+        # Only the last cell is read outside: the others' gradients are zero.
         of_gates, of_hidden, of_cell = _lstm_backward(
             grad, grad_cells[-1], o * (1 - squashed * squashed), torch.cat(slopes, 2), f, weight
         )

@@ -1,7 +1,7 @@
-"""`model.pt2`: the module as a `torch.export` program in training mode, data that the PyTorch backend runs.
+"""`model.pt2`: the module as a `torch.export` program in training mode, which the PyTorch backend runs.
 
-It holds the forward pass only. Autograd differentiates it when it runs, so it shares nothing with `train.onnx` but
-the module they came from. Its tensors are zeros: values always come from the bundle's flat vectors.
+It holds the forward pass only; autograd differentiates it at run time. So it shares only its module with `train.onnx`.
+Its tensors are zeros: values always come from the bundle's flat vectors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def torch_program(module: nn.Module, example: Tensor) -> bytes:
 
 
 def _read_under_first_names(program: ExportedProgram) -> None:
-    """A tensor of several names is read under the last of them; let it be the first, its name in the bundle."""
+    """The program reads a tensor of several names under the last one; read it under the first, as the bundle does."""
     names = program.graph_signature.inputs_to_parameters
     firsts: dict[Tensor, Node] = {}
     for node in program.graph.nodes:

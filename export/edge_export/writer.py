@@ -1,8 +1,8 @@
 """A PyTorch module becomes a bundle: a folder of manifest, graphs, and weights or a seed. See `edge_client.bundle`.
 
-A seed stands for every tensor: tensor `name` is drawn from stream ``key(seed, "weights", name)`` of
-`edge_kernels.counter` by its own rule `Init` (see `tables.InitScheme`), so 8 bytes replace the weights and any
-language can repeat them. The same module exports to the same bytes.
+A seed can replace the weights: tensor `name` is drawn from stream ``key(seed, "weights", name)`` of
+`edge_kernels.counter` by its own rule `Init` (see `tables.InitScheme`), which any language can repeat. The same module
+exports to the same bytes.
 """
 
 from __future__ import annotations
