@@ -91,7 +91,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             again = [real.devices[0].model_copy(update={"bytes_down": real.devices[0].bytes_down + 400})]
             wasteful = federation(replace(real, devices=[*again, *real.devices[1:]]))
             assert wasteful["uncounted_bytes_per_device"] == {"up": 0, "down": 100}
-            assert "again or for nothing, 100 in all" in " ".join(by_kind({label: wasteful}).split())
+            assert "again or in vain, 100 in all" in " ".join(by_kind({label: wasteful}).split())
             assert wasteful["bytes_per_device"] == carried
             assert record["curve"][-1]["bytes"] == carried
             for there, row in zip(real.rounds, results[label].rows, strict=True):
