@@ -44,7 +44,7 @@ def word(text: str) -> int:
 
 def keys(prefix: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """``key(*prefix_words, w)`` for every w of `words`, uint64[n]; `prefix` is ``key(*prefix_words)``."""
-    z = (words ^ np.uint64(prefix)) + np.uint64(GAMMA)
+    z: NDArray[np.uint64] = (words ^ np.uint64(prefix)) + np.uint64(GAMMA)
     _mix(z, np.empty_like(z))
     return z
 
