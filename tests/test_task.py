@@ -1,4 +1,4 @@
-"""The task: batches in their order, gradients that are finite, scores of the parts, the loss of an epoch."""
+"""The task: batches in order, finite gradients, scores of the parts, an epoch's loss; a device's whole round."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, secret, task
 from edge_client.bundle import F32, Manifest
 from edge_client.data import DeviceData
 from edge_client.errors import DivergedError
+from edge_client.local import run_round, understand
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.fedpm import FedPM
+from edge_client.protocol.payload import Payload
 from edge_client.task import SCORE_BATCH, Batch, EpochLoss, Personal, Task
 from edge_client.training import Gradient
 
@@ -130,3 +134,43 @@ def test_the_loss_is_the_last_epochs_mean_weighted_by_samples() -> None:
         x, y = np.zeros((size, 6), np.float32), np.zeros(size, np.int64)
         loss.add(Batch(0, epoch, x, y), Gradient(value, NONE, NONE))
     assert loss.mean == pytest.approx((4 * 1 + 2 * 4) / 6)
+
+
+# --- a whole round of a device
+
+
+def test_an_update_carries_where_it_belongs_and_the_devices_figures() -> None:
+    t, method = task(M, "b", 2), FedAvg(epochs=1)
+    down = Payload({"parameters": model(M).parameters, "buffers": NONE})
+    outcome = run_round(method, t, {}, down)
+    meta = outcome.update.meta
+    assert (meta["method"], meta["round"], meta["device"], meta["samples"]) == ("fedavg", 2, "b", 40)
+    before = t.score(Personal(model(M).parameters, NONE))
+    assert (meta["score_before"], meta["test_samples"]) == (before, 40)
+    assert meta["score_after"] == float(f"{t.score(outcome.trained):.6g}")
+    assert outcome.metrics.loss == meta["loss"]
+    assert outcome.kept == {}
+
+
+def test_a_loss_that_cannot_be_reported_is_divergence() -> None:
+    t = replace(task(M), trainer=Broken(M, Gradient(1e7, np.zeros(M.d, np.float32), NONE)))
+    down = Payload({"parameters": model(M).parameters, "buffers": NONE})
+    with pytest.raises(DivergedError, match=r"loss = 1e\+07.*learning rate") as caught:
+        run_round(FedAvg(epochs=1), t, {}, down)
+    assert not caught.value.at_start
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "dtype"])
+def test_kept_arrays_that_do_not_make_the_kept_value_count_as_none(damage: str) -> None:
+    method, t = FedPM(persistent=True, probe_rounds=1), task(M, "a", 2)
+    head = method.probed(M).gather(model(M).parameters)
+    theta = np.full(method.masked(M).size, 0.9, np.float32)
+    down = Payload({"head": head, "theta": theta})
+    kept = run_round(method, t, {}, down).kept
+    assert understand(method, t.assignment, kept, down)[0].adam.steps == 1
+    wrong = {
+        "missing": {k: v for k, v in kept.items() if k != "adam.mean"},
+        "extra": {**kept, "other": NONE},
+        "dtype": {**kept, "adam.steps": np.zeros((), np.float32)},
+    }[damage]
+    assert understand(method, t.assignment, wrong, down)[0] is None
