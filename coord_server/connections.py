@@ -1,16 +1,16 @@
 """Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
-Nothing is closed while there is room. At the limit, a new connection replaces one without a request under way: the
-oldest of the address that has most of those, so that one caller can only displace itself. When every connection has a
-request, the oldest long poll is answered at once and closed. Only when neither is left do callers get a 503, and never
-the operator. uvicorn has no time limit for a request's head and answers its own limit to everyone alike, hence the
-small subclass of its connection.
+At the limit, a new connection replaces one without a request under way: the longest silent of the address that has most
+of those, so that a caller who opens many displaces its own. When every connection has a request, the oldest long poll
+is answered at once and closed. When no long poll is left, new callers get a 503, except the operator.
+
+uvicorn has no time limit for a request's head, and answers its own limit on connections to every caller alike; hence
+the small subclass of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ PATIENCE = 20.0  # seconds until a request's head must be complete
 
 T = TypeVar("T")
 Poll = tuple[str, str]  # federation and device
-log = logging.getLogger("maskfleet")
 
 
 class Places:
@@ -128,7 +127,7 @@ class Connection(H11Protocol):
         self.address = self.client[0] if self.client else ""
         if self._places.enter(self):
             self._places.silent(self)
-            self._timer = self.loop.call_later(PATIENCE, transport.abort)
+            self._start_timer()
         else:
             transport.abort()
 
@@ -138,11 +137,8 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._places.busy(self)
             self._stop_timer()
-        elif self.conn.their_state is h11.SEND_BODY:  # the rest of a body that was answered unread
-            self._stop_timer()
-            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
-        elif self._timer is None:
-            self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
+        elif self._timer is None or self.conn.their_state is h11.SEND_BODY:
+            self._start_timer()
 
     def on_response_complete(self) -> None:
         """The answer is sent. What was received of an unread body is dropped."""
@@ -151,6 +147,8 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if not self.cycle.response_complete:  # a pipelined request has begun
             self._places.busy(self)
+        elif self.conn.their_state is h11.SEND_BODY:  # the rest of an unread body has to arrive piece by piece
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the place."""
@@ -170,6 +168,10 @@ class Connection(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -1,6 +1,7 @@
 """The coordinator without HTTP: bundles, join tokens and the federations that are alive.
 
-Who may call what is checked by the API; what a federation does is in `federation`.
+Several coordinators may share one data folder: each watches the versions of the federations in the database. HTTP
+checks who may call what; `live` holds what one federation does.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from coord_server import aggregation, auth, engine, outlook
+from coord_server import aggregation, auth, engine
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
-from coord_server.federation import LiveFederation
-from coord_server.refusals import Refusal
+from coord_server.live.federation import LiveFederation
+from coord_server.live.summary import summary
+from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.tables import INLINE, FederationRow
+from coord_server.store.tables import FederationRow
+from coord_server.store.values import put
 from edge_client.backends import check_parts, installed
 from edge_client.bundle import digest as sha256_of
 from edge_client.bundle import parse_manifest
-from edge_client.errors import BundleError, ConfigError, MaskfleetError, first_fault
+from edge_client.errors import BundleError, ConfigError, MaskfleetError, StateError, first_fault
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
     BundleReceipt,
@@ -32,15 +35,17 @@ from edge_client.protocol.messages import (
     JoinToken,
     TokenRequest,
 )
+from edge_client.task import Course
 
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 log = logging.getLogger("maskfleet")
 
+WATCH = 0.3  # seconds between looks at what other coordinators have committed
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
 
 class Coordinator:
-    """Everything one data folder holds, alive in one process."""
+    """Everything that one data folder holds, alive in one process."""
 
     def __init__(
         self,
@@ -59,55 +64,84 @@ class Coordinator:
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
         self._unloaded: dict[str, Federation] = {}
-        self._waiting: dict[str, str] = {}  # by their credentials, devices of those, and the federation of each
-        self._creating = asyncio.Lock()
-        self._started = False
+        self._loading = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
 
     # --- life
 
     async def start(self) -> None:
-        """Load every federation and go on where the journal ends; again is harmless. Raises StateError.
+        """Load every federation and go on where the database stands; again is harmless. Raises StateError.
 
         One that cannot be loaded (its method is not installed any more, its row is damaged) is listed with its fault;
         the others run.
         """
-        if self._started:
-            return
-        self._started = True
-        for row in await asyncio.to_thread(self.store.metadata.all_federations):
-            devices = await asyncio.to_thread(self.store.metadata.all_devices, row.id)
-            records = await asyncio.to_thread(self.store.metadata.all_records, row.id)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+            await self._look()
+
+    async def _watch(self) -> None:
+        """Notice what other coordinators on the same data folder do."""
+        while True:
+            await asyncio.sleep(WATCH)
             try:
-                live = LiveFederation(self.store, row, devices, records, self._clock)
+                await self._look()
+            except StateError as error:
+                log.error("the database cannot be watched: %s", error)
+            except Exception:
+                log.exception("the database cannot be watched")
+
+    async def _look(self) -> None:
+        """Bring every federation up to date, and load those that are new. Raises StateError."""
+        for id_, (version, ready) in (await asyncio.to_thread(self.store.metadata.versions)).items():
+            live = self._federations.get(id_)
+            if live is not None:
+                try:
+                    await live.look(version, ready)
+                except StateError as error:
+                    log.error("%s: %s", id_, error)
+            elif id_ not in self._unloaded:
+                await self._load(id_)
+
+    async def _load(self, id_: str) -> None:
+        async with self._loading:
+            if id_ in self._federations or id_ in self._unloaded:
+                return
+            text = await asyncio.to_thread(self.store.metadata.config, id_)
+            head = await asyncio.to_thread(self.store.metadata.head, id_)
+            try:
+                config = FederationConfig.model_validate_json(text)
+                live = LiveFederation(self.store, id_, config, head, self._clock)
             except Exception as error:
-                self._unloaded[row.id] = self._shown(row, error)
-                self._waiting |= {device.credential: row.id for device in devices}
-                continue
-            self._federations[row.id] = live
+                self._unloaded[id_] = self._shown(id_, text, head.state, head.ready, error)
+                return
+            self._federations[id_] = live
             live.begin()
 
-    def _shown(self, row: FederationRow, error: Exception) -> Federation:
+    def _shown(self, id_: str, config: str, state: str, ready: int, error: Exception) -> Federation:
         """A federation that could not be loaded because of `error`, as far as it can be read."""
         known = isinstance(error, (MaskfleetError, ValidationError))
         why = first_fault(error, error.title) if isinstance(error, ValidationError) else str(error)
         fault = (
-            f"federation {row.id!r} could not be loaded: {why if known else repr(error)}; mend that (install a "
+            f"federation {id_!r} could not be loaded: {why if known else repr(error)}; mend that (install a "
             "method that is missing, restore a damaged data folder), then start the coordinator again"
         )
         log.error("%s", fault, exc_info=None if known else error)
         try:
-            config, state = FederationConfig.model_validate_json(row.config), engine.load(row.state)
+            read = FederationConfig.model_validate_json(config), engine.load(state)
         except ValidationError:
-            return Federation(id=row.id, config=None, phase=None, round=0, devices=0, updates=0, fault=fault)
-        return outlook.summary(config, state, self._clock(), fault)
+            return Federation(id=id_, config=None, phase=None, round=0, devices=0, updates=0, fault=fault)
+        return summary(*read, ready, self._clock(), fault)
 
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
         for live in self._federations.values():
-            live.polls.wake(closing=True)
+            live.wake(closing=True)
 
     async def close(self) -> None:
         """Stop everything; the store stays open."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         for live in self._federations.values():
             await live.close()
 
@@ -166,22 +200,20 @@ class Coordinator:
 
     async def create(self, config: FederationConfig) -> LiveFederation:
         """Make a federation. Raises Refusal, StateError."""
-        async with self._creating:
-            if config.name in {*self._federations, *self._unloaded, *RESERVED}:
-                raise Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
-            receipt = await self.bundle(config.bundle)
-            if receipt.missing:
-                raise Refusal(
-                    "bundle-incomplete",
-                    f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
-                    f"/v1/bundles/{config.bundle}/parts/ first",
-                )
-            row = await asyncio.to_thread(self._first_row, config)
-            live = LiveFederation(self.store, row, [], {}, self._clock)
-            await asyncio.to_thread(self.store.metadata.add_federation, row)
-            self._federations[row.id] = live
-            live.begin()
-            return live
+        taken = Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
+        if config.name in {*self._federations, *self._unloaded, *RESERVED}:
+            raise taken
+        receipt = await self.bundle(config.bundle)
+        if receipt.missing:
+            raise Refusal(
+                "bundle-incomplete",
+                f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
+                f"/v1/bundles/{config.bundle}/parts/ first",
+            )
+        row = await asyncio.to_thread(self._first_row, config)
+        if not await asyncio.to_thread(self.store.metadata.add_federation, row):
+            raise taken
+        return await self.find(row.id)
 
     def _first_row(self, config: FederationConfig) -> FederationRow:
         try:
@@ -192,7 +224,8 @@ class Coordinator:
                     config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))
-            start = method.start(load_model(self.store, config.bundle), config.seed)
+            model = load_model(self.store, config.bundle)
+            start = method.start(Course(model, config.seed, config.rounds, config.cohort))
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
         try:
@@ -204,17 +237,14 @@ class Coordinator:
             raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
         if FederationConfig.model_validate_json(text) != config:
             raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
-        packed = aggregation.pack(start)
-        small = len(packed) <= INLINE
-        sha256 = sha256_of(packed) if small else self.store.blobs.put(f"{config.name}/state", packed).sha256
-        return FederationRow(
-            id=config.name,
-            config=text,
-            state=engine.dump(engine.State()),
-            global_state=sha256,
-            global_content=packed if small else None,
-            created_at=self._clock(),
-        )
+        values = put(self.store.blobs, f"{config.name}/values/0", aggregation.pack(start))
+        return FederationRow(config.name, text, engine.dump(engine.State()), values, self._clock())
+
+    async def find(self, id_: str) -> LiveFederation:
+        """As `federation`, also when another coordinator has just made it. Raises Refusal, StateError."""
+        if id_ not in self._federations and id_ not in self._unloaded:
+            await self._look()
+        return self.federation(id_)
 
     def federation(self, id_: str) -> LiveFederation:
         """The federation of this id. Raises Refusal."""
@@ -239,15 +269,16 @@ class Coordinator:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
 
-    def unloaded_of(self, credential: str) -> str | None:
-        """The federation that could not be loaded of the device with this credential, a SHA-256."""
-        return self._waiting.get(credential)
+    async def unloaded_of(self, credential: str) -> str | None:
+        """The federation that could not be loaded of the device with this credential, a SHA-256. Raises StateError."""
+        found = await asyncio.to_thread(self.store.metadata.federations_of, credential) if self._unloaded else []
+        return next((id_ for id_ in found if id_ in self._unloaded), None)
 
     # --- tokens and enrolment
 
     async def new_token(self, id_: str, request: TokenRequest) -> JoinToken:
-        """A fresh join token; only its digest is kept. Raises Refusal, StateError."""
-        live = self.federation(id_)
+        """A fresh join token; only its digest is stored. Raises Refusal, StateError."""
+        live = await self.find(id_)
         token, expires = auth.new_secret(), self._clock() + request.expires_in
         await asyncio.to_thread(self.store.metadata.add_token, auth.hashed(token), live.id, request.uses, expires)
         return JoinToken(token=token, federation=live.id, uses=request.uses, expires_at=expires)
@@ -258,4 +289,4 @@ class Coordinator:
         terms = await asyncio.to_thread(self.store.metadata.token, token)
         if terms is None:
             raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
-        return await self.federation(terms.federation).members.enrol(request, token, terms.uses_left, terms.expires_at)
+        return await (await self.find(terms.federation)).enrol(request, token, terms.uses_left, terms.expires_at)

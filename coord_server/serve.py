@@ -145,7 +145,7 @@ def serve(
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))
     store = open_store(data, database, init)
     try:

@@ -11,6 +11,9 @@
     |-- ServerError      the coordinator refused a request (carries the problem+json)
     |-- UnreachableError the coordinator gave no usable answer for longer than the client's patience
     |-- StateError       a state folder cannot be written, read back or locked
+    |   |-- StorageFullError         the coordinator's disk or database takes nothing more
+    |   |-- StorageDamagedError      what the coordinator stored is missing or not what was written
+    |   `-- StorageUnreachableError  the coordinator's database or disk does not answer
     `-- CompactionError  a compact model could not be shown equal to its masked model
 
 A message says what happened, with which value, and what to do next.
@@ -78,6 +81,18 @@ class UnreachableError(MaskfleetError):
 
 class StateError(MaskfleetError):
     """A state folder cannot be written (disk full, read-only), read back, or is in use by another process."""
+
+
+class StorageFullError(StateError):
+    """The coordinator's disk or database takes nothing more: free space, then the same request succeeds."""
+
+
+class StorageDamagedError(StateError):
+    """What the coordinator stored is missing or not what was written: restore its data folder."""
+
+
+class StorageUnreachableError(StateError):
+    """The coordinator's database or disk does not answer; the same request may succeed later."""
 
 
 class ServerError(MaskfleetError):

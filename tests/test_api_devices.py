@@ -24,7 +24,7 @@ from coordination import (
 )
 
 
-def test_a_device_with_nothing_to_do_is_told_why_and_when_to_ask_again(tmp_path: Path) -> None:
+def test_an_answer_without_work_says_why_and_when_to_ask_again(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
         found = await fleet.work("a", 0.05)
@@ -35,7 +35,7 @@ def test_a_device_with_nothing_to_do_is_told_why_and_when_to_ask_again(tmp_path:
     play(tmp_path, script)
 
 
-def test_a_device_that_never_asks_for_work_is_neither_counted_nor_drawn_nor_waited_for(tmp_path: Path) -> None:
+def test_a_device_that_never_asks_for_work_is_not_counted_and_not_drawn(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
         for ghost in ("ghost", "gone"):
@@ -120,7 +120,7 @@ def test_an_upload_sent_again_gets_the_same_receipt_even_rounds_later(tmp_path: 
         later = await fleet.upload("a", 1, work["lease"], body)
         assert (later.status_code, later.json()) == (200, first.json())
         both = await asyncio.gather(*(fleet.train("a") for _ in range(4)))
-        assert {r.status_code for r in both} <= {200, 201, 429}  # 429: a newer one took its place
+        assert {r.status_code for r in both} <= {200, 201, 429}  # 429: a newer one ended it
         assert len({r.text for r in both if r.is_success}) == 1
         shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
         assert shown[0]["updates"] == 2
@@ -128,7 +128,7 @@ def test_an_upload_sent_again_gets_the_same_receipt_even_rounds_later(tmp_path: 
     play(tmp_path, script)
 
 
-def test_a_body_that_stands_still_is_given_up(tmp_path: Path) -> None:
+def test_a_body_that_stops_arriving_is_given_up(tmp_path: Path) -> None:
     async def stuck() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.sleep(30)
@@ -149,7 +149,7 @@ def test_a_body_that_stands_still_is_given_up(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_newer_upload_of_a_device_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+def test_a_newer_upload_of_a_device_ends_an_older_one(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         work = await fleet.work("a")
@@ -164,14 +164,14 @@ def test_a_newer_upload_of_a_device_takes_the_place_of_an_older_one(tmp_path: Pa
         sound = {"Content-Digest": content_digest(body)}
         older = asyncio.create_task(fleet.upload("a", 1, work["lease"], stuck(), sound))
         await began.wait()
-        assert (await fleet.train("b")).status_code == 201  # another device's upload is nobody's business
+        assert (await fleet.train("b")).status_code == 201  # another device's upload ends no other
         assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
         refused(await older, "superseded")
 
     play(tmp_path, script)
 
 
-def test_a_credential_that_one_federation_removed_still_opens_what_another_one_shares(tmp_path: Path) -> None:
+def test_a_device_removed_from_one_federation_still_reads_the_bundle_of_another(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
         other = settings(name="other")

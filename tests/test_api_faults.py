@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import json
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coordination import (
+    LIMIT,
     D,
     Fleet,
     bearer,
@@ -25,113 +27,145 @@ from coordination import (
 )
 
 from coord_server import aggregation
-from coord_server.store.tables import INLINE
-from edge_client.errors import StateError
+from coord_server.store.metadata import Metadata
+from coord_server.store.values import INLINE
+from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
+
+LARGE = 2 * ((INLINE // 8) + 100)  # parameters whose values are files, not rows of the database
+FED = "/v1/federations/fed"
+
+
+async def undisturbed(fleet: Fleet, d: int = D, rounds: int = 2) -> bytes:
+    await fleet.federation("a", "bb", d=d, rounds=rounds)
+    return await whole(fleet, "a", "bb", rounds=rounds)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("d", "at_once"), [(D, False), (D, True), (2 * ((INLINE // 8) + 100), False)], ids=["small", "at once", "large"]
+    ("error", "kind"),
+    [
+        (StorageFullError("the database is full"), "storage-full"),
+        (StorageUnreachableError("the database does not answer"), "storage-unreachable"),
+        (StorageDamagedError("the database is damaged"), "storage-damaged"),
+    ],
 )
-def test_a_full_disk_gives_507_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int, at_once: bool
+@pytest.mark.parametrize("last", [False, True], ids=["first update", "last update"])
+def test_a_database_that_fails_loses_nothing_and_its_kind_of_fault_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StateError, kind: str, last: bool
 ) -> None:
-    """A round's closing is journalled with its last update when both are small, else behind it."""
-    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf if at_once else 0.0)
+    def fails(*_: object) -> None:
+        raise error
 
     async def script(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb", d=d)
-        work = await fleet.work("a", 10)
-        body = trained(await fleet.fetch("a", work), "a")
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def locked(*_: object) -> None:
-            raise StateError("database or disk is full")
-
+        await fleet.federation("a", "bb")
+        if last:
+            assert (await fleet.train("a")).status_code == 201
+        device = "bb" if last else "a"
+        work = await fleet.work(device)
+        body = trained(await fleet.fetch(device, work), device)
         with monkeypatch.context() as m:
-            m.setattr(os, "fsync", full)
-            m.setattr("coord_server.store.metadata.Metadata.acknowledge", locked)
-            said = refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
-            found = (await fleet.operator("GET", "/v1/federations/fed")).json()
-            assert (found["updates"], found["fault"]) == (0, f"the update of 'a' could not be taken in: {said}")
-        assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
-        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"] is None
-        with monkeypatch.context() as m:
-            m.setattr(os, "fsync", full)
-            m.setattr(f"coord_server.store.metadata.Metadata.{'_close' if at_once else 'close_round'}", locked)
-            behind = d == D and not at_once
-            assert (await fleet.train("bb")).status_code == (201 if behind else 507)
-            if behind:  # the round is folded, the disk full: nothing more is taken until it is written
-                found = await until(fleet, lambda f: f["fault"] is not None)
-                assert "disk is full" in found["fault"]
-                refused(await fleet.train("a"), "storage-full")
-                refused(await fleet.operator("GET", "/v1/federations/fed/state"), "storage-full")
-        if not behind:
+            m.setattr(Metadata, "commit", fails)
+            answer = await fleet.upload(device, 1, work["lease"], body)
+            assert str(error) in refused(answer, kind)
+            assert ("retry-after" in answer.headers) == (kind != "storage-damaged")
+            assert str(error) in (await fleet.operator("GET", FED)).json()["fault"]
+        assert (await fleet.upload(device, 1, work["lease"], body)).status_code == 201
+        await until(fleet, lambda f: f["fault"] is None)
+        if not last:
             assert (await fleet.train("bb")).status_code == 201
-        await until(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        await until(fleet, lambda f: f["round"] == 2)
         return await whole(fleet, "a", "bb", rounds=1)
-
-    async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb", d=d)
-        return await whole(fleet, "a", "bb")
 
     assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
 
 
-def test_a_megabyte_that_finds_no_room_is_told_to_the_operator_until_its_round_is_over(
+def test_a_round_that_cannot_be_closed_is_a_fault_until_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body that is spooled while it arrives meets the full disk before it is whole."""
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=LARGE)
+        commit = Metadata.commit
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        def fails(self: Metadata, federation: str, version: int, state: str, *rest: Any) -> bool:
+            if json.loads(state)["round"] == 2:
+                raise StorageFullError("the database is full")
+            return commit(self, federation, version, state, *rest)
 
+        with monkeypatch.context() as m:
+            m.setattr(Metadata, "commit", fails)
+            for device in ("a", "bb"):
+                assert (await fleet.train(device)).status_code == 201
+            found = await until(fleet, lambda f: f["fault"] is not None)
+            assert ("the database is full" in found["fault"], found["round"]) == (True, 1)
+            assert (await fleet.work("a"))["status"] == "wait"
+        await until(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
+        return await whole(fleet, "a", "bb", rounds=1)
+
+    assert play(tmp_path / "x", script) == play(tmp_path / "y", lambda fleet: undisturbed(fleet, LARGE))
+
+
+def test_a_disk_that_is_full_when_an_update_arrives_is_a_fault_until_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", d=1 << 19)
-        work = await fleet.work("a", 10)
+        work = await fleet.work("a")
         body = trained(await fleet.fetch("a", work), "a")
         with monkeypatch.context() as m:
             m.setattr("coord_server.store.blobs.os.write", full)
-            said = refused(await fleet.upload("a", 1, work["lease"], body), "storage-full")
-        assert "No space left" in said
-        found = (await fleet.operator("GET", "/v1/federations/fed")).json()
-        assert found["fault"] == f"the update of 'a' could not be taken in: {said}"
-        assert (await fleet.operator("POST", "/v1/federations/fed/stop")).json()["fault"] is None
+            answer = await fleet.upload("a", 1, work["lease"], body)
+        assert "No space left" in refused(answer, "storage-full")
+        assert int(answer.headers["retry-after"]) > 0
+        assert "No space left" in (await fleet.operator("GET", FED)).json()["fault"]
+        assert list((tmp_path / "blobs" / "incoming").rglob("*.new")) == []
+        assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
+        assert (await fleet.operator("GET", FED)).json()["fault"] is None
 
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize(("write", "at_once"), [("acknowledge", True), ("acknowledge", False), ("close_round", False)])
+@pytest.mark.parametrize("device", ["a", "bb"], ids=["first update", "last update"])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_a_commit_that_was_made_but_neither_said_nor_shown_is_found_in_the_journal_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, at_once: bool, rounds: int
+def test_a_commit_that_was_made_although_it_failed_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rounds: int
 ) -> None:
-    monkeypatch.setattr("coord_server.values.AT_ONCE", math.inf if at_once else 0.0)
+    """The transaction is on disk, but its answer is lost, as when a connection breaks."""
 
     async def script(fleet: Fleet) -> bytes:
         await fleet.federation("a", "bb", rounds=rounds)
-        assert (await fleet.train("a")).status_code == 201
-        work = await fleet.work("bb")
-        body = trained(await fleet.fetch("bb", work), "bb")
-        met = unsure_once(monkeypatch, write)
-        first = await fleet.upload("bb", 1, work["lease"], body)
-        assert first.status_code == (507 if write == "acknowledge" else 201)
-        assert (await fleet.upload("bb", 1, work["lease"], body)).status_code in (200, 201)
-        await until(fleet, lambda f: met == ["unsaid", "unseen"] and f["fault"] is None)
-        if rounds == 2:
-            await until(fleet, lambda f: f["round"] == 2)
+        if device == "bb":
+            assert (await fleet.train("a")).status_code == 201
+        work = await fleet.work(device)
+        body = trained(await fleet.fetch(device, work), device)
+        commit, lost = Metadata.commit, list[int]()
+
+        def answer_lost(self: Metadata, *given: Any) -> bool:
+            done = commit(self, *given)
+            if not lost:
+                lost.append(1)
+                raise StorageUnreachableError("the connection broke")
+            return done
+
+        monkeypatch.setattr(Metadata, "commit", answer_lost)
+        first = await fleet.upload(device, 1, work["lease"], body)
+        assert first.status_code in (200, 201, 503), first.text
+        assert (await fleet.upload(device, 1, work["lease"], body)).status_code in (200, 201)
+        assert lost
+        if device == "a":
+            assert (await fleet.train("bb")).status_code == 201
+        await until(fleet, lambda f: (f["round"] == 2 or f["phase"] == "finished") and f["fault"] is None)
+        devices = (await fleet.operator("GET", f"{FED}/devices")).json()
+        assert [d["updates"] for d in devices] == [1, 1]
         return await whole(fleet, "a", "bb", rounds=rounds - 1)
 
-    async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb", rounds=rounds)
-        return await whole(fleet, "a", "bb", rounds=rounds)
-
-    assert play(tmp_path / "x", script) == play(tmp_path / "y", undisturbed)
+    assert play(tmp_path / "x", script) == play(tmp_path / "y", lambda fleet: undisturbed(fleet, rounds=rounds))
 
 
-def test_a_restart_goes_on_in_the_same_round_with_the_updates_that_were_acknowledged(tmp_path: Path) -> None:
+def test_a_restart_continues_the_round_with_the_updates_that_were_acknowledged(tmp_path: Path) -> None:
     async def first(fleet: Fleet) -> dict[str, Any]:
         await fleet.federation("a", "bb")
         assert (await fleet.train("a")).status_code == 201
@@ -144,15 +178,11 @@ def test_a_restart_goes_on_in_the_same_round_with_the_updates_that_were_acknowle
         assert (await fleet.upload("bb", 1, work["lease"], body)).status_code == 201
         return await whole(fleet, "a", "bb", rounds=1)
 
-    async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb")
-        return await whole(fleet, "a", "bb")
-
     work = play(tmp_path / "x", first)
     assert play(tmp_path / "x", lambda fleet: second(fleet, work)) == play(tmp_path / "y", undisturbed)
 
 
-def test_a_coordinator_that_went_down_in_mid_aggregation_does_it_again(
+def test_an_aggregation_that_a_restart_interrupted_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def first(fleet: Fleet) -> None:
@@ -171,10 +201,6 @@ def test_a_coordinator_that_went_down_in_mid_aggregation_does_it_again(
     async def second(fleet: Fleet) -> bytes:
         await until(fleet, lambda f: f["round"] == 2)
         return await whole(fleet, "a", "bb", rounds=1)
-
-    async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb")
-        return await whole(fleet, "a", "bb")
 
     play(tmp_path / "x", first)
     monkeypatch.undo()
@@ -213,7 +239,7 @@ def test_an_update_that_cannot_be_folded_is_left_out_and_the_round_goes_on(
     assert "the update of 'bb' cannot be folded: OverflowError: too much; it is left out" in caplog.text
 
 
-def test_a_round_of_which_no_update_can_be_folded_is_run_again_with_other_devices(
+def test_a_round_without_a_foldable_update_is_run_again_with_other_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fold = FedAvg.fold
@@ -242,12 +268,11 @@ def test_a_round_of_which_no_update_can_be_folded_is_run_again_with_other_device
     play(tmp_path, script)
 
 
-def test_an_update_that_was_damaged_on_disk_is_in_no_round(tmp_path: Path) -> None:
+def test_an_update_that_was_damaged_on_disk_enters_no_round(tmp_path: Path) -> None:
     """The coordinator was restarted since, so it reads the update back before it folds it."""
-    large = 2 * ((INLINE // 8) + 100)
 
     async def first(fleet: Fleet) -> None:
-        await fleet.federation("a", "bb", d=large)
+        await fleet.federation("a", "bb", d=LARGE)
         assert (await fleet.train("a")).status_code == 201
 
     async def second(fleet: Fleet) -> bytes:
@@ -262,15 +287,11 @@ def test_an_update_that_was_damaged_on_disk_is_in_no_round(tmp_path: Path) -> No
         await until(fleet, lambda f: f["round"] == 2 and f["fault"] is None)
         return await whole(fleet, "a", "bb", rounds=1)
 
-    async def undisturbed(fleet: Fleet) -> bytes:
-        await fleet.federation("a", "bb", d=large)
-        return await whole(fleet, "a", "bb")
-
     play(tmp_path / "x", first)
-    assert play(tmp_path / "x", second) == play(tmp_path / "y", undisturbed)
+    assert play(tmp_path / "x", second) == play(tmp_path / "y", lambda fleet: undisturbed(fleet, LARGE))
 
 
-def test_a_global_state_that_was_damaged_on_disk_reaches_nobody(tmp_path: Path) -> None:
+def test_a_global_state_that_was_damaged_on_disk_is_not_sent(tmp_path: Path) -> None:
     async def first(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")
 
@@ -279,25 +300,24 @@ def test_a_global_state_that_was_damaged_on_disk_reaches_nobody(tmp_path: Path) 
             await fleet.operator("GET", "/v1/federations/fed/state"),
             await fleet.http.get("/v1/federations/fed/work", headers=bearer(credential("a"))),
         ):
-            assert "the database's fed/state is damaged" in refused(answer, "storage-full")
+            assert "damaged" in refused(answer, "storage-damaged")
 
     play(tmp_path, first)
     with closing(sqlite3.connect(tmp_path / "coordinator.db")) as database, database:
-        (content,) = database.execute("SELECT global_content FROM federations").fetchone()
-        database.execute("UPDATE federations SET global_content = ?", (flipped(content),))
+        (content,) = database.execute("SELECT values_content FROM federations").fetchone()
+        database.execute("UPDATE federations SET values_content = ?", (flipped(content),))
     play(tmp_path, second)
 
 
 def test_updates_and_downlinks_of_closed_rounds_are_swept(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        await fleet.federation("a", "bb", d=2 * ((INLINE // 8) + 100))
+        await fleet.federation("a", "bb", d=LARGE)
         await whole(fleet, "a", "bb")
-        for _ in range(200):
-            left = [p.name for p in (tmp_path / "blobs" / "fed" / "updates").iterdir()]
-            if not left:
-                break
+        end = time.monotonic() + LIMIT
+        while (left := sorted(p.name for p in (tmp_path / "blobs" / "fed" / "updates").rglob("*"))) != []:
+            assert time.monotonic() < end, left
             await asyncio.sleep(0.02)
-        assert left == []
-        assert len(list((tmp_path / "blobs" / "fed" / "state").iterdir())) == 1
+        files = [p for p in (tmp_path / "blobs" / "fed").rglob("*") if p.is_file()]
+        assert sum("values" in p.parts for p in files) == 1
 
     play(tmp_path, script)

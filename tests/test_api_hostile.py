@@ -41,6 +41,45 @@ def test_a_failure_of_the_coordinator_itself_is_a_problem_without_a_traceback(
     play(tmp_path, script)
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "work"),
+        ("GET", f"payloads/{'0' * 64}"),
+        ("PUT", "rounds/1/updates/a"),
+        ("PUT", "rounds/1/failures/a"),
+        ("PUT", "devices/a/report"),
+    ],
+)
+def test_without_a_device_s_credential_the_answer_does_not_tell_whether_a_federation_exists(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    body = {"kind": "data", "reason": "odd"} if "failures" in path else REPORT
+    headers = {"Maskfleet-Lease": "0", "Content-Digest": content_digest(b"")}
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        for token in ("0" * 64, OPERATOR):
+            details = []
+            for id_ in ("fed", "none"):
+                answer = await fleet.http.request(
+                    method, f"/v1/federations/{id_}/{path}", json=body, headers={**bearer(token), **headers}
+                )
+                details.append(refused(answer, "unauthorized").replace(id_, "ID"))
+            assert details[0] == details[1]
+
+    play(tmp_path, script)
+
+
+def test_a_path_with_a_slash_at_its_end_is_not_redirected(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        refused(await fleet.http.get("/v1/health/"), "not-found")
+        refused(await fleet.operator("GET", "/v1/federations/"), "not-found")
+
+    play(tmp_path, script)
+
+
+REPORT = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
 HALF = "\\ud800"  # half a surrogate pair, as JSON may hold it
 
 

@@ -150,7 +150,7 @@ def test_a_bad_federation_is_refused_with_what_to_do(
     play(tmp_path, script)
 
 
-def test_a_federation_keeps_and_sends_every_setting_so_that_no_device_fills_in_its_own(tmp_path: Path) -> None:
+def test_a_federation_stores_and_sends_every_setting_of_its_method(tmp_path: Path) -> None:
     complete = {"name": "fedavg", "epochs": 3, "batch": 32, "lr": 0.01, "momentum": 0.9}
 
     async def create(fleet: Fleet) -> None:
@@ -222,9 +222,7 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
     ],
     ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "huge"],
 )
-def test_a_message_whose_json_cannot_be_read_is_told_what_where_and_which_limit(
-    tmp_path: Path, body: bytes, said: str
-) -> None:
+def test_the_answer_to_unreadable_json_says_what_where_and_which_limit(tmp_path: Path, body: bytes, said: str) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
         fed, mine, json_ = "/v1/federations/fed", bearer(credential("a")), {"Content-Type": "application/json"}

@@ -27,7 +27,7 @@ from coordination import (
 )
 
 from coord_server import aggregation
-from coord_server.store.tables import INLINE
+from coord_server.store.values import INLINE
 from edge_client.bundle import Model, generate
 from edge_client.methods import make_method
 
@@ -107,7 +107,7 @@ def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_o
     play(tmp_path, later)
 
 
-def test_a_report_tells_of_the_last_downlink_that_a_coordinator_that_died_knew_of(tmp_path: Path) -> None:
+def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_path: Path) -> None:
     report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
     path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
 
@@ -141,7 +141,7 @@ def test_a_report_tells_of_the_last_downlink_that_a_coordinator_that_died_knew_o
     assert play(tmp_path, second) == play(tmp_path, third)
 
 
-def test_a_report_before_the_last_round_tells_of_no_last_downlink(tmp_path: Path) -> None:
+def test_a_report_before_the_last_round_counts_no_last_downlink(tmp_path: Path) -> None:
     report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
 
     async def script(fleet: Fleet) -> None:
@@ -173,18 +173,18 @@ def test_a_part_of_the_last_downlink_counts_once_it_reaches_the_end(tmp_path: Pa
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)
-        waiting = asyncio.create_task(fleet.work("a", 30))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(fleet.work("a", 60))
+        await until(fleet, lambda f: f["devices"] == 1)
         assert not waiting.done()
         begun = time.monotonic()
         assert (await fleet.operator("POST", "/v1/federations/fed/start")).json()["phase"] == "running"
         assert (await waiting)["status"] == "train"
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 50  # of the 60 it would wait by itself
 
     play(tmp_path, script)
 
 
-def test_a_receipt_brings_the_next_work_when_the_upload_may_wait_for_it(tmp_path: Path) -> None:
+def test_a_receipt_carries_the_next_work_when_the_upload_waits_for_it(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")
         work = {d: await fleet.work(d) for d in ("a", "bb")}
@@ -232,7 +232,7 @@ def test_a_receipt_is_given_whatever_is_wrong_with_the_next_downlink(
     assert "no next work for a after its update of round 1" in caplog.text
 
 
-def test_a_device_that_is_removed_while_it_waits_with_its_upload_still_gets_the_receipt(tmp_path: Path) -> None:
+def test_a_device_removed_while_its_upload_waits_still_gets_the_receipt(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")
         work = await fleet.work("a")
@@ -259,7 +259,7 @@ def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:
         assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/b")).status_code == 204
         refused(await fleet.operator("DELETE", "/v1/federations/fed/devices/b"), "not-found")
         refused(await fleet.enrol("b"), "device-removed")
-        await until(fleet, lambda f: f["round"] == 2)  # nobody waits for b any more
+        await until(fleet, lambda f: f["round"] == 2)  # b is no longer waited for
         path = "/v1/federations/fed/work"
         refused(await fleet.http.get(path, headers=bearer(credential("b"))), "device-removed")
         assert (await fleet.operator("POST", "/v1/federations/fed/stop")).json()["phase"] == "stopped"
@@ -268,7 +268,7 @@ def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_at_the_deadline_the_round_goes_on_without_the_late(tmp_path: Path) -> None:
+def test_at_the_deadline_the_round_closes_without_the_late_device(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b", deadline_seconds=0.6)
         late = await fleet.work("b")

@@ -11,8 +11,8 @@ import pytest
 from coordination import bearer, credential, served
 from typer.testing import CliRunner
 
-from coord_server import operator_cli
-from coord_server.operator_client import Operator
+from coord_server.operator import cli as operator_cli
+from coord_server.operator.client import Operator
 from edge_client.protocol.messages import Federation
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, MaskfleetError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,7 +114,11 @@ def simulate(
             f"{shown(r.loss, '.3f')}  score {before}, after local epochs {after}{everyone}"
         )
 
-    results = run_all(checked, bundle, devices, said)
+    failures: dict[str, MaskfleetError] = {}
+    results = run_all(checked, bundle, devices, said, failures.__setitem__)
+    failed = "; ".join(f"{label}: {error}" for label, error in failures.items())
+    if not results:
+        raise ConfigError(failed)
     model = bundle.model()
     records = {
         label: report.simulated(r, make_method({"name": label, **checked.methods[label]}), model)
@@ -125,6 +129,8 @@ def simulate(
     if json_file is not None:
         settings = checked.model_dump(mode="json", exclude={"methods"})
         write_json(json_file, {"methods": records, "settings": settings, "machine": provenance.machine()})
+    if failed:
+        raise ConfigError(failed)
 
 
 def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Federation, list[Round]], None], Any]:

@@ -220,7 +220,7 @@ async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> t
     "/federations/{federation}/rounds/{round}/failures/{device}",
     summary="Say that this device cannot do the round",
     status_code=204,
-    responses=documented(*_COMMON, *_LEASED),
+    responses=documented(*_COMMON, *_LEASED, "conflicting-update"),
 )
 async def put_failure(
     request: Request,
@@ -228,12 +228,12 @@ async def put_failure(
     round_: RoundNumber,
     device: DeviceName,
     failure: Failure,
-    maskfleet_lease: Lease,
+    maskfleet_lease: Lease = "",
 ) -> None:
     """Idempotent. The round goes on without the device, which may be drawn again in a later attempt or round.
 
     After `lost` the device's next downlink holds everything. Once the federation is finished only `lost` of the round
-    after the last is accepted.
+    after the last is accepted, which has no lease.
     """
     _own(calling, device, "report a failure")
     calling.live.note(device)

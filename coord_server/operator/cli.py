@@ -163,7 +163,7 @@ def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: A
     table.add_column(overflow="fold")
     names = ("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
     for name, value in zip(names, _row(found), strict=True):
-        if value:
+        if value and name != "method":  # which follows with its settings
             table.add_row(name, value)
     for name, setting in ({} if found.config is None else found.config.model_dump(mode="json")).items():
         if name != "name" and setting is not None:

@@ -1,54 +1,113 @@
-"""What the coordinator writes down: metadata in tables, bytes in blobs. One data folder, one process.
+"""What the coordinator stores: metadata in tables, bytes in blobs. Several processes may share one data folder.
 
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
-DATA/blobs/             bundles/DIGEST/, FEDERATION/{state,records/DEVICE,updates/ROUND,downlinks/ROUND}/
+DATA/blobs/             incoming/, bundles/DIGEST/, FEDERATION/{values,updates,downlinks}/ROUND/,
+                        FEDERATION/records/DEVICE/ROUND/
+DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected
 DATA/operator-token     the operator's token, readable by its owner only
-DATA/lock               held by the coordinator that runs
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
-from coord_server.store.blobs import Blobs, FolderBlobs
+from coord_server.store.blobs import INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
-from edge_client.errors import StateError
-from edge_client.files import make_folder
+from edge_client.errors import StorageDamagedError
+from edge_client.files import make_folder, write_whole
+
+DATABASE, BLOBS, MARKER = "coordinator.db", "blobs", "store-id"
+ELSEWHERE = "name another folder with --data"
 
 
 @dataclass(frozen=True)
 class Store:
-    """Both halves, and the lock that keeps a second coordinator away."""
+    """Both halves of the storage."""
 
     folder: Path
     metadata: Metadata
-    blobs: Blobs
-    lock: int
+    blobs: FolderBlobs
 
     def close(self) -> None:
-        """Close the database and release the lock."""
+        """Close the database and remove this process's temporary files."""
         self.metadata.close()
-        os.close(self.lock)
+        self.blobs.close()
 
 
-def open_store(folder: Path, database: str | None = None) -> Store:
-    """Open or create the data folder. Raises StateError when it cannot be used or another coordinator uses it."""
-    make_folder(folder, "name another folder with --data")
+def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
+    """Open or create the data folder. Raises StateError when it cannot be used or has lost one half.
+
+    With `init` such a folder starts anew: the other half is renamed, never deleted.
+    """
+    make_folder(folder, ELSEWHERE)
+    if init and database is None:
+        _set_aside(folder)
+    if database is None:
+        _private(folder / DATABASE)
+        database = f"sqlite:///{folder.absolute() / DATABASE}"
+    metadata = Metadata(database)
     try:
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError as error:
-        raise StateError(f"{folder} cannot be used: {error.strerror}; name a folder that can be written") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise StateError(f"another coordinator is using {folder}; stop it or name another folder") from None
-    try:
-        metadata = Metadata(database or f"sqlite:///{folder.absolute() / 'coordinator.db'}")
-        return Store(folder, metadata, FolderBlobs(folder / "blobs"), lock)
+        _match(folder, metadata, init)
+        return Store(folder, metadata, FolderBlobs(folder / BLOBS))
     except BaseException:
-        os.close(lock)
+        metadata.close()
         raise
+
+
+def _private(path: Path) -> None:
+    """Make the database's file readable by its owner only; SQLite gives the same mode to the files beside it."""
+    with disk(f"{path} cannot be used"):
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        for name in (path, *(path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))):
+            if name.exists():
+                os.chmod(name, 0o600)
+
+
+def _match(folder: Path, metadata: Metadata, init: bool) -> None:
+    """Check that database and folder belong together; mark both when both are new. Raises StateError."""
+    marker, blobs = folder / MARKER, folder / BLOBS
+    with metadata.writing() as c:  # a second process that starts now waits here
+        stored, marked = metadata.identify(c, None), _read(marker)
+        lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
+        if stored is not None and stored == marked and not lost:
+            return
+        if stored is None and not any(p.name != INCOMING for p in (blobs.iterdir() if blobs.is_dir() else ())):
+            fresh = marked or uuid4().hex  # marked: an earlier start was killed before its database was written
+            metadata.identify(c, fresh)
+            _mark(marker, blobs, fresh)
+            return
+        if stored is None:
+            fault = f"the folder {folder} holds a coordinator's blobs, but its database is new"
+        elif marked is None or stored == marked:
+            fault = f"the database holds a coordinator's tables, but the folder {folder} has lost its blobs"
+        else:
+            fault = f"the folder {folder} and the database belong to different coordinators"
+    advice = "empty that database or name another one" if init else "start anew with --init: nothing is deleted"
+    raise StorageDamagedError(f"{fault}; mount or restore what is missing, or {advice}")
+
+
+def _read(marker: Path) -> str | None:
+    with disk(f"{marker} cannot be read"):
+        return marker.read_text(errors="replace").strip() if marker.exists() else None
+
+
+def _mark(marker: Path, blobs: Path, id_: str) -> None:
+    """Create the folder of blobs, then the marker."""
+    make_folder(blobs, ELSEWHERE)
+    write_whole(marker, f"{id_}\n".encode(), elsewhere=ELSEWHERE)
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename what is left of a data folder that lost its database, its blobs or its marker. Raises StateError."""
+    parts = [folder / name for name in (DATABASE, BLOBS, MARKER)]
+    left = [p for p in parts if p.exists()]
+    if not left or len(left) == len(parts):
+        return
+    number = next(n for n in range(1, 1_000_000) if not any(folder.glob(f"*.lost-{n}")))
+    with disk(f"{folder} cannot be used"):
+        for path in (*left, *(folder / f"{DATABASE}-{end}" for end in ("wal", "shm"))):
+            if path.exists():
+                path.rename(path.with_name(f"{path.name}.lost-{number}"))

@@ -1,19 +1,16 @@
-"""The tables of the coordinator's database, and the rows that come out of it and go in. Queries are in `metadata`.
-
-Contents of at most INLINE bytes lie in their rows, so that journalling them costs one sync and not three; larger
-ones lie in the blob store and the row's content is NULL.
-"""
+"""The tables of the coordinator's database, and the dataclasses of its rows. `metadata` holds the queries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
     Float,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -23,18 +20,32 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-INLINE = 256 * 1024  # bytes of a content that lies in its row
+from coord_server.store.values import Content
 
 METADATA = MetaData()
+
+UP = ("enrol", "report", "failure")
+DOWN = ("enrol", "work", "receipt", "bundle")
+"""Kinds of messages that are no payloads, each with a column of its bytes: `up_enrol`, `down_work`, ..."""
+MESSAGES = (*(f"up_{kind}" for kind in UP), *(f"down_{kind}" for kind in DOWN))
+
+store = Table("store", METADATA, Column("id", String(64), primary_key=True))  # one row: the data folder's marker
 
 federations = Table(
     "federations",
     METADATA,
     Column("id", String(64), primary_key=True),
     Column("config", Text, nullable=False),  # FederationConfig as JSON
+    Column("version", BigInteger, nullable=False, default=0),  # counts the commits
+    Column("stamp", String(32), nullable=False, default=""),  # the last commit's own random name
     Column("state", Text, nullable=False),  # the engine's State as JSON
-    Column("global_state", String(64), nullable=False),  # SHA-256 of the method's state after the last closed round
-    Column("global_content", LargeBinary),
+    Column(
+        "values_round", Integer, nullable=False
+    ),  # the closed round that the method's global state is of, 0 at first
+    Column("values_sha256", String(64), nullable=False),  # that global state
+    Column("values_content", LargeBinary),
+    Column("ready", Integer, nullable=False, default=0),  # devices that asked for work and are not removed
+    Column("removals", Integer, nullable=False, default=0),  # devices that were removed
     Column("created_at", Float, nullable=False),
 )
 devices = Table(
@@ -43,15 +54,20 @@ devices = Table(
     Column("federation", String(64), primary_key=True),
     Column("device", String(64), primary_key=True),
     Column("credential", String(64), nullable=False),  # SHA-256 of the device's credential
+    Column("ready", Boolean, nullable=False, default=False),  # it has asked for work
     Column("removed", Boolean, nullable=False, default=False),
     Column("enrolled_at", Float, nullable=False),
     Column("last_seen_at", Float, nullable=False),
     Column("updates", Integer, nullable=False, default=0),
     Column("bytes_up", BigInteger, nullable=False, default=0),
     Column("bytes_down", BigInteger, nullable=False, default=0),
-    Column("messages", Text),  # Messages as JSON
+    *(Column(name, BigInteger, nullable=False, default=0) for name in MESSAGES),
+    Column("last_down", Text),  # bytes by kind of the downlink after the last round, as JSON, once it is fetched
     Column("report", Text),  # Report as JSON
+    Column("failure", Text),  # Failure as JSON, until an update of it is accepted
     UniqueConstraint("federation", "credential"),
+    Index("devices_by_credential", "credential"),
+    Index("devices_by_presence", "federation", "last_seen_at"),
 )
 tokens = Table(
     "tokens",
@@ -70,6 +86,9 @@ updates = Table(
     Column("sha256", String(64), nullable=False),
     Column("size", BigInteger, nullable=False),
     Column("received_at", Float, nullable=False),
+    Column("norm", Float),  # Influence; NULL when the method bounds it by construction
+    Column("weight", Float),
+    Column("statistics", Float),
     Column("content", LargeBinary),  # dropped when the round is closed
 )
 rounds = Table(
@@ -84,46 +103,67 @@ records = Table(
     METADATA,
     Column("federation", String(64), primary_key=True),
     Column("device", String(64), primary_key=True),
-    Column("sha256", String(64), nullable=False),  # of what the method keeps about the device
+    Column("round", Integer, nullable=False),  # the round that wrote it
+    Column("sha256", String(64), nullable=False),  # what the method keeps about the device
     Column("content", LargeBinary),
 )
 bundles = Table("bundles", METADATA, Column("digest", String(64), primary_key=True), Column("added_at", Float))
 
 
 @dataclass(frozen=True)
-class Content:
-    """Bytes by their SHA-256; `data` is None when they lie in the blob store."""
-
-    sha256: str
-    data: bytes | None
-
-
-@dataclass(frozen=True)
 class FederationRow:
-    """A federation as it was last journalled; `config` and `state` are JSON."""
+    """A new federation; `config` and `state` are JSON, `values` is the method's global state before round 1."""
 
     id: str
     config: str
     state: str
-    global_state: str
-    global_content: bytes | None
+    values: Content
     created_at: float
 
 
 @dataclass(frozen=True)
-class DeviceRow:
-    """A device as it was last journalled; `credential` is a SHA-256, `messages` and `report` are JSON."""
+class Head:
+    """What changes about a federation: the engine's `state` (JSON) at `version`, written by commit `stamp`.
+
+    `values_round` is the last closed round and `values_sha256` the method's global state after it. `ready` devices have
+    asked for work and are not removed; `removals` counts those that were removed.
+    """
+
+    version: int
+    stamp: str
+    state: str
+    values_round: int
+    values_sha256: str
+    ready: int
+    removals: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A device as requests need it; `credential` is a SHA-256."""
 
     device: str
     credential: str
+    ready: bool
     removed: bool
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A device as the operator sees it; `last_down`, `report` and `failure` are JSON."""
+
+    device: str
+    removed: bool
+    ready: bool
     enrolled_at: float
     last_seen_at: float
     updates: int
     bytes_up: int
     bytes_down: int
-    messages: str | None
+    messages: Mapping[str, int]
+    last_down: str | None
     report: str | None
+    failure: str | None
 
 
 @dataclass(frozen=True)
@@ -137,33 +177,37 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Seen:
-    """What happened to a device since its row was last written: when it called, payload bytes it fetched.
+    """What happened to a device since its row was written: its last request, payload bytes fetched, bytes by message.
 
-    `messages` are the bytes of its other messages since it enrolled, as JSON; None leaves what the row has.
+    `last_down` is the JSON of the downlink after the last round, once the device has fetched it.
     """
 
     at: float
     bytes_down: int = 0
-    messages: str | None = None
+    messages: Mapping[str, int] = field(default_factory=dict)
+    last_down: str | None = None
 
 
 @dataclass(frozen=True)
-class Acknowledged:
-    """An update about to be acknowledged: its body of `size` bytes, received `at`; what `seen` adds to the device."""
+class UpdateRow:
+    """An update about to be acknowledged; `seen` goes into its device's row."""
 
     round: int
     device: str
-    body: Content
+    content: Content
     size: int
-    at: float
+    received_at: float
+    norm: float | None
+    weight: float | None
+    statistics: float | None
     seen: Seen
 
 
 @dataclass(frozen=True)
-class ClosedRound:
-    """A round about to be closed: its record as JSON, the new global state, the devices' new records."""
+class ClosedRow:
+    """A round about to be closed: its record as JSON, the method's new global state, new records (None: dropped)."""
 
     round: int
     record: str
-    total: Content
-    kept: Mapping[str, Content]
+    values: Content
+    records: Mapping[str, Content | None]

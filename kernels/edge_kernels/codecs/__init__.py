@@ -72,7 +72,8 @@ def encode(name: str, what: NDArray[Any], d: int, contexts: Contexts | None = No
 def decode(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     """The set in `data` as sorted uint32 positions. `d` and `contexts` as at encoding. Raises CodecError."""
     check_size(d)
-    return as_positions(codec(name).decode(data, d, _checked(contexts, d)), d)
+    decoder, known = codec(name).decode, _checked(contexts, d)
+    return as_positions(registry.decode("set codec", name, CODECS, lambda: decoder(data, d, known)), d)
 
 
 def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> NDArray[np.bool_]:

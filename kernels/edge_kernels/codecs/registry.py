@@ -5,7 +5,7 @@ An entry point names one codec object. It is looked up when its name is first us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from edge_kernels.codecs.sets import CodecError
 
 Codec = TypeVar("Codec")
+Result = TypeVar("Result")
 
 
 def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Codec:
@@ -23,6 +24,16 @@ def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Code
 def names(builtin: Mapping[str, object], group: str) -> list[str]:
     """The built-in names in their order, then the added ones."""
     return [*builtin, *sorted({e.name for e in entry_points(group=group)} - set(builtin))]
+
+
+def decode(what: str, name: str, builtin: Mapping[str, object], call: Callable[[], Result]) -> Result:
+    """The result of a decoder; what one of another package raises becomes a CodecError."""
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(error, CodecError) or name in builtin:
+            raise
+        raise CodecError(f"{what} {name!r} failed ({type(error).__name__}: {error}); is the payload whole?") from error
 
 
 @cache  # an error is not cached, so a package that is installed later is found

@@ -58,7 +58,8 @@ def encode(name: str, values: NDArray[Any], stream: int) -> bytes:
 def decode(name: str, data: bytes, d: int, stream: int) -> F32:
     """The float32[d] in `data`, finite. Raises CodecError."""
     check_size(d)
-    values = codec(name).decode(data, d, stream)
+    decoder = codec(name).decode
+    values = registry.decode("value codec", name, VALUES, lambda: decoder(data, d, stream))
     if values.dtype != np.float32 or values.shape != (d,) or not bool(np.isfinite(values).all()):
         raise CodecError(f"the {name} payload does not hold {d} finite values; is it whole?")
     return values

@@ -1,0 +1,86 @@
+"""Downlinks by audience: encoded once, in threads, off every lock; devices of one audience get the same bytes.
+
+They are a cache: the same state and record give the same bytes again. Large ones lie in the blob store, not durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from coord_server import aggregation
+from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.store.blobs import Blobs
+from edge_client.bundle import digest
+
+IN_MEMORY = 16 << 20  # bytes of downlinks of one round that stay in memory; those beyond lie in the blob store
+PARALLEL = 2  # downlinks encoded at a time
+
+
+@dataclass(frozen=True)
+class Downlink:
+    """A round's downlink: digest, size in bytes, bytes by kind; its content, or None when it lies on its shelf."""
+
+    round: int
+    shelf: str
+    sha256: str
+    size: int
+    sizes: dict[str, int]
+    data: bytes | None
+
+
+class Downlinks:
+    """The downlinks of one federation's round under way."""
+
+    def __init__(self, blobs: Blobs, method_state: MethodState) -> None:
+        self._blobs, self._values = blobs, method_state
+        self._round = 0
+        self._audiences: dict[str, str] = {}  # of each device that has asked
+        self._made: dict[str, asyncio.Task[Downlink]] = {}  # by audience
+        self._room = IN_MEMORY
+        self._encoding = asyncio.Semaphore(PARALLEL)
+
+    def forget(self, device: str) -> None:
+        """The record of `device` has changed."""
+        self._audiences.pop(device, None)
+
+    def forget_all(self) -> None:
+        """Records may have changed at another process."""
+        self._audiences.clear()
+
+    async def get(self, round_: int, device: str) -> Downlink:
+        """What `device` fetches in `round_`. Raises StaleError when that is not the round under way, StateError."""
+        values = await self._values.values()
+        if values.round + 1 != round_:
+            raise StaleError(f"round {round_} is not under way")
+        if self._round != round_:
+            self._round, self._audiences, self._made, self._room = round_, {}, {}, IN_MEMORY
+        audience, record = self._audiences.get(device), None
+        if audience is None or audience not in self._made:
+            record = await asyncio.to_thread(self._values.record, device, round_)
+            audience = self._values.method.audience(values.course, round_, record)
+            if self._round != round_:
+                raise StaleError(f"round {round_} is not under way")
+            self._audiences[device] = audience
+        made = self._made.get(audience)
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+            made = self._made[audience] = asyncio.create_task(self._make(values, round_, record))
+        return await asyncio.shield(made)
+
+    async def _make(self, values: Values, round_: int, record: Any) -> Downlink:
+        async with self._encoding:
+            fits = self._room
+            found = await asyncio.to_thread(self._encode, values, round_, record, fits)
+        if found.data is not None and self._round == round_:
+            self._room -= found.size
+        return found
+
+    def _encode(self, values: Values, round_: int, record: Any, fits: int) -> Downlink:
+        encoded = aggregation.downlink(self._values.method, values.course, round_, values.state, record)
+        shelf, size = self._values.downlinks_shelf(round_), len(encoded.data)
+        if size <= fits:
+            return Downlink(round_, shelf, digest(encoded.data), size, encoded.sizes, encoded.data)
+        self._values.large = True
+        stored = self._blobs.put(shelf, encoded.data, durable=False)
+        return Downlink(round_, shelf, stored.sha256, size, encoded.sizes, None)

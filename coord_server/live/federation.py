@@ -1,0 +1,358 @@
+"""One live federation, as HTTP sees it: its life, the operator's commands, polls, and what there is to see.
+
+commits        the only writer; the engine's state, the timer
+uploads        updates on their way in
+rounds         the fold of a round, and the sweep after it
+method_state   the method's global state and records
+downlinks      what devices fetch, by audience
+devices        who is enrolled, who is present, what each one sent and received
+faults         what keeps it from going on
+
+These rooms know no HTTP; blocking work runs in threads. Public coroutines may be called concurrently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from coord_server import engine, events
+from coord_server.live.commits import Commits, Followers
+from coord_server.live.devices import Devices
+from coord_server.live.downlinks import Downlink, Downlinks
+from coord_server.live.faults import Faults
+from coord_server.live.method_state import MethodState, StaleError
+from coord_server.live.rounds import OTHERS_FOLD, Rounds
+from coord_server.live.summary import reason, summary, visible
+from coord_server.live.uploads import Uploads
+from coord_server.problems import Refusal
+from coord_server.store import Store
+from coord_server.store.blobs import Blobs
+from coord_server.store.tables import Head
+from edge_client.errors import StateError, StorageUnreachableError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import (
+    Device,
+    Enrol,
+    Enrolled,
+    Failure,
+    Federation,
+    FederationConfig,
+    Finish,
+    Receipt,
+    Report,
+    Round,
+    Stopped,
+    Train,
+    Wait,
+    Work,
+)
+
+log = logging.getLogger("maskfleet")
+
+POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
+POLL_AGAIN = 1.0  # the same for one that has just waited in a long poll
+LOOKS = 5  # times that memory is brought up to date while another process commits
+
+
+class LiveFederation:
+    """A federation of a running coordinator."""
+
+    def __init__(
+        self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
+        self.id, self.config = id_, config
+        self._store, self._clock, self._faults = store, clock, Faults()
+        self._devices = Devices(store.metadata, id_, config, head, self._faults, clock)
+        followers = Followers(self._devices.present, self._moved, self._carry_out, self._reloaded)
+        self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
+        self._values = MethodState(store, self._commits, make_method(config.method), head)
+        self._downlinks = Downlinks(store.blobs, self._values)
+        self._rounds = Rounds(store, self._commits, self._values, self._downlinks, self._faults, clock)
+        self._uploads = Uploads(store, self._commits, self._values, self._rounds, self._devices, self._faults, clock)
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._calling = asyncio.Lock()
+        self._next_call: asyncio.Task[None] | None = None
+        self._first_call: asyncio.Task[None] | None = None
+
+    # --- life
+
+    def begin(self) -> None:
+        """Take up what the stored state says is still to be done."""
+        self._rounds.begin()
+        self._commits.begin()
+        if any(isinstance(d, events.Draw) for d in engine.pending(self._commits.state)):
+            self._first_call = asyncio.create_task(self._call_later())
+
+    async def close(self) -> None:
+        """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
+        self.wake(closing=True)
+        await self._uploads.close()
+        await self._rounds.close()
+        if self._first_call is not None:
+            self._first_call.cancel()
+        await self._commits.close()
+        await self._devices.close()
+
+    def wake(self, closing: bool = False) -> None:
+        """Let every long poll look again; with `closing` they all answer."""
+        self._closing = self._closing or closing
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- what follows from a commit
+
+    def _moved(self, before: engine.State) -> None:
+        now = self._commits.state
+        if now.round != before.round:
+            self._faults.clear("updates")
+        if visible(before) != visible(now):
+            self.wake()
+
+    def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, events.Aggregate):
+                self._rounds.fold(decision)
+            elif isinstance(decision, events.OpenRound):
+                log.info("%s: round %d, attempt %d, asks %d devices", self.id, decision.round, decision.attempt,
+                         len(decision.cohort))  # fmt: skip
+            elif isinstance(decision, events.GiveUp):
+                log.error("%s: paused: %s", self.id, decision.fault)
+            elif isinstance(decision, events.Finish):
+                log.info("%s: finished after round %d", self.id, decision.round)
+
+    def _reloaded(self, head: Head) -> None:
+        self._devices.reloaded(head)
+        self._rounds.reloaded(head)
+        self._downlinks.forget_all()
+        for decision in engine.pending(self._commits.state):
+            if isinstance(decision, events.Aggregate):
+                self._rounds.fold(decision, OTHERS_FOLD)
+
+    async def look(self, version: int, ready: int) -> None:
+        """The database has this version and number of ready devices. Raises StateError."""
+        self._devices.ready_count = ready
+        if version != self._commits.version:
+            await self._commits.refresh()
+
+    # --- devices
+
+    async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float) -> Enrolled:
+        """Register a device; the same request again gets the same answer. Raises Refusal, StateError.
+
+        It takes part from the moment it first asks for work. `token` is the SHA-256 of the join token.
+        """
+        stopped = self._commits.state.phase == "stopped"
+        await self._devices.enrol(request, token, uses_left, expires_at, stopped)
+        c = self.config
+        return Enrolled(
+            federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
+            cohort=c.cohort, seed=c.seed, backend=c.backend,
+        )  # fmt: skip
+
+    async def device_of(self, credential_sha256: str) -> str | None:
+        """The device with this credential digest. Raises Refusal when it was removed, StateError."""
+        return await self._devices.device_of(credential_sha256)
+
+    def note(self, device: str) -> None:
+        """A device has made a request: it is present."""
+        self._devices.note(device)
+
+    def count(self, device: str, side: str, kind: str, size: int) -> None:
+        """Account for a message that is no payload, "up" or "down"."""
+        self._devices.count(device, side, kind, size)
+
+    def fetched(self, device: str, down: Downlink, size: int, to_the_end: bool) -> None:
+        """Account for an answer that carried `size` bytes of a downlink, its last byte among them or not."""
+        self._devices.fetched(device, size)
+        if down.round > self.config.rounds and to_the_end:
+            self._devices.has_last(device, down.sizes)
+
+    async def work(self, device: str, wait: float) -> Work:
+        """What `device` is to do, held back up to `wait` seconds while that is nothing. Raises Refusal, StateError.
+
+        The first question makes it one of those that take part.
+        """
+        self._devices.note(device)
+        with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
+            if self._commits.state.phase not in ("finished", "stopped") and await self._devices.arrive(device):
+                await self._call()
+            loop = asyncio.get_running_loop()
+            until = loop.time() + wait
+            while True:
+                changed = self._changed
+                due = await self._due(device, waited=wait > 0)
+                left = until - loop.time()
+                if not isinstance(due, Wait) or left <= 0 or self._closing:
+                    return due
+                try:
+                    await asyncio.wait_for(changed.wait(), left)
+                except asyncio.TimeoutError:
+                    return await self._due(device, waited=True)
+
+    async def _call(self) -> None:
+        """Tell the engine who is present, if it waits for that; callers that come together share one call."""
+        s = self._commits.state
+        starts = s.phase == "recruiting" and self.config.start == "auto"
+        if not (starts and self._devices.ready_count >= self.config.min_devices) and s.stage != "drawing":
+            return
+        if self._next_call is None:
+            self._next_call = asyncio.create_task(self._call_now())
+        await asyncio.shield(self._next_call)
+
+    async def _call_now(self) -> None:
+        async with self._calling:  # a call under way may have missed the device that has just arrived
+            self._next_call = None
+            now = self._clock()
+            await self._commits.submit(events.Present(now, await self._devices.present(now, fresh=True)))
+
+    async def _call_later(self) -> None:
+        try:
+            await self._call()
+        except StateError as error:  # the timer tries again
+            log.error("%s: %s", self.id, error)
+
+    async def _due(self, device: str, waited: bool) -> Work:
+        for _ in range(LOOKS):
+            s = self._commits.state
+            if s.phase == "stopped":
+                return Stopped(reason=f"the operator stopped {self.id} in round {s.round}")
+            left = engine.left(self.config, s, self._clock())
+            asked = s.phase == "running" and s.stage == "collecting" and device in engine.missing(s)
+            if s.phase != "finished" and (not asked or left is None):
+                why = reason(self.config, s, device, self._devices.ready_count, self._closing)
+                return Wait(reason=why, poll_after=POLL_AGAIN if waited else POLL_AFTER)
+            round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
+            try:
+                down = await self._downlinks.get(round_, device)
+            except StaleError:
+                await self._commits.refresh()
+                continue
+            if s.phase == "finished":
+                return Finish(round=round_, downlink=down.sha256, downlink_size=down.size)
+            return Train(
+                round=round_,
+                lease=engine.lease(self.config, round_, device),
+                downlink=down.sha256,
+                downlink_size=down.size,
+                deadline_in=left or 0.0,
+            )
+        raise StorageUnreachableError("other coordinators commit without a pause; ask again")
+
+    async def payload(self, device: str, sha256: str) -> Downlink:
+        """The downlink with this digest, when `device` has to fetch it now. Raises Refusal, StateError."""
+        with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its downlink"):
+            for _ in range(2):
+                s = self._commits.state
+                if s.phase != "recruiting":
+                    try:
+                        round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
+                        down = await self._downlinks.get(round_, device)
+                        if down.sha256 == sha256:
+                            return down
+                    except StaleError:
+                        pass
+                if not await self._commits.refresh():
+                    break
+        raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
+
+    async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
+        """Before the body is read: the receipt when the update is already in, None when it is welcome.
+
+        Raises Refusal otherwise, StateError.
+        """
+        return await self._uploads.admit(round_, device, lease, sha256)
+
+    async def limit(self) -> int:
+        """The most bytes an update may have. Raises StateError."""
+        return await self._uploads.limit()
+
+    async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
+        """Receive, check, commit, acknowledge an update. Raises Refusal, StateError; then nothing of it is kept."""
+        return await self._uploads.take(round_, device, lease, sha256, body)
+
+    async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
+        """A device cannot do its round. Again is harmless. Raises Refusal, StateError."""
+        event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
+        text, lost = failure.model_dump_json(), failure.kind == "lost"
+        with self._faults.watch(f"failure of {device}", f"the failure of {device!r} could not be written down"):
+            await self._commits.submit(
+                event,
+                lambda rows: rows.add_failure(device, text, forget=lost),
+                lambda: self._downlinks.forget(device),
+            )
+        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason)
+
+    async def report(self, device: str, report: Report) -> None:
+        """Keep a device's last word. Raises StateError."""
+        with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
+            if self._commits.state.phase == "finished" and not await self._devices.has_fetched_last(device):
+                # It reports on the last downlink, so it has fetched it, and the coordinator ended before it noted that.
+                down = await self._downlinks.get(self.config.rounds + 1, device)
+                self.fetched(device, down, down.size, to_the_end=True)
+            await self._devices.report(device, report)
+
+    # --- the operator
+
+    def now(self) -> float:
+        """The coordinator's clock, seconds."""
+        return self._clock()
+
+    async def operate(self, event: events.Event) -> None:
+        """Start, pause, resume or stop. Raises Refusal, StateError."""
+        if isinstance(event, events.Started):
+            event = replace(event, devices=await self._devices.present(event.now, fresh=True))
+        await self._commits.submit(event)
+
+    async def remove(self, device: str) -> None:
+        """Take a device out for good. Raises Refusal, StateError."""
+        if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
+            raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+        await self._commits.submit(
+            events.Removed(self._clock(), device),
+            lambda rows: rows.remove_device(device),
+            lambda: self._devices.removed(device),
+        )
+
+    def summary(self) -> Federation:
+        """The federation as it stands."""
+        fault = self._commits.state.fault or self._faults.text
+        return summary(self.config, self._commits.state, self._devices.ready_count, self._clock(), fault)
+
+    async def listed(self) -> list[Device]:
+        """Every device that ever enrolled. Raises StateError."""
+        return await self._devices.listed()
+
+    async def rounds(self) -> list[str]:
+        """The records of the closed rounds as JSON, in order. Raises StateError."""
+        records = await asyncio.to_thread(self._store.metadata.all_rounds, self.id)
+        if len(records) == self.config.rounds:
+            records[-1] = await self._with_last_downlinks(records[-1])
+        return records
+
+    async def round(self, round_: int) -> str | None:
+        """The record of one closed round as JSON, None while it is not closed. Raises StateError."""
+        record = await asyncio.to_thread(self._store.metadata.one_round, self.id, round_)
+        if record is not None and round_ == self.config.rounds:
+            record = await self._with_last_downlinks(record)
+        return record
+
+    async def _with_last_downlinks(self, record: str) -> str:
+        """The last round's record with what was fetched after it was written."""
+        found, last = Round.model_validate_json(record), await self._devices.last_downlinks()
+        traffic = found.traffic.model_copy(update={"last_down": last})
+        return found.model_copy(update={"traffic": traffic}).model_dump_json()
+
+    async def exported(self) -> bytes:
+        """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
+        return await self._values.exported()
+
+    @property
+    def blobs(self) -> Blobs:
+        """Where its payloads lie."""
+        return self._store.blobs

@@ -1,0 +1,127 @@
+"""The method's side of one federation: its global state, what it keeps of each device, and the shelves of both.
+
+Memory holds the global state of one closed round; records are read when they are needed. Shelves are of one round
+each, so that a sweep never meets what another process is about to commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from coord_server import aggregation
+from coord_server.bundles import load_model
+from coord_server.live.commits import Commits
+from coord_server.store import Store
+from coord_server.store.tables import Head
+from coord_server.store.values import Content, put, read
+from edge_client.errors import MaskfleetError, StorageDamagedError
+from edge_client.methods import Method
+from edge_client.task import Course
+
+
+class StaleError(MaskfleetError):
+    """Memory is at an older round than the database: bring it up to date and look again."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The method's global state after closed round `round` (0: before round 1), and the course it belongs to."""
+
+    course: Course
+    round: int
+    state: Any
+
+
+class MethodState:
+    """The values of one federation."""
+
+    def __init__(self, store: Store, commits: Commits, method: Method, head: Head) -> None:
+        self.id, self.method = commits.id, method
+        self.closed = head.values_round
+        """The last closed round, 0 at first."""
+        self._store, self._commits = store, commits
+        self._course: Course | None = None
+        self._values: Values | None = None
+        self._loading = asyncio.Lock()
+        self.large = False
+        """Whether anything was ever too large for its row, so that there are blobs to sweep."""
+
+    async def values(self) -> Values:
+        """The method's global state that memory stands at, loaded when it is first needed. Raises StateError."""
+        while self._values is None:
+            async with self._loading:
+                if self._values is None:
+                    await self._load()
+        return self._values
+
+    async def _load(self) -> None:
+        config = self._commits.config
+        if self._course is None:
+            model = await asyncio.to_thread(load_model, self._store, config.bundle)
+            self._course = Course(model, config.seed, config.rounds, config.cohort)
+        try:
+            round_, data = await asyncio.to_thread(self._stored)
+        except StorageDamagedError:  # perhaps another process has replaced it, then swept it
+            if not await self._commits.refresh():
+                raise
+            return
+        if round_ != self.closed:
+            await self._commits.refresh()
+            return
+        state = await asyncio.to_thread(aggregation.unpack, self.method.state_type, data)
+        if round_ == self.closed:
+            self._values = Values(self._course, round_, state)
+
+    def _stored(self) -> tuple[int, bytes]:
+        round_, content = self._store.metadata.values(self.id)
+        return round_, read(self._store.blobs, self.values_shelf(round_), content)
+
+    async def exported(self) -> bytes:
+        """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
+        return (await asyncio.to_thread(self._stored))[1]
+
+    def record(self, device: str, round_: int) -> Any:
+        """What the method keeps of `device` at the start of `round_`; None at first. Blocks.
+
+        Raises StaleError when a later round has changed it already, StateError.
+        """
+        if self.method.record_type is None:
+            return None
+        found = self._store.metadata.record(self.id, device)
+        if found is None:
+            return None
+        written, content = found
+        if written >= round_:
+            raise StaleError(f"round {round_} of {self.id} is closed")
+        data = read(self._store.blobs, self.record_shelf(device, written), content)
+        return aggregation.unpack(self.method.record_type, data)
+
+    def put(self, shelf: str, data: bytes) -> Content:
+        """Make `data` ready for its row. Blocks. Raises StateError."""
+        content = put(self._store.blobs, shelf, data)
+        self.large = self.large or content.data is None
+        return content
+
+    def stand_at(self, closed: int, values: Values | None) -> None:
+        """Memory takes the state after round `closed`; with None it is loaded when it is needed."""
+        self.closed, self._values = closed, values
+
+    # --- the shelves
+
+    def updates_shelf(self, round_: int) -> str:
+        """Where the large updates of a round lie."""
+        return f"{self.id}/updates/{round_}"
+
+    def downlinks_shelf(self, round_: int) -> str:
+        """Where the large downlinks of a round lie."""
+        return f"{self.id}/downlinks/{round_}"
+
+    def values_shelf(self, round_: int) -> str:
+        """Where a large global state after a round lies."""
+        return f"{self.id}/values/{round_}"
+
+    def record_shelf(self, device: str, round_: int) -> str:
+        """Where a large record that a round has written lies."""
+        return f"{self.id}/records/{device}/{round_}"

@@ -1,0 +1,251 @@
+"""A round from its cohort to its fold: decoded updates that wait, the fold, what is swept after it.
+
+Folding is deterministic, so any process may do it: the one whose commit closed the round begins at once, another one
+after a while if the round is still not folded. The commit decides which result counts; both are the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from coord_server import aggregation, engine, events
+from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
+from coord_server.live.commits import Commits
+from coord_server.live.downlinks import Downlinks
+from coord_server.live.faults import Faults
+from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.problems import Refusal
+from coord_server.store import Store
+from coord_server.store.tables import ClosedRow, Head
+from coord_server.store.values import read
+from edge_client.errors import MaskfleetError, StorageDamagedError
+from edge_client.methods import Influence
+
+log = logging.getLogger("maskfleet")
+
+FRESH = 32 << 20  # bytes of decoded updates kept for the fold; those beyond are decoded again
+OTHERS_FOLD = 4.0  # seconds that another process is given to fold a round that its commit closed
+RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to fold while something is in the way
+
+
+class Rounds:
+    """The rounds of one federation: the updates that wait for the fold, the fold, and the sweep after it."""
+
+    def __init__(
+        self,
+        store: Store,
+        commits: Commits,
+        method_state: MethodState,
+        downlinks: Downlinks,
+        faults: Faults,
+        clock: Callable[[], float],
+    ) -> None:
+        self.id, self.config = commits.id, commits.config
+        self._store, self._commits, self._values, self._downlinks = store, commits, method_state, downlinks
+        self._faults, self._clock = faults, clock
+        self._fresh: dict[str, Checked] = {}
+        self._room = FRESH
+        self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._sweeping = asyncio.Lock()
+        self._first_sweep: asyncio.Task[None] | None = None
+        self._foreign: set[str] = set()
+
+    def remember(self, device: str, round_: int, checked: Checked) -> None:
+        """Keep a decoded update for the fold of its round, while there is room."""
+        size = _size(checked.update)
+        if round_ == self._values.closed + 1 and size <= self._room:
+            self._room -= size
+            self._fresh[device] = checked
+
+    def reloaded(self, head: Head) -> None:
+        """Another process has committed."""
+        if head.values_round != self._values.closed:
+            self._stand_at(head.values_round, None)
+
+    def _stand_at(self, closed: int, values: Values | None) -> None:
+        self._values.stand_at(closed, values)
+        self._fresh, self._room = {}, FRESH
+
+    # --- folding
+
+    def begin(self) -> None:
+        """Fold what an earlier process left, and sweep."""
+        for decision in engine.pending(self._commits.state):
+            if isinstance(decision, events.Aggregate):
+                self.fold(decision)
+        self._first_sweep = asyncio.create_task(self._sweep_later())
+
+    def fold(self, decision: events.Aggregate, delay: float = 0.0) -> None:
+        """Fold a round after `delay` seconds, unless that is under way."""
+        key = decision.round, decision.attempt
+        if key not in self._folding:
+            task = self._folding[key] = asyncio.create_task(self._until_folded(decision, delay))
+            task.add_done_callback(lambda _: self._folding.pop(key, None))
+
+    def _due(self, decision: events.Aggregate) -> bool:
+        return decision in engine.pending(self._commits.state)
+
+    async def _until_folded(self, decision: events.Aggregate, delay: float) -> None:
+        """Fold the round until it is folded, here or elsewhere; a full disk is waited out."""
+        await asyncio.sleep(delay)
+        pause = RETRY_FIRST
+        while self._due(decision):
+            try:
+                with self._faults.watch("fold", f"round {decision.round} cannot be aggregated"):
+                    await self._fold(decision)
+                break
+            except Refusal as refused:  # another process has folded it, or the federation was stopped
+                log.info("%s: round %d: %s", self.id, decision.round, refused)
+                break
+            except Exception as error:
+                try:
+                    if await self._commits.refresh() and not self._due(decision):
+                        break
+                except MaskfleetError as unread:
+                    log.debug("%s: %s", self.id, unread)
+                known = isinstance(error, MaskfleetError)
+                why = str(error) if known else "see the coordinator's log"
+                self._faults.set("fold", f"round {decision.round} cannot be aggregated: {why}")
+                log.error("%s: round %d: %s; next attempt in %.0f s", self.id, decision.round, error, pause,
+                          exc_info=None if known else error)  # fmt: skip
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_MOST)
+        self._faults.clear("fold")
+        await self._sweep_later(decision.devices)
+
+    async def _fold(self, decision: events.Aggregate) -> None:
+        values, state, round_ = await self._values.values(), self._commits.state, decision.round
+        if values.round + 1 != round_:
+            raise StaleError(f"round {round_} is not under way")
+        down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
+        closed, left_out = await asyncio.to_thread(self._close, values, decision, down, dict(self._fresh))
+        now = self._clock()
+        if closed is None:
+            log.error("%s: no update of round %d can be folded", self.id, round_)
+            await self._commits.submit(events.Unusable(now, round_, decision.attempt, tuple(left_out)))
+            return
+        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed),
+                "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
+        row = await asyncio.to_thread(self._row, closed, round_, closed.round.model_copy(update=more).model_dump_json())
+        await self._commits.submit(
+            events.Aggregated(now, round_, decision.attempt),
+            lambda rows: rows.close_round(row),
+            lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
+        )
+
+    def _close(
+        self,
+        values: Values,
+        decision: events.Aggregate,
+        down: Mapping[str, Mapping[str, int]],
+        fresh: Mapping[str, Checked],
+    ) -> tuple[Closed | None, list[str]]:
+        """Fold the acknowledged updates; one that cannot be folded is left out. Blocks. Raises StateError.
+
+        The same updates give the same outcome wherever and whenever this is done.
+        """
+        round_, devices, left_out = decision.round, list(decision.devices), list[str]()
+        stored = self._store.metadata.influences(self.id, round_)
+        influences = {device: Influence(*figures) for device, figures in stored.items()}
+
+        def contributions() -> Iterator[Contribution]:
+            for device in devices:
+                update = fresh.get(device) or self._acknowledged(round_, device)
+                yield Contribution(device, update, self._values.record(device, round_), down[device])
+
+        while devices:
+            counted = {d: i for d, i in influences.items() if d in devices}
+            try:
+                parts = contributions()
+                return aggregation.close_round(
+                    self._values.method,
+                    values.course,
+                    round_,
+                    values.state,
+                    parts,
+                    counted,
+                    self.config.guard,
+                    left_out,
+                ), left_out
+            except UnusableUpdate as unusable:
+                log.error("%s: round %d: %s; it is left out", self.id, round_, unusable)
+                devices.remove(unusable.device)
+                left_out.append(unusable.device)
+        return None, left_out
+
+    def _acknowledged(self, round_: int, device: str) -> bytes:
+        found = self._store.metadata.update_content(self.id, round_, device)
+        if found is None:
+            raise StorageDamagedError(f"the update of {device!r} in round {round_} is not in the database; restore it")
+        return read(self._store.blobs, self._values.updates_shelf(round_), found)
+
+    def _row(self, closed: Closed, round_: int, record: str) -> ClosedRow:
+        """A folded round as it is written; what is too large for its row is durable now. Blocks. Raises StateError."""
+        held = self._values
+        records = {
+            device: None if value is None else held.put(held.record_shelf(device, round_), aggregation.pack(value))
+            for device, value in closed.records.items()
+        }
+        return ClosedRow(round_, record, held.put(held.values_shelf(round_), aggregation.pack(closed.state)), records)
+
+    async def close(self) -> None:
+        """Stop folding: what is not committed is folded again by the next process."""
+        tasks = [*self._folding.values(), *([self._first_sweep] if self._first_sweep is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # --- sweeping
+
+    async def _sweep_later(self, devices: Iterable[str] | None = None) -> None:
+        async with self._sweeping:
+            await asyncio.to_thread(self._sweep, devices)
+
+    def _sweep(self, devices: Iterable[str] | None) -> None:
+        """Drop the blobs that no process can ask for; records only of `devices`, None: of all. Blocks.
+
+        What the last closed round replaced is kept, for a process whose memory is one round behind. A federation whose
+        values all fit into rows has no blobs.
+        """
+        blobs, closed = self._store.blobs, self._values.closed
+        if devices is None and blobs.shelves(self.id):
+            self._values.large = True
+        if not self._values.large:
+            return
+        over = self._commits.state.phase in ("finished", "stopped")
+        for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
+            for round_ in self._rounds_on(f"{self.id}/{name}"):
+                if round_ < oldest:
+                    blobs.drop(f"{self.id}/{name}/{round_}")
+        for device in blobs.shelves(f"{self.id}/records") if devices is None else devices:
+            found = self._store.metadata.record(self.id, device)
+            for round_ in self._rounds_on(f"{self.id}/records/{device}"):
+                if round_ < closed and (found is None or round_ != found[0]):
+                    blobs.drop(self._values.record_shelf(device, round_))
+
+    def _rounds_on(self, shelf: str) -> list[int]:
+        """The rounds that have a shelf below `shelf`; a foreign folder is left alone and named once."""
+        names = self._store.blobs.shelves(shelf)
+        foreign = {f"{shelf}/{name}" for name in names if not (name.isascii() and name.isdecimal())} - self._foreign
+        if foreign:
+            log.warning("%s: folders that are not the coordinator's are left alone: %s", self.id, sorted(foreign))
+            self._foreign |= foreign
+        return [int(name) for name in names if name.isascii() and name.isdecimal()]
+
+
+def _size(value: Any) -> int:
+    """Bytes of the arrays in a decoded update."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_size(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_size(v) for v in value)
+    return sum(_size(getattr(value, f.name)) for f in fields(value)) if is_dataclass(value) else 0

@@ -1,0 +1,51 @@
+"""A federation's state in words and figures, for its operator and its devices. Pure functions."""
+
+from __future__ import annotations
+
+from coord_server import engine
+from edge_client.protocol.messages import Federation, FederationConfig
+
+
+def visible(state: engine.State) -> tuple[object, ...]:
+    """What a waiting device could see change."""
+    return state.phase, state.round, state.attempt, state.stage, state.cohort
+
+
+def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:
+    """The federation as it stands at `now`."""
+    return Federation(
+        id=config.name,
+        config=config,
+        phase=state.phase,
+        round=state.round,
+        devices=devices,
+        updates=len(engine.usable(state)),
+        expected=len(engine.missing(state)) if state.stage == "collecting" else 0,
+        attempt=state.attempt,
+        deadline_in=engine.left(config, state, now),
+        fault=fault,
+    )
+
+
+def reason(config: FederationConfig, state: engine.State, device: str, ready: int, closing: bool) -> str:
+    """Why there is nothing to do for `device`; `closing` when the coordinator goes down."""
+    if closing:
+        return "the coordinator is going down and will be back"
+    if state.phase == "paused":
+        why = f": {state.fault}" if state.fault else " by the operator"
+        return f"{config.name} is paused in round {state.round}{why}"
+    if state.phase == "recruiting":
+        due = "the operator's start" if config.start == "manual" else f"{config.min_devices} devices"
+        return f"waiting for {due}; {ready} ready"
+    if state.stage == "drawing":
+        left_out = f"; updates of {', '.join(state.unusable)} could not be used" if state.unusable else ""
+        return f"round {state.round} needs {config.min_updates} devices that are present; {ready} ready{left_out}"
+    if state.stage == "aggregating":
+        return f"round {state.round} is being aggregated"
+    if device in state.received:
+        mine = "your update is in"
+    elif device in state.excused and device in state.failed:
+        mine = "this device reported a failure and sits it out"
+    else:
+        mine = "this device was not drawn"
+    return f"round {state.round}: {mine}; {len(engine.missing(state))} of {len(state.cohort)} devices still train"

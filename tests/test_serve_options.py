@@ -1,0 +1,118 @@
+"""Every option of `maskfleet serve` reaches the part of the coordinator it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coord_server import auth, serve
+from coord_server.store import open_store
+from edge_client import cli
+from edge_client.errors import ConfigError
+
+PEM = Path(__file__).parent / "loopback.pem"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `maskfleet serve` opens and runs."""
+    found: dict[str, Any] = {}
+
+    def opened(*given: Any) -> Any:
+        found["store"] = given
+        return open_store(*given)
+
+    async def run(*given: Any) -> None:
+        found["run"] = given
+        given[2].close()
+
+    monkeypatch.setattr(serve, "open_store", opened)
+    monkeypatch.setattr(serve, "_run", run)
+    monkeypatch.setattr(serve.logging, "basicConfig", lambda **given: found.update(given))
+    return found
+
+
+def call(*arguments: str) -> None:
+    whole = ["serve", *arguments]
+    done = CliRunner().invoke(cli.build(whole), whole, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> None:
+    url = f"sqlite:///{tmp_path / 'other.db'}"
+    folder = str(tmp_path / "d")
+    call(
+        "--data",
+        folder,
+        "--database",
+        url,
+        "--init",
+        "--max-parameters",
+        "5",
+        "--max-connections",
+        "7",
+        "--certificate",
+        str(PEM),
+        "--key",
+        str(PEM),
+        "--log-level",
+        "error",
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.1",
+    )
+    assert seen["store"] == (tmp_path / "d", url, True)
+    coordinator, places, _, where, certificate, key = seen["run"]
+    assert (coordinator._max_parameters, places.most) == (5, 7)
+    assert (where, certificate, key) == (tmp_path / "d" / "operator-token", PEM, PEM)
+    assert seen["level"] == "ERROR"
+
+
+def test_without_options_the_defaults_are_those_of_the_help(
+    tmp_path: Path, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listen = serve.listen
+
+    def free(host: str, port: int) -> Any:
+        seen["at"] = host, port
+        return listen(host, 0)
+
+    monkeypatch.setattr(serve, "listen", free)
+    call()
+    assert seen["store"] == (Path("coordinator"), None, False)
+    assert seen["at"] == ("127.0.0.1", 8750)
+    assert seen["level"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--log-level", "loud"], "choose debug, info"),
+        (["--certificate", str(PEM)], "both --certificate and --key"),
+        (["--certificate", "none.pem", "--key", str(PEM)], "no file none.pem"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call("--data", str(tmp_path / "d"), *given)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with serve.listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another --port"):
+            serve.listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_processes_on_one_folder_share_the_operator_s_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(auth.OPERATOR_ENV, raising=False)
+    (tmp_path / auth.OPERATOR_FILE).touch()  # an empty file counts as none
+    first = auth.operator_token(tmp_path)
+    assert auth.operator_token(tmp_path) == first
+    assert (tmp_path / auth.OPERATOR_FILE).stat().st_mode & 0o777 == 0o600
