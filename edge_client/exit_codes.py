@@ -1,7 +1,7 @@
-"""The exit codes of `maskfleet`: the one place where they are written. `docs/exit-codes.md` is the page for people.
+"""The exit codes of `maskfleet`: the one place that defines them. `docs/exit-codes.md` explains them to people.
 
-A script around `maskfleet join` decides by the code alone: 5 and 6 are worth another try later, 130 and 143 were
-asked for, the others need a person.
+A script around `maskfleet join` needs the code alone. After a code in `RESTARTED` the same command may succeed later;
+130 and 143 were asked for; every other code but 0 needs a person, and a restart would end the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from edge_client.errors import (
     CompactionError,
     ConfigError,
     DataError,
+    DivergedError,
     MaskfleetError,
     PayloadError,
     ServerError,
@@ -33,7 +34,7 @@ class ExitCode(IntEnum):
     STATE = 6
     COMPACTION = 7
     STOPPED = 8
-    DAMAGED = 9
+    MALFORMED = 9
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -44,24 +45,32 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.CONFIG: "wrong usage: an option or setting, a model that cannot be exported, a missing extra or package",
     ExitCode.DATA: "the data file cannot be read or does not fit the model",
     ExitCode.REFUSED: "the coordinator refused the request: bad token, unknown federation, update not valid",
-    ExitCode.UNREACHABLE: "the coordinator could not be reached for longer than --patience",
+    ExitCode.UNREACHABLE: "no usable answer for longer than --patience, or downloads that arrive damaged every time",
     ExitCode.STATE: "the state folder cannot be used: disk full, not writable, or in use by another client",
     ExitCode.COMPACTION: "the compact model differs from the masked one: the dense one was written, or none",
     ExitCode.STOPPED: "the operator stopped the federation before its last round",
-    ExitCode.DAMAGED: "bytes do not match their digest or format even after fetching them again",
+    ExitCode.MALFORMED: "a model or payload is malformed, too large, or of a version this device does not read",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C); the same command resumes",
     ExitCode.TERMINATED: "terminated (SIGTERM); the same command resumes",
 }
 
+RESTARTED = frozenset({ExitCode.INTERNAL, ExitCode.UNREACHABLE, ExitCode.STATE})
+"""What the same command may mend later: a service manager starts it again."""
+ASKED_FOR = frozenset({ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+"""The end was requested: a service manager counts it as success."""
+FINAL = frozenset(ExitCode) - RESTARTED - ASKED_FOR - {ExitCode.DONE}
+"""What only a person can change."""
+
 _BY_ERROR: tuple[tuple[type[MaskfleetError], ExitCode], ...] = (
     (ConfigError, ExitCode.CONFIG),
+    (DivergedError, ExitCode.CONFIG),
     (DataError, ExitCode.DATA),
     (ServerError, ExitCode.REFUSED),
     (UnreachableError, ExitCode.UNREACHABLE),
     (StateError, ExitCode.STATE),
     (CompactionError, ExitCode.COMPACTION),
-    (BundleError, ExitCode.DAMAGED),
-    (PayloadError, ExitCode.DAMAGED),
+    (BundleError, ExitCode.MALFORMED),
+    (PayloadError, ExitCode.MALFORMED),
 )
 
 

@@ -1,4 +1,4 @@
-"""`maskfleet bundle inspect` and `maskfleet payload inspect`: what a file holds, as a person reads it."""
+"""`maskfleet bundle inspect` and `maskfleet payload inspect`: the content of a file in words and tables."""
 
 from __future__ import annotations
 
@@ -69,30 +69,24 @@ def payload(
 
 
 def _words(meta: dict[str, Meta]) -> list[str]:
-    """The metadata, in sentences where it has a meaning of its own, else as it is."""
+    """The metadata: sentences for what every payload and update has, the rest as it is."""
     lines = []
     if "method" in meta or "round" in meta:
         whose = f", device {meta.pop('device')}" if "device" in meta else ", the same for every device"
-        lines.append(f"method {meta.pop('method', 'unsaid')}, round {meta.pop('round', 'unsaid')}{whose}")
-    if meta.get("samples") == 0:
-        lines.append("the device sat the round out")
-        meta = {key: value for key, value in meta.items() if key not in ("samples", "loss", "correct")}
-    elif "samples" in meta:
+        lines.append(f"method {meta.pop('method', 'not given')}, round {meta.pop('round', 'not given')}{whose}")
+    if "samples" in meta:
         trained = f"trained on {meta.pop('samples')} samples"
         lines.append(f"{trained}, mean loss {meta.pop('loss')}" if "loss" in meta else trained)
     if "reference" in meta:
-        lines.append(f"changes to the reference mask {meta.pop('reference')} (begin of the SHA-256 of its bits)")
-    correct = meta.get("correct")
-    if isinstance(correct, list) and len(correct) == 3:
-        before, after, of = correct
-        share = f" ({before / of:.1%} and {after / of:.1%})" if of else ""
-        lines.append(f"of {of} test samples {before} right before training, {after} after{share}")
-        del meta["correct"]
+        lines.append(f"changes to the reference mask {meta.pop('reference')} (start of the SHA-256 of its bits)")
+    if {"score_before", "score_after", "test_samples"} <= meta.keys():
+        before, after, of = (meta.pop(name) for name in ("score_before", "score_after", "test_samples"))
+        lines.append(f"score {before} before training, {after} after, on {of} test samples")
     return [*lines, *(f"{key} = {value}" for key, value in sorted(meta.items()))]
 
 
 def _explained(name: str, array: AnyArray, parameters: int | None) -> str:
-    """One line: what the codec in an array's name says of its bytes, or what the values look like."""
+    """One line: the header of the codec that the array's name ends in, or a summary of the values."""
     codec = name.rpartition(".")[2]
     if "." not in name or codec not in describe.names() or array.dtype != np.uint8:
         return _look(array)
@@ -121,7 +115,7 @@ def _figure(value: str | float) -> str:
 
 
 def _against_entropy(members: int, positions: int, size: int) -> str:
-    """How the bytes of a set stand to what so many members cost if they lay anywhere."""
+    """A set's bytes beside the entropy of as many members at random positions."""
     rate = members / positions
     least = positions * -sum(p * math.log2(p) for p in (rate, 1 - rate) if p > 0) / 8
     said = f"entropy at rate {rate:.4g} is {least:.1f} bytes"
@@ -152,7 +146,8 @@ def _print_manifest(m: Manifest, address: str) -> None:
     console = Console(highlight=False)
     weights = "in weights.safetensors" if m.seed is None else f"from seed {m.seed}"
     console.print(f"[bold]{m.name}[/]  {address}")
-    console.print(f"input {m.input.dtype}{list(m.input.shape)}, {m.classes} classes, loss {m.loss}")
+    settings = ", ".join(f"{name} {value}" for name, value in m.target.model_dump(exclude={"kind"}).items())
+    console.print(f"input {m.input.dtype}{list(m.input.shape)}, target {m.target.kind} ({settings})")
     console.print(f"{m.d} parameters, {m.buffers_d} statistics; values {weights}")
     layer_of = {n: layer for layer in m.layers for n in (*layer.weights, *layer.biases)}
     table = Table("tensor", "shape", "from", "values", "trained", "layer", title="parameters", title_justify="left")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from edge_client.bundle import Part, digest
 from edge_client.errors import UnreachableError, first_fault
-from edge_client.files import append, check_room, digest_of, disk, replace
+from edge_client.files import append, check_room, digest_of, disk
 from edge_client.retry import Retry, backoff
 from edge_client.transport import Transient, Transport, body, content_digest
 
@@ -45,7 +45,7 @@ class Remote:
         content = None if message is None else message.model_dump_json().encode()
         return self._answer(method, path, {} if message is None else JSON, content, answer, what, wait)
 
-    def tell(self, method: str, path: str, message: BaseModel, what: str, headers: Mapping[str, str] = {}) -> None:  # noqa: B006
+    def tell(self, method: str, path: str, message: BaseModel, what: str, headers: Mapping[str, str] = {}) -> None:
         """Send a JSON message whose answer has no body."""
         content = message.model_dump_json().encode()
 

@@ -22,6 +22,8 @@ from edge_client.client import Client
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Enrolled, FederationConfig, Receipt, TokenRequest, Work
+from edge_client.remote import Remote
+from edge_client.retry import Retry
 from edge_client.transport import Transport
 
 HUGE = 10**400
@@ -36,6 +38,7 @@ ENROLLED = {
     "bundle": "0" * 64,
     "method": {"name": "fedavg"},
     "rounds": 1,
+    "cohort": 1,
     "seed": 0,
 }
 RECEIPT = {"federation": "fed", "round": 1, "device": "a", "sha256": "0" * 64, "size": 9}
@@ -65,15 +68,14 @@ def said(true: dict[str, Any], **lie: object) -> str:
 
 
 @pytest.mark.parametrize(("answer", "true", "field", "lie"), LIES)
-def test_a_device_does_not_understand_an_answer_out_of_range(
-    answer: Any, true: dict[str, Any], field: str, lie: object
-) -> None:
+def test_a_device_refuses_an_answer_out_of_range(answer: Any, true: dict[str, Any], field: str, lie: object) -> None:
     def coordinator(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, text=said(true, **{field: lie}))
 
     adapter: TypeAdapter[Any] = TypeAdapter(answer)
     adapter.validate_json(said(true))
-    device = Transport("http://127.0.0.1:1", patience=0.0, transport=httpx.MockTransport(coordinator))
+    transport = Transport("http://127.0.0.1:1", httpx.MockTransport(coordinator))
+    device = Remote(transport, Retry(transport.url, 0.0, lambda _: None))
     with pytest.raises(UnreachableError, match="not a coordinator's"):
         device.ask("GET", "/x", adapter, "asking")
 

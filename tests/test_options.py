@@ -1,6 +1,6 @@
-"""Every option of `maskfleet join` reaches the part of the client it is for, and means there what the help says.
+"""Every option of `maskfleet join` reaches its part of the client and means there what the help says.
 
-The coordinator here only enrols, says what it is told to and takes the report; how a run goes is in test_client.py.
+The coordinator here enrols, gives fixed answers and takes the report; whole runs are in test_client.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy_mlp import NumpyMlp, clusters, mlp
-from typer.testing import CliRunner
 
 from edge_client import cli
 from edge_client import client as client_module
@@ -22,6 +21,7 @@ from edge_client.bundle import Bundle, Part, digest
 from edge_client.client import HOLD, Client, Result
 from edge_client.protocol.messages import Enrolled, Finish, Report, Stopped, Wait
 from edge_client.protocol.payload import Payload, encode
+from edge_client.remote_bundle import MAX_PARAMETERS
 from edge_client.training.onnxruntime import OnnxRuntimeTrainer
 
 URL, TOKEN = "http://127.0.0.1:1", "the-token"
@@ -37,9 +37,11 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "poll": ("7.5", 7.5),
     "patience": ("11", 11.0),
     "personal": ("mine.onnx", Path("mine.onnx")),
+    "max-parameters": ("1000", 1000),
+    "secret": ("7", 7),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
-            "personal": None}  # fmt: skip
+            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None}  # fmt: skip
 
 
 # --- from the command line to the client
@@ -59,12 +61,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             return Result("pi-07", 0, "paused")
 
     monkeypatch.setattr(client_module, "Client", Recorder)
-    monkeypatch.setattr("edge_client.cli.signal.signal", lambda *_: None)
 
-    def join(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-        whole = ["join", URL, "--data", "mine.npz", *arguments]
-        done = CliRunner().invoke(cli.build(whole), whole, env=env)
-        assert done.exit_code == 0, done.output
+    def join(*arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["maskfleet", "join", URL, "--data", "mine.npz", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
         return seen
 
     return join
@@ -80,13 +82,14 @@ def test_without_options_the_client_gets_the_defaults_of_the_manual(joined: Call
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_what_it_names_and_nothing_else(option: str, joined: Callable[..., dict[str, Any]]) -> None:
     given, value = OPTIONS[option]
-    assert joined("--token", TOKEN, f"--{option}", given)["options"] == {**DEFAULTS, option: value}
+    assert joined("--token", TOKEN, f"--{option}", given)["options"] == {**DEFAULTS, option.replace("-", "_"): value}
 
 
 def test_rounds_and_once_are_for_the_run_and_the_token_may_come_from_the_environment(
-    joined: Callable[..., dict[str, Any]],
+    joined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = joined("--rounds", "4", "--once", env={"MASKFLEET_TOKEN": "from-outside"})
+    monkeypatch.setenv("MASKFLEET_TOKEN", "from-outside")
+    seen = joined("--rounds", "4", "--once")
     assert (seen["rounds"], seen["once"], seen["token"]) == (4, True, "from-outside")
 
 
@@ -102,22 +105,22 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((backend, threads))
         return NumpyMlp(bundle.manifest)
 
-    monkeypatch.setattr(client_module, "open_trainer", open_trainer)
-    monkeypatch.setattr("edge_client.transport.time.sleep", lambda _: None)
+    monkeypatch.setattr("edge_client.session.open_trainer", open_trainer)
+    monkeypatch.setattr("edge_client.retry.time.sleep", lambda _: None)
     return seen
 
 
 def federation(
     *works: Wait | Finish | Stopped, wish: str | None = None, holds: list[float] | None = None
 ) -> httpx.MockTransport:
-    """A coordinator that answers with `works`, the last one again and again; `holds` gets every `wait` asked with."""
+    """A coordinator that answers with `works` and then repeats the last; `holds` collects each request's `wait`."""
     left = list(works)
 
     def handle(request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path == "/v1/enrol":
             enrolled = Enrolled(federation="fed", device="pi-07", bundle=digest(MANIFEST),
-                                method={"name": "standalone"}, rounds=1, seed=0, backend=wish)  # fmt: skip
+                                method={"name": "standalone"}, rounds=1, cohort=1, seed=0, backend=wish)  # fmt: skip
             return httpx.Response(200, content=enrolled.model_dump_json())
         if path.endswith("/work"):
             if holds is not None:
@@ -150,7 +153,7 @@ def test_the_backend_is_the_device_s_else_the_federation_s_else_onnx_runtime(
     assert opened == [(taken, 1)]
 
 
-def test_the_first_question_is_not_held_and_later_ones_as_long_as_poll_says(
+def test_the_first_request_for_work_is_not_held_and_later_ones_as_long_as_poll_says(
     tmp_path: Path, opened: list[tuple[str, int]]
 ) -> None:
     wait, holds = Wait(reason="2 more devices have to join", poll_after=1.0), list[float]()
@@ -166,7 +169,7 @@ def test_the_personal_model_goes_where_it_is_asked_to_and_is_timed_with_the_thre
 
     def conclude(bundle: Bundle, task: Any, personal: Any, path: Path, threads: int = 1) -> Report:
         seen.append((path, threads))
-        return Report(accuracy=1.0, test_samples=1, parameters_dense=8, parameters_compact=8)
+        return Report(score=1.0, test_samples=1, parameters_dense=8, parameters_compact=8)
 
     monkeypatch.setattr("edge_client.conclude.conclude", conclude)
     asked = tmp_path / "elsewhere" / "mine.onnx"

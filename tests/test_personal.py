@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import onnx
@@ -33,16 +31,11 @@ from sequential_bundle import (
 )
 
 import edge_client.compaction.personal as personal_module
-import edge_client.compaction.surgery as surgery
 from edge_client.bundle import F32, Bundle, Input, views
 from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
 from edge_client.compaction.surgery import freeze, widen
-from edge_client.conclude import conclude
-from edge_client.data import DeviceData
 from edge_client.errors import BundleError, CompactionError, StateError
-from edge_client.measure.latency import Latency
-from edge_client.methods import Assignment, Personal, Task
-from edge_client.training import Trainer
+from edge_client.task import Personal
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
@@ -158,7 +151,7 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
     bad[0] = np.nan
     with pytest.raises(CompactionError, match="1 of the parameters are NaN"):
         write_personal(bundle, Personal(bad, good.buffers), path)
-    with pytest.raises(CompactionError, match="masked away and not zero"):
+    with pytest.raises(CompactionError, match="masked parameters are not zero"):
         write_personal(bundle, replace(good, mask=np.zeros(17, bool)), path)
     with pytest.raises(CompactionError, match="mask is bool"):
         write_personal(bundle, replace(good, mask=np.zeros(3, bool)), path)
@@ -275,93 +268,6 @@ def test_a_bias_is_rounded_after_the_batch_norm_behind_it_is_folded(tmp_path: Pa
     frozen = {t.name: numpy_helper.to_array(t) for t in freeze(model, tensors, {}).graph.initializer}
     assert {value.dtype for value in frozen.values()} == {np.dtype(np.float32)}
     np.testing.assert_allclose(frozen["linear0.bias"], 2.0**-26 / np.sqrt(1e-5), rtol=1e-6)
-
-
-class _Model:
-    """A trainer that runs the bundle's own graph is tested elsewhere; here every sample is of class 0."""
-
-    def logits(self, parameters: F32, buffers: F32, x: np.ndarray) -> np.ndarray:
-        return np.tile(np.array([1, 0], np.float32), (len(x), 1))
-
-
-def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle = sequential_bundle(tmp_path, (2,), MLP)
-    personal = personal_of(bundle, MLP_VALUES)
-    x, y = np.ones((4, 2), np.float32), np.array([0, 0, 0, 1])
-    task = Task(Assignment(bundle.model(), 1, 1, 2, "a"), cast(Trainer, _Model()), DeviceData(x, y, x, y))
-    path = tmp_path / "personal.onnx"
-    good = conclude(bundle, task, personal, path)
-    assert (good.uncompacted, good.parameters_compact, good.accuracy) == (None, 7, 0.75)
-
-    def wrong(tensors: dict[str, np.ndarray], groups: tuple[ChannelGroup, ...]) -> Compact:
-        made = compact(tensors, groups)
-        return replace(made, tensors={**made.tensors, "linear1.bias": made.tensors["linear1.bias"] + 1})
-
-    monkeypatch.setattr(personal_module, "compact", wrong)
-    report = conclude(bundle, task, personal, path)
-    assert report.uncompacted is not None
-    assert "outputs differ" in report.uncompacted
-    assert (report.parameters_dense, report.parameters_compact) == (17, 17)
-    np.testing.assert_allclose(run(path, np.ones((1, 2), np.float32)), [[23.75, -40.0]])
-    with pytest.raises(CompactionError, match="NaN"):
-        conclude(bundle, task, Personal(np.full(17, np.nan, np.float32), personal.buffers), path)
-
-
-def test_a_report_has_the_latency_of_each_model_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle = sequential_bundle(tmp_path, (2,), MLP)
-    personal, path = personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx"
-    x, y = np.ones((4, 2), np.float32), np.zeros(4, np.int64)
-    task = Task(Assignment(bundle.model(), 0, 1, 2, "pi"), cast(Trainer, _Model()), DeviceData(x, y, x, y))
-    asked: list[tuple[tuple[int, ...], int]] = []
-
-    def timed(models: Sequence[Path], sample: np.ndarray, threads: int = 1) -> tuple[Latency, ...]:
-        asked.append((sample.shape, threads))
-        # One millisecond for each weight that the model on the disk has.
-        sizes = [sum(int(np.prod(w.dims)) for w in onnx.load(model).graph.initializer) for model in models]
-        return tuple(Latency(float(size), 0.0, 1) for size in sizes)
-
-    monkeypatch.setattr("edge_client.conclude.latency", timed)
-    report = conclude(bundle, task, personal, path, threads=3)
-    assert (report.parameters_dense, report.parameters_compact) == (17, 7)
-    assert (report.latency_dense_ms, report.latency_compact_ms) == (17, 7)
-    assert asked == [((1, 2), 3)]
-
-    def refuses(*given: object, **more: object) -> None:
-        raise CompactionError("the compact model's outputs differ")
-
-    monkeypatch.setattr("edge_client.conclude.write_personal", refuses)
-    report = conclude(bundle, task, personal, path, threads=3)
-    assert (report.latency_dense_ms, report.latency_compact_ms, report.parameters_compact) == (17, 17, 17)
-
-
-def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_shown_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle, personal = still(tmp_path, STILL[0])
-    task = Task(Assignment(bundle.model(), 1, 1, 2, "a"), cast(Trainer, _Model()), DeviceData(X, Y, X, Y))
-    fold = surgery._fold_batch_norms
-
-    def wrong(graph: onnx.GraphProto) -> None:
-        fold(graph)
-        graph.initializer[0].CopyFrom(
-            numpy_helper.from_array(1.001 * numpy_helper.to_array(graph.initializer[0]), graph.initializer[0].name)
-        )
-
-    monkeypatch.setattr(surgery, "_fold_batch_norms", wrong)
-    path = tmp_path / "personal.onnx"
-    report = conclude(bundle, task, personal, path)
-    assert report.uncompacted is not None
-    assert report.parameters_compact == report.parameters_dense == bundle.manifest.d
-    assert report.latency_compact_ms == report.latency_dense_ms > 0
-    graph = onnx.load(path).graph
-    masked = onnx.load(bundle.part("eval.onnx")).graph
-    assert [n.op_type for n in graph.node] == [n.op_type for n in masked.node]
-    assert {t.name for t in graph.initializer} == set(bundle.manifest.tensors)
-    assert np.abs(run(path, X) - in_float64(bundle, personal, X)).max() < 1e-3
 
 
 def test_the_dense_yardstick_of_latency_never_costs_the_compact_model(

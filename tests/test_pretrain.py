@@ -84,10 +84,10 @@ def test_the_configurations_name_settings_that_exist(name: str) -> None:
 def test_a_summary_takes_the_mean_over_seeds() -> None:
     run = {"bits_per_parameter_up": 1.0, "bits_per_parameter_down": 2.0}
     rows = {"rounds": [{"bits_per_parameter_up": 0.5, "bits_per_parameter_down": 0.25}]}
-    runs = {f"m/{i}": {"accuracy_mean": 0.5 + i / 4, **run, **rows} for i in (0, 1)}
+    runs = {f"m/{i}": {"score_mean": 0.5 + i / 4, **run, **rows} for i in (0, 1)}
     made = json.loads(json.dumps(summary(runs)))["m"]
-    assert made["accuracy"] == [0.5, 0.75]
-    assert made["accuracy_mean"] == 0.625
+    assert made["score"] == [0.5, 0.75]
+    assert made["score_mean"] == 0.625
     assert (made["last_round_bits_up"], made["all_rounds_bits_down"]) == (0.5, 2.0)
 
 

@@ -13,10 +13,13 @@ from test_bundle import small_manifest
 
 from edge_client.bundle import Bundle, Manifest, parse_manifest
 from edge_client.compaction.personal import TOLERANCE, write_personal
-from edge_client.data import check
+from edge_client.data import DeviceData, check
 from edge_client.errors import BundleError, CompactionError, DataError, ModelError
+from edge_client.local import run_round
+from edge_client.methods.fedavg import FedAvg
+from edge_client.protocol.payload import Payload
 from edge_client.targets import WORST, Classification, Regression, Sequence, Target
-from edge_client.task import Personal
+from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import open_trainer
 from edge_client.training.sgd import Sgd
 
@@ -189,6 +192,13 @@ def test_a_model_of_this_target_learns_on_every_backend_alike_and_compacts(
         assert after > good
         ends.append(parameters)
     assert np.linalg.norm(ends[0] - ends[1]) < 1e-2 * np.linalg.norm(ends[1])
+    x, y = check(bundle.manifest, *(np.asarray(a) + 0 for a in data(256)), "train")
+    assignment = Assignment(Course(bundle.model(), seed=1, rounds=2, cohort=1), 1, "a")
+    task = Task(assignment, open_trainer("onnxruntime", bundle), DeviceData(x, y, x[:50], y[:50], x[:60], y[:60]), 0)
+    downlink = Payload({"parameters": ends[0], "buffers": bundle.model().buffers})
+    outcome = run_round(FedAvg(epochs=1, lr=0.01), task, {}, downlink)
+    assert min(outcome.metrics.score_before, outcome.metrics.score_after) > good
+    assert task.score(outcome.trained, "validation") > good
     sparse = np.where(np.random.default_rng(0).random(bundle.manifest.d) < 0.7, ends[0], np.float32(0))
     personal = Personal(sparse, bundle.model().buffers, sparse != 0)
     samples = np.asarray(data(32)[0], bundle.manifest.input.dtype)

@@ -4,7 +4,7 @@
 
 One coordinator, one federation, rounds of 50 devices, a model of 1,000 bits (`idle_plugin`). The devices are coroutines
 of one other process, each with one kept connection and no journal. They enrol in steps, and each asks for work once
-while the federation is paused. Then some of them hold a long poll, from whom the cohorts are drawn, and the others stay
+while the federation is idle. Then some of them hold a long poll, from whom the cohorts are drawn, and the others stay
 away. Each setting runs for a fixed time; messages are requests answered (work, downlink, update), CPU seconds are the
 coordinator's.
 
@@ -190,18 +190,20 @@ def measure(settings: list[tuple[int, int]], seconds: float) -> list[dict[str, A
         install_plugin(folder)
         with coordinator(folder) as running:
             host, port = running.url.removeprefix("http://").split(":")
-            token = running.create(KIND, D, COHORT, rounds=1_000_000, min_devices=1, presence_seconds=1.0)
-            running.operate(KIND, "pause")
+            token = running.create(KIND, D, COHORT, rounds=1_000_000, start="manual", presence_seconds=1.0)
             with process(folder, *ME, host, port, token) as devices:
                 meter = Meter(running.server.pid)
                 for enrolled, polling in settings:
-                    rows.append(_one(running, devices, meter, enrolled, polling, seconds))
+                    action = "resume" if rows else "start"
+                    rows.append(_one(running, action, devices, meter, enrolled, polling, seconds))
                     print(_said(rows[-1], rows[0]), flush=True)
                 meter.stop()
     return rows
 
 
-def _one(running: Running, devices: Any, meter: Meter, enrolled: int, polling: int, seconds: float) -> dict[str, Any]:
+def _one(
+    running: Running, action: str, devices: Any, meter: Meter, enrolled: int, polling: int, seconds: float
+) -> dict[str, Any]:
     def tell(**command: int) -> dict[str, Any]:
         devices.stdin.write(json.dumps(command) + "\n")
         devices.stdin.flush()
@@ -214,7 +216,7 @@ def _one(running: Running, devices: Any, meter: Meter, enrolled: int, polling: i
     tell(enrol=enrolled)
     tell(poll=polling)
     time.sleep(SETTLE)
-    running.operate(KIND, "resume")
+    running.operate(KIND, action)
     time.sleep(SETTLE)
     before = tell()
     time.sleep(seconds)

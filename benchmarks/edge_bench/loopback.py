@@ -161,7 +161,7 @@ class Running:
         return str(self._send("POST", f"/v1/federations/{kind}/tokens", json={"uses": 1_000_000})["token"])
 
     def operate(self, kind: str, action: str) -> None:
-        """Pause, resume or stop the federation."""
+        """Start, pause, resume or stop the federation."""
         self._send("POST", f"/v1/federations/{kind}/{action}")
 
     def close(self) -> None:

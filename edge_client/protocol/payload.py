@@ -1,12 +1,14 @@
 """The payload container: named arrays and a few words about them, as one safetensors file.
 
-A reader in any language opens it. All metadata sits under one key, which names the format, as canonical JSON, because
-safetensors does not order its metadata and the same payload must be the same bytes. What the arrays mean is the
-method's business; this module only guarantees that bytes from the network become arrays or a PayloadError, and that
-they become arrays only if a writer that keeps the rules of docs/protocol.md could have written them.
+A reader in any language opens it. Strict for the writer: equal payloads give equal bytes. Liberal for the reader: any
+JSON that means a payload is read, however another language's writer orders, spaces or escapes it. Everything else is
+refused with a PayloadError before an array is used. docs/protocol.md gives each rule with its reason.
 
-What crosses the wire has a header of at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files of
-one's own (a state with one array for each device) have the same form and may have up to `FILE_HEADER_BYTES`.
+All metadata lies under one key, which names the format, because safetensors allows text there only. What the arrays
+mean is the method's business.
+
+On the wire a header has at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files that a device or a
+coordinator stores for itself have the same form and may have up to `FILE_HEADER_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from edge_client.errors import PayloadError
 
 FORMAT = "maskfleet/1"
 MEDIA_TYPE = "application/x-safetensors"
-HEADER_BYTES = 4096  # room the header of what crosses the wire may take beside its arrays
-FILE_HEADER_BYTES = 100_000_000  # that of a file of one's own: what the safetensors format itself allows
+HEADER_BYTES = 4096  # of a payload on the wire: few arrays, few words, nothing to fill a memory with
+FILE_HEADER_BYTES = 100_000_000  # of a stored file: what the safetensors format itself allows
 MAX_DIMENSIONS = 8
-MAX_ELEMENTS = 2**48  # what the dimensions that are not 0 may come to, so that no reader's product overflows
-MAX_INTEGER = 2**53 - 1  # either way: what every JSON reader holds exactly
+MAX_ELEMENTS = 2**48  # product of the dimensions that are not 0, so that no reader's product overflows
+MAX_INTEGER = 2**53 - 1  # of either sign: what every JSON reader holds exactly
 _LENGTH = 8  # bytes that hold the header's length
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -47,14 +49,17 @@ _DTYPES: dict[object, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Payload:
-    """What one message carries. `meta` says where it belongs, the device's figures, a method's own parameters."""
+    """What one message carries. `meta` names its method and round, and holds figures and the method's own values.
+
+    A number in `meta` is a number, as in JSON: 1.0 is written, and read, as 1.
+    """
 
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     meta: Mapping[str, Meta] = field(default_factory=dict)
 
 
 def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
-    """The bytes of the array `name`, uint8[n], which with `others` is all the payload may hold. Raises PayloadError."""
+    """The bytes of the array `name`, uint8[n]; beside it only `others` are allowed. Raises PayloadError."""
     data = payload.arrays.get(name)
     if data is None or set(payload.arrays) - {name, *others}:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
@@ -72,12 +77,13 @@ def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
     """The payload's bytes; equal payloads give equal bytes. Raises PayloadError for what no payload may hold."""
     arrays = {name: np.asarray(a, order="C") for name, a in payload.arrays.items()}
     try:
-        meta = _canonical(dict(payload.meta))
+        checked = _checked(dict(payload.meta))
+        meta = json.dumps(checked, sort_keys=True, separators=(",", ":"), allow_nan=False)
         for name, a in arrays.items():
             _text(name)
             _shape(list(a.shape))
             if name == _METADATA or a.dtype not in _DTYPES.values():
-                raise ValueError(f"array {name!r} of {a.dtype} is none that a payload can hold")
+                raise ValueError(f"array {name!r} of {a.dtype} is not one that a payload can hold")
     except (ValueError, RecursionError) as error:
         raise PayloadError(f"this payload cannot be written: {error}") from None
     data = save(arrays, {FORMAT: meta})
@@ -120,53 +126,53 @@ def _header_size(data: bytes) -> int:
 # --- metadata
 
 
-def _metadata(said: object) -> dict[str, Meta]:
-    """The metadata from the header's own. Raises ValueError unless it is what a writer may write."""
-    if not isinstance(said, dict) or said.keys() != {FORMAT} or not isinstance(said[FORMAT], str):
+def _metadata(entry: object) -> dict[str, Meta]:
+    """The metadata behind the header's `__metadata__`. Raises ValueError."""
+    if not isinstance(entry, dict) or entry.keys() != {FORMAT} or not isinstance(entry[FORMAT], str):
         raise ValueError(f"the metadata is not of format {FORMAT}; use a matching maskfleet version")
-    text: str = said[FORMAT]
-    meta = _json(text)
-    if _canonical(meta) != text:
-        raise ValueError(f"the metadata {text!s:.60} is not written canonically")
-    return meta
+    return _checked(_json(entry[FORMAT]))
 
 
-def _canonical(meta: object) -> str:
-    """The one text of this metadata. Raises ValueError for what metadata may not hold."""
-    if not isinstance(meta, dict):
-        raise ValueError("the metadata is no object")
+def _checked(meta: Mapping[str, object]) -> dict[str, Meta]:
+    """Metadata with every integral number as an int. Raises ValueError for what metadata may not hold."""
+    found: dict[str, Meta] = {}
     for key, value in meta.items():
         _text(key)
         if isinstance(value, str):
             _text(value)
-        elif not (_integer(value) or _finite(value) or (isinstance(value, list) and all(map(_integer, value)))):
-            raise ValueError(
-                f"metadata {key:.60} = {value!s:.60} is no text, no finite number within 2**53 and no list of integers"
-            )
-    return json.dumps(meta, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            found[key] = value
+        elif isinstance(value, list):
+            numbers = [_number(item) for item in value]
+            if not all(type(number) is int for number in numbers):
+                raise ValueError(f"metadata {key:.60} = {value!s:.60} is not a list of integers")
+            found[key] = numbers  # type: ignore[assignment]
+        else:
+            found[key] = _number(value, key)
+    return found
 
 
-def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _number(value: object, key: str = "") -> int | float:
+    """A finite number: an int where it is integral and every JSON reader holds it exactly. Raises ValueError."""
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value.is_integer() and abs(value) <= MAX_INTEGER else value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INTEGER:
+        return value
+    raise ValueError(f"metadata {key:.60} = {value!s:.60} is not a text, a finite number or a list of integers")
 
 
 def _text(value: object) -> None:
-    """Raise ValueError for what is not Unicode text: half a surrogate pair is not."""
+    """Raise ValueError for what is not Unicode text; half a surrogate pair is not."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!s:.60} is no text")
+        raise ValueError(f"{value!s:.60} is not a text")
     if not value.isascii():
         value.encode()
 
 
 def _json(text: str) -> dict[str, Any]:
-    """A JSON object as it is written: every key once, no NaN and no infinity."""
+    """A JSON object with every key once, without NaN and infinity. Raises ValueError."""
     read = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     if not isinstance(read, dict):
-        raise ValueError("the metadata is no object")
+        raise ValueError("the metadata is not an object")
     return read
 
 
@@ -179,7 +185,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # --- arrays
@@ -188,7 +194,7 @@ _Span = tuple[int, int, str, np.dtype[Any], list[int]]  # begin, end, name, dtyp
 
 
 def _span(name: str, entry: object) -> _Span:
-    """An array's place, as the header has it. Raises ValueError."""
+    """An array's place, from its entry in the header. Raises ValueError."""
     _text(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ValueError(f"array {name!r:.60} does not have dtype, shape and data_offsets alone")
@@ -204,7 +210,7 @@ def _span(name: str, entry: object) -> _Span:
 def _shape(shape: object) -> int:
     """The elements of an array of this shape. Raises ValueError."""
     if not _counts(shape) or len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
-        raise ValueError(f"{shape!s:.60} is no shape of at most {MAX_DIMENSIONS} dimensions and 2**48 elements")
+        raise ValueError(f"{shape!s:.60} is not a shape of at most {MAX_DIMENSIONS} dimensions and 2**48 elements")
     return math.prod(shape)
 
 
@@ -223,7 +229,7 @@ def _arrays(data: bytes, start: int, spans: list[_Span]) -> Arrays:
         flat: np.ndarray[Any, Any] = np.frombuffer(data, np.uint8, end - begin, start + begin)
         if dtype == np.bool_ and flat.max(initial=0) > 1:
             raise ValueError(f"array {name!r:.60} is BOOL and holds a byte that is neither 0 nor 1")
-        typed = flat.view(dtype)  # not aligned where a foreign writer did not pad its header: then numpy needs a copy
+        typed = flat.view(dtype)  # not aligned where a writer did not pad its header: numpy then needs a copy
         out[name] = (typed if typed.flags.aligned else flat.copy().view(dtype)).reshape(shape)
         at = end
     if at != len(data) - start:

@@ -1,13 +1,16 @@
-"""Writes `payload.json` and `payload-refused.json`: ``python tests/vectors/write_payload_vectors.py``.
+"""Writes the payload vectors: ``python tests/vectors/write_payload_vectors.py`` (with node on the path).
 
-Run only when the container's format changes. A case of the first has metadata, arrays and the payload's bytes in hex;
-`foreign` says that another writer ordered and spaced the header, so that only reading is held to it. A case of the
-second has bytes that every reader must refuse, and why.
+Run only when the container's format changes. Three files:
+
+- `payload.json`: contents, and the bytes that this project's writer makes of them, in hex
+- `payload-javascript.json`: contents, and the bytes that `payload_writer.mjs` makes of them
+- `payload-refused.json`: bytes that every reader must refuse, and why
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +22,49 @@ HERE = Path(__file__).parent
 CODES = {"F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "U32": "u4", "I32": "i4",
          "U64": "u8", "I64": "i8", "BOOL": "?"}  # fmt: skip
 META: dict[str, Any] = {"method": "fedavg", "round": 3, "device": "a-1", "samples": 120, "loss": 0.4375,
-                        "correct": [10, 12, 30]}  # fmt: skip
+                        "score_before": 0.3125, "score_after": 0.5, "test_samples": 30}  # fmt: skip
 BYTES = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
 
-def packed(header: str, arrays: bytes = b"") -> str:
-    """A container of this header, in hex."""
-    text = header.encode()
-    return (len(text).to_bytes(8, "little") + text + arrays).hex()
-
-
-def described(content: Payload, data: str, foreign: bool = False) -> dict[str, Any]:
-    """A case that must be read."""
+def described(content: Payload) -> dict[str, Any]:
+    """A payload's contents as JSON."""
     names = {np.dtype(code): name for name, code in CODES.items()}
     arrays = {
         name: {"dtype": names[a.dtype], "shape": list(a.shape), "values": a.ravel().tolist()}
         for name, a in content.arrays.items()
     }
-    return {"metadata": dict(content.meta), "arrays": arrays, "foreign": foreign, "hex": data}
+    return {"metadata": dict(content.meta), "arrays": arrays}
 
 
-def read_cases() -> list[dict[str, Any]]:
-    """Nothing, words alone, every dtype, no elements, no dimensions, an update of Coupled; and a foreign header."""
+def javascript(command: str, cases: list[Any]) -> list[Any]:
+    """What `payload_writer.mjs` makes of `cases`."""
+    script = ["node", str(HERE / "payload_writer.mjs"), command]
+    done = subprocess.run(script, input=json.dumps(cases), capture_output=True, text=True, check=True, timeout=60)
+    answer: list[Any] = json.loads(done.stdout)
+    return answer
+
+
+def contents() -> list[Payload]:
+    """Nothing, words alone, every dtype, no elements, no dimensions, an update with a coded array."""
     every = {name: (np.arange(6) % 2).astype(code).reshape(2, 3) for name, code in CODES.items()}
-    words: dict[str, Any] = {"text": "h\u00e9 \"\U0001f600\"\n\x7f", "least": 5e-324, "small": 1e-05, "large": 1e16,
-                             "minus": -0.0, "whole": 100000.0, "integer": 2**53 - 1, "list": [0, -7],
+    words: dict[str, Any] = {"text": "h\u00e9 \"\U0001f600\"\n\x7f/", "least": 5e-324, "small": 1.5e-05, "large": 1e300,
+                             "minus": -0.25, "whole": 100000, "integer": 2**53 - 1, "list": [0, -7],
                              "none": []}  # fmt: skip
     (coupled,) = json.loads((HERE / "coupling.json").read_text())
     flips = np.frombuffer(bytes.fromhex(coupled["cases"][0]["hex"]), np.uint8)
-    contents = [
+    return [
         Payload(),
         Payload({}, words),
         Payload(every, META),
         Payload({"none": np.zeros((0, 4), np.float32), "one": np.array(3, np.int64)}),
         Payload({"flips.coupled": flips}, {**META, "method": "coupled", "reference": coupled["reference"]}),
     ]
-    cases = [described(content, encode(content).hex()) for content in contents]
-    header = {"z": BYTES, "a": {"shape": [], "data_offsets": [4, 5], "dtype": "BOOL"}, "__metadata__": {FORMAT: "{}"}}
-    content = Payload({"z": np.arange(4, dtype=np.uint8), "a": np.array(True)})
-    return [*cases, described(content, packed(json.dumps(header, indent=1) + "  ", b"\0\1\2\3\1"), foreign=True)]
+
+
+def packed(header: str, arrays: bytes = b"") -> str:
+    """A container of this header, in hex."""
+    text = header.encode()
+    return (len(text).to_bytes(8, "little") + text + arrays).hex()
 
 
 def refused_cases() -> list[dict[str, str]]:
@@ -79,20 +86,20 @@ def refused_cases() -> list[dict[str, str]]:
         "the header is longer than the file": (2**12 - 8).to_bytes(8, "little").hex() + "7b7d",
         "the header has more than 4096 bytes": packed(json.dumps({"__metadata__": {FORMAT: "{}"}}) + " " * 4096),
         "the header does not begin with {": packed(" " + json.dumps({"__metadata__": {FORMAT: "{}"}})),
-        "the header is no UTF-8": whole.replace(b'"a"', b'"\xff"').hex(),
+        "the header is not UTF-8": whole.replace(b'"a"', b'"\xff"').hex(),
         "no metadata": packed("{}"),
         "metadata of another format": packed(json.dumps({"__metadata__": {"maskfleet/2": "{}"}})),
         "metadata of two keys": packed(json.dumps({"__metadata__": {FORMAT: "{}", "more": ""}})),
         "metadata twice": packed(f'{{"__metadata__": {meta}, "__metadata__": {meta}}}'),
-        "metadata that is no object": words("[]"),
+        "metadata that is not an object": words("[]"),
+        "metadata that is not JSON": words("{'a':1}"),
         "a metadata key twice": words('{"round":3,"round":9}'),
-        "metadata unsorted": words('{"b":1,"a":2}'),
-        "metadata with a space": words('{"a": 1}'),
-        "a number that is not the shortest": words('{"a":1.50}'),
-        "a character that is not escaped": words('{"a":"\u00e9"}'),
+        "a metadata key twice, once escaped": words('{"round":3,"\\u0072ound":9}'),
         "half a surrogate pair": words('{"a":"\\ud800"}'),
-        "a truth in the metadata": words('{"a":true}'),
-        "a truth in a list": words('{"a":[true]}'),
+        "a boolean in the metadata": words('{"a":true}'),
+        "a boolean in a list": words('{"a":[true]}'),
+        "a fraction in a list": words('{"a":[1.5]}'),
+        "a text in a list": words('{"a":["b"]}'),
         "null in the metadata": words('{"a":null}'),
         "an object in the metadata": words('{"a":{}}'),
         "NaN in the metadata": words('{"a":NaN}'),
@@ -106,7 +113,7 @@ def refused_cases() -> list[dict[str, str]]:
         "nine dimensions": entries(entry(shape=[4] + [1] * 8)),
         "more than 2**48 elements but for a 0": entries(entry(), entry("b", shape=[0, 2**48 + 1], data_offsets=[4, 4])),
         "a negative dimension": entries(entry(shape=[-4])),
-        "a dimension that is no integer": entries(entry(shape=[4.0])),
+        "a dimension that is not an integer": entries(entry(shape=[4.0])),
         "a shape of other bytes": entries(entry(shape=[5])),
         "a gap before an array": entries(entry(shape=[3], data_offsets=[1, 4])),
         "bytes after the last array": entries(entry(), arrays=body + b"\0"),
@@ -118,9 +125,13 @@ def refused_cases() -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Write both files."""
-    for name, cases in {"payload": read_cases(), "payload-refused": refused_cases()}.items():
-        lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
+    """Write the files."""
+    cases = [described(content) for content in contents()]
+    ours = [case | {"hex": encode(content).hex()} for case, content in zip(cases, contents(), strict=True)]
+    theirs = [case | {"hex": data} for case, data in zip(cases, javascript("write", cases), strict=True)]
+    files = {"payload": ours, "payload-javascript": theirs, "payload-refused": refused_cases()}
+    for name, written in files.items():
+        lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in written)
         (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")
 
 

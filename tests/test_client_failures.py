@@ -1,0 +1,217 @@
+"""A device that cannot do a round reports why and asks for work again; only what cannot be mended ends its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from client_rig import Coordinator, Softmax, device, numpy_trainer, problem  # noqa: F401
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32
+from edge_client.errors import DataError, DivergedError, LostError, PayloadError, ServerError, StateError
+from edge_client.events import Event
+from edge_client.exit_codes import FINAL, exit_code
+from edge_client.failures import REASON_MOST, failure_of
+from edge_client.local import run_round
+from edge_client.protocol.messages import FailureKind
+from edge_client.training import Gradient
+
+
+def once(error: Exception) -> Callable[..., Any]:
+    """A round that fails with `error` the first time and is trained the second."""
+    left = [error]
+
+    def trained(*given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return run_round(*given)
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (LostError("the reference mask is gone"), "lost"),
+        (DivergedError("the loss overflowed in step 1", at_start=True), "downlink"),
+        (DivergedError("the loss overflowed in step 9", at_start=False), "diverged"),
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("Failed to allocate memory for requested buffer of size 268435456"), "out-of-memory"),
+        (RuntimeError("Non-zero status code returned while running Gemm"), "backend"),
+        (DataError("no validation samples"), "data"),
+    ],
+)
+def test_a_round_that_fails_is_reported_with_its_reason_and_the_next_one_is_trained(
+    error: Exception, kind: FailureKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.client.run_round", once(error))
+    coordinator, said = Coordinator(), list[Event]()
+    result = device(tmp_path, coordinator).run(on_event=said.append)
+    assert (result.ended, result.rounds, sorted(coordinator.updates)) == ("finished", 3, [1, 2, 3])
+    ((round_, lease, failure),) = coordinator.failures
+    assert (round_, lease, failure.kind) == (1, "lease1", kind)
+    assert str(error) in failure.reason
+    assert [(e.round, kind in e.text) for e in said if e.kind == "failed"] == [(1, True)]
+
+
+def test_a_model_without_a_finite_loss_is_not_blamed_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a round that starts from a broken model, and a later step of one that does not."""
+    real, broken = Softmax.gradient, {1: [0], 2: [3]}  # steps without a finite loss, by round
+    coordinator, steps = Coordinator(), dict[int, int]()
+
+    def gradient(self: Softmax, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        g = real(self, parameters, buffers, x, y)
+        if ("GET", "/v1/federations/f1/work") not in coordinator.requests:
+            return g  # the step that tries the model out
+        step = steps[coordinator.round] = steps.get(coordinator.round, -1) + 1
+        return g if step not in broken.get(coordinator.round, ()) else Gradient(float("nan"), g.parameters, g.buffers)
+
+    monkeypatch.setattr(Softmax, "gradient", gradient)
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert [(r, f.kind) for r, _, f in coordinator.failures] == [(1, "downlink"), (2, "diverged")]
+
+
+def test_failures_in_a_row_are_spaced_further_and_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+
+    def noted(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 12:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("edge_client.retry.time.sleep", noted)
+    monkeypatch.setattr("edge_client.client.run_round", lambda *_: 1 / 0)
+    coordinator = Coordinator()
+    with pytest.raises(KeyboardInterrupt):
+        device(tmp_path, coordinator).run()
+    assert len(coordinator.failures) == 12
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60]
+    assert "ZeroDivisionError: division by zero" in coordinator.failures[0][2].reason
+
+
+@pytest.mark.parametrize("status", [404, 409, 410])
+def test_a_failure_of_a_round_that_is_over_changes_nothing(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.client.run_round", once(MemoryError()))
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: (
+        problem(status, "wrong-round", "round 1 is over") if "failures" in r.url.path else None
+    )
+    assert device(tmp_path, coordinator).run().ended == "finished"
+
+
+def test_a_refused_failure_report_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_client.client.run_round", once(MemoryError()))
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: (
+        problem(403, "device-removed", "dev was removed") if "failures" in r.url.path else None
+    )
+    with pytest.raises(ServerError, match="was removed"):
+        device(tmp_path, coordinator).run()
+
+
+def test_a_downlink_that_this_version_cannot_read_is_reported_before_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.client.run_round", once(PayloadError("array 'theta' is unknown")))
+    coordinator = Coordinator()
+    with pytest.raises(PayloadError, match="theta") as ended:
+        device(tmp_path, coordinator).run()
+    assert exit_code(ended.value) in FINAL
+    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"]
+
+
+def test_a_fault_of_the_device_s_disk_is_not_reported_as_the_round_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.client.run_round", once(StateError("disk full")))
+    coordinator = Coordinator()
+    with pytest.raises(StateError):
+        device(tmp_path, coordinator).run()
+    assert coordinator.failures == []
+
+
+def test_damaged_kept_values_are_reported_as_lost_and_the_device_goes_on_like_a_new_one(tmp_path: Path) -> None:
+    coordinator = Coordinator("standalone", rounds=4)
+    device(tmp_path, coordinator).run(rounds=2)
+    for path in tmp_path.glob("kept-*"):
+        path.write_bytes(path.read_bytes()[:-400])
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert [(r, f.kind) for r, _, f in coordinator.failures] == [(3, "lost")]
+    assert sorted(coordinator.updates) == [1, 2, 3, 4]
+
+
+def test_values_lost_at_the_end_are_reported_and_the_next_answer_is_the_whole_downlink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run(rounds=3)
+    real, lost = coordinator.made.receive, [True]
+
+    def receive(self: Any, a: Any, kept: Any, downlink: Any) -> Any:
+        if lost and a.round == 4:
+            lost.clear()
+            raise LostError("the reference mask of round 3 is gone")
+        return real(a, kept, downlink)
+
+    monkeypatch.setattr(type(coordinator.made), "receive", receive)
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert [(r, f.kind) for r, _, f in coordinator.failures] == [(4, "lost")]
+    assert (tmp_path / "personal.onnx").read_bytes() == coordinator.state.parameters.tobytes()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_end_that_is_lost_every_time_is_the_model_trained_last_or_an_error(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator()
+    if restarted:
+        device(tmp_path, coordinator).run(rounds=3)
+    real = coordinator.made.receive
+
+    def receive(self: Any, a: Any, kept: Any, downlink: Any) -> Any:
+        if a.round == 4:
+            raise LostError("the reference mask of round 3 is gone")
+        return real(a, kept, downlink)
+
+    monkeypatch.setattr(type(coordinator.made), "receive", receive)
+    if restarted:
+        with pytest.raises(LostError):
+            device(tmp_path, coordinator).run()
+    else:
+        said = list[Event]()
+        assert device(tmp_path, coordinator).run(on_event=said.append).ended == "finished"
+        assert any("the one this device trained last" in e.text for e in said)
+        assert (tmp_path / "personal.onnx").stat().st_size == 4 * 8
+    assert [r for r, _, _ in coordinator.failures] == [4, 4]
+
+
+def test_a_reason_is_cut_to_what_a_message_holds() -> None:
+    failure = failure_of(RuntimeError("x" * 5000 + "\ud800"))
+    assert failure is not None
+    assert len(failure.reason) == REASON_MOST
+    assert failure_of(RuntimeError("\ud800")) is not None
+
+
+def test_loss_and_scores_that_cannot_be_reported_are_a_diverged_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = Gradient(1e9, np.zeros(8, np.float32), np.zeros(0, np.float32))
+    monkeypatch.setattr(Softmax, "gradient", lambda *_: huge)
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: httpx.Response(200, json={"status": "stopped", "reason": "enough"}) if (
+        coordinator.failures and r.url.path.endswith("/work")
+    ) else None  # fmt: skip
+    assert device(tmp_path, coordinator).run().ended == "stopped"
+    ((_, _, failure),) = coordinator.failures
+    assert failure.kind == "diverged"
+    assert "lower the learning rate" in failure.reason
+    assert not coordinator.updates

@@ -1,0 +1,278 @@
+"""A coordinator that means harm cannot fill a device's disk or memory, keep it busy, or keep it from ending."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import onnx
+import pytest
+from client_rig import PART, Coordinator, Time, device, manifest, numpy_trainer, problem, remote  # noqa: F401
+from onnx import GraphProto, NodeProto, TensorProto, helper
+
+from edge_client.bundle import Part, digest
+from edge_client.errors import BundleError, ConfigError, PayloadError, StateError, UnreachableError
+from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
+from edge_client.files import RESERVE
+from edge_client.graphs import check_graph
+from edge_client.protocol.messages import Wait
+from edge_client.remote_bundle import most_bytes, open_remote
+
+BUNDLES = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles"
+REAL_CHECK = check_graph  # the rig replaces the module's
+
+
+# --- sizes
+
+
+def endless() -> Iterator[bytes]:
+    """A body without end."""
+    while True:
+        yield bytes(1 << 16)
+
+
+def test_a_model_with_too_many_parameters_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    with pytest.raises(BundleError, match=r"has 8 parameters and 0 statistics, this device accepts 7; .*--max-param"):
+        device(tmp_path, coordinator, max_parameters=7).run()
+    assert not [path for _, path in coordinator.requests if "parts" in path]
+    assert device(tmp_path, coordinator, max_parameters=8).run(rounds=1).rounds == 1
+
+
+def test_a_part_out_of_proportion_to_the_model_is_not_asked_for(tmp_path: Path) -> None:
+    m = manifest()
+    large = m.model_copy(update={"parts": {"train.onnx": Part(sha256=digest(b""), size=most_bytes(m) + 1)}}).to_bytes()
+    asked = list[str]()
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, content=large)
+
+    bundle = open_remote(remote(handler), digest(large), tmp_path)
+    with pytest.raises(BundleError, match=r"train\.onnx of model 'tiny' has .* bytes, for this model at most"):
+        bundle.part("train.onnx")
+    assert asked == [f"/v1/bundles/{digest(large)}"]
+
+
+def test_a_downlink_out_of_proportion_to_the_model_is_reported_and_not_fetched(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    work = {**coordinator.work(), "downlink_size": 2**40}
+    coordinator.fault = lambda r: httpx.Response(200, json=work) if r.url.path.endswith("/work") else None
+    with pytest.raises(PayloadError, match="announces a payload of 1099511627776 bytes"):
+        device(tmp_path, coordinator).run()
+    assert not [path for _, path in coordinator.requests if "payloads" in path]
+    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"]
+
+
+def test_a_part_that_would_fill_the_disk_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    free = [RESERVE + len(PART) - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, free[0]))
+    asked = list[str]()
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, content=PART)
+
+    part = Part(sha256=digest(PART), size=len(PART))
+    with pytest.raises(StateError, match=r"its disk has only \d+; free some space") as full:
+        remote(handler).fetch_file("/p", part, tmp_path / "p.partial", "fetching")
+    assert (asked, exit_code(full.value) in RESTARTED) == ([], True)
+    free[0] += 1
+    remote(handler).fetch_file("/p", part, tmp_path / "p.partial", "fetching")
+    assert (tmp_path / "p.partial").read_bytes() == PART
+
+
+def test_a_part_without_end_is_cut_off_just_after_its_size(tmp_path: Path) -> None:
+    largest = [0]
+
+    def measured() -> Iterator[bytes]:
+        for chunk in endless():
+            largest[0] = max([largest[0], *(p.stat().st_size for p in tmp_path.iterdir())])
+            yield chunk
+
+    part = Part(sha256=digest(PART), size=len(PART))
+    coordinator = remote(lambda _: httpx.Response(200, content=measured()))
+    with pytest.raises(UnreachableError, match="do not match their SHA-256"):
+        coordinator.fetch_file("/p", part, tmp_path / "p", "fetching")
+    assert largest[0] <= len(PART) + (1 << 16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_client.remote_bundle.MANIFEST_MOST", 1 << 20)
+    with pytest.raises(UnreachableError, match="do not match their SHA-256"):
+        open_remote(remote(lambda _: httpx.Response(200, content=endless())), "0" * 64, tmp_path)
+
+
+# --- waits
+
+
+@pytest.mark.parametrize(
+    ("asked", "slept"), [("0", 0.5), ("-5", 0.5), ("1e9", 3600.0), ("Fri, 01 Jan 2100 00:00:00 GMT", 3600.0)]
+)
+def test_retry_after_is_neither_a_busy_loop_nor_a_day(asked: str, slept: float) -> None:
+    time, answers = Time(), [problem(503, "busy", "busy", {"Retry-After": asked})]
+    wait = Wait(reason="r", poll_after=1.0)
+    ok = httpx.Response(200, content=wait.model_dump_json())
+    remote(lambda _: answers.pop() if answers else ok, time).ask("GET", "/x", Wait, "asking")
+    assert slept <= time.slept[0] <= slept + 0.5
+
+
+def test_answers_that_bring_no_work_at_once_are_not_a_busy_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = list[float]()
+    monkeypatch.setattr("edge_client.retry.time.sleep", slept.append)
+    waits = [Wait(reason="r", poll_after=after).model_dump_json() for after in (0.0, 0.0, 0.1, 3600.0)]
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: (
+        httpx.Response(200, content=waits.pop(0)) if r.url.path.endswith("/work") and waits else None
+    )
+    assert device(tmp_path, coordinator).run(rounds=1).rounds == 1
+    assert slept == [0.0, 0.5, 0.5, 3600.0]  # only the first answer, which is never held, is followed at once
+
+
+# --- graphs
+
+
+def graph(*nodes: NodeProto, initializers: tuple[TensorProto, ...] = ()) -> GraphProto:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    return helper.make_graph(list(nodes), "g", [x], [y], list(initializers))
+
+
+def check(tmp_path: Path, made: GraphProto, functions: tuple[onnx.FunctionProto, ...] = ()) -> None:
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], functions=list(functions))
+    (tmp_path / "train.onnx").write_bytes(model.SerializeToString())
+    REAL_CHECK(tmp_path / "train.onnx", "train.onnx")
+
+
+BODY = helper.make_graph(
+    [helper.make_node("Identity", ["s"], ["t"])],
+    "body",
+    [helper.make_tensor_value_info("s", TensorProto.FLOAT, None)],
+    [helper.make_tensor_value_info("t", TensorProto.FLOAT, None)],
+)
+OUTSIDE = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+NESTED = helper.make_graph(
+    [helper.make_node("Scan", ["s"], ["t"], body=BODY, num_scan_inputs=1)],
+    "nested",
+    list(BODY.input),
+    list(BODY.output),
+)
+
+
+def test_the_graphs_of_committed_bundles_and_a_scan_are_accepted(tmp_path: Path) -> None:
+    paths = list(BUNDLES.rglob("*.onnx"))
+    assert paths
+    for path in paths:
+        REAL_CHECK(path, path.name)
+    check(tmp_path, graph(helper.make_node("Scan", ["x"], ["y"], body=BODY, num_scan_inputs=1)))
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (graph(helper.make_node("Loop", ["m", "c", "x"], ["y"], body=BODY)), "is a Loop"),
+        (graph(helper.make_node("If", ["c"], ["y"], then_branch=BODY, else_branch=BODY)), "is a If"),
+        (graph(helper.make_node("SequenceMap", ["x"], ["y"], body=BODY)), "'SequenceMap' with a graph inside"),
+        (graph(helper.make_node("Scan", ["x"], ["y"], body=NESTED, num_scan_inputs=1)), "inside a Scan"),
+        (graph(helper.make_node("Evil", ["x"], ["y"], domain="com.microsoft")), "of domain 'com.microsoft'"),
+        (graph(helper.make_node("Identity", ["w"], ["y"]), initializers=(OUTSIDE,)), "'w' lies in another file"),
+        (graph(helper.make_node("Constant", [], ["y"], value=OUTSIDE)), "'w' lies in another file"),
+    ],
+)
+def test_a_graph_that_could_loop_or_reach_out_is_refused(tmp_path: Path, made: GraphProto, why: str) -> None:
+    with pytest.raises(BundleError, match=f"train.onnx is refused: .*{why}"):
+        check(tmp_path, made)
+
+
+def test_a_graph_with_functions_a_large_one_and_rubbish_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opset = [helper.make_opsetid("", 20)]
+    function = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Identity", ["a"], ["b"])], opset)
+    plain = graph(helper.make_node("Identity", ["x"], ["y"]))
+    check(tmp_path, plain)
+    with pytest.raises(BundleError, match="defines the function 'F'"):
+        check(tmp_path, plain, (function,))
+    (tmp_path / "rubbish").write_bytes(b"\xff" * 100)
+    with pytest.raises(BundleError, match="is not an ONNX graph"):
+        REAL_CHECK(tmp_path / "rubbish", "eval.onnx")
+    monkeypatch.setattr("edge_client.graphs.GRAPH_MOST", 10)
+    with pytest.raises(BundleError, match="more than 10 bytes"):
+        check(tmp_path, plain)
+
+
+def test_a_refused_graph_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is checked before it has its name, so no later run finds it either."""
+    monkeypatch.setattr("edge_client.graphs.check_graph", REAL_CHECK)
+    coordinator = Coordinator()
+    for _ in range(2):
+        with pytest.raises(BundleError, match=r"train\.onnx is not an ONNX graph"):
+            device(tmp_path, coordinator).run()
+    assert not (tmp_path / "bundles" / coordinator.bundle / "train.onnx").exists()
+    assert not [path for _, path in coordinator.requests if path.endswith("/work")]
+
+
+# --- ending
+
+
+DEAF = "while True:\n try: hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n except KeyboardInterrupt: pass"
+BUSY = {
+    "a computation that sees no signal": (f"exec({DEAF!r})", True),
+    "a wait": ("time.sleep(600)", False),
+    "a connection": ("socket.create_server(('127.0.0.1', 0)).accept()", False),
+    "a loop": ("[None for _ in iter(int, 1)]", False),
+}
+
+
+@pytest.mark.parametrize(("busy", "killed"), BUSY.values(), ids=BUSY)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_client_whatever_it_is_doing(
+    busy: str, killed: bool, number: signal.Signals, code: ExitCode
+) -> None:
+    program = (
+        "import hashlib, socket, sys, time\n"
+        "from edge_client import stopping\n"
+        f"stopping.GRACE = {0.2 if killed else 600}\n"
+        "try:\n"
+        "    with stopping.ending_promptly():\n"
+        "        print('ready', flush=True)\n"
+        f"        {busy}\n"
+        "except KeyboardInterrupt as stop:\n"
+        "    sys.exit(143 if isinstance(stop, stopping.Terminated) else 130)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert (b"nothing is lost" in error) == killed
+
+
+def test_the_handler_and_the_wakeup_are_put_back() -> None:
+    from edge_client.stopping import ending_promptly
+
+    before = signal.getsignal(signal.SIGTERM)
+    with ending_promptly():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("secret", [-1, 2**64, True, "7"])
+def test_a_secret_that_is_not_64_bits_is_refused(tmp_path: Path, secret: int) -> None:
+    with pytest.raises(ConfigError, match="is not a secret"):
+        device(tmp_path, Coordinator(), secret=secret)
