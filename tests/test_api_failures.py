@@ -75,7 +75,7 @@ def test_after_max_attempts_the_federation_pauses_with_its_fault_until_the_opera
             assert words in found["fault"]
         assert (await fleet.work("a"))["status"] == "wait"
         found = (await fleet.operator("POST", f"{FED}/resume")).json()
-        assert (found["phase"], found["round"], found["attempt"], found["fault"]) == ("running", 1, 1, None)
+        assert (found["phase"], found["round"], found["attempt"], found["fault"]) == ("running", 1, 3, None)
         for device in ("a", "b"):
             assert (await fleet.train(device)).status_code == 201
         await until(fleet, lambda f: f["round"] == 2)
