@@ -84,7 +84,8 @@ def _match(folder: Path, metadata: Metadata) -> None:
         lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
         if stored is not None and stored == marked and not lost:
             return
-        if stored is None and not any(p.name != INCOMING for p in (blobs.iterdir() if blobs.is_dir() else ())):
+        names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
+        if stored is None and names <= {INCOMING, "lost+found"}:
             fresh = marked or uuid4().hex  # marked: an earlier start was killed before its database was written
             metadata.identify(c, fresh)
             _mark(marker, blobs, fresh)
