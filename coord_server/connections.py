@@ -1,8 +1,9 @@
 """Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
-At the limit, a new connection replaces one without a request under way: the longest silent of the address that has most
-of those, so that a caller who opens many displaces its own. When every connection has a request, the oldest long poll
-is answered at once and closed. When no long poll is left, new callers get a 503, except the operator.
+At the limit, a new connection replaces one whose request has shown no valid credential, or that has no request: the
+oldest of the address with most of those, so that a caller who opens many displaces its own. When every connection
+serves a known caller, the oldest long poll is answered at once and closed. When no long poll is left, new callers get a
+503, except the operator.
 
 uvicorn has no time limit for a request's head, and answers its own limit on connections to every caller alike; hence
 the small subclass of its connection.
@@ -35,7 +36,7 @@ class Places:
     def __init__(self, most: int = MOST) -> None:
         self.most = most
         self.open: set[Connection] = set()
-        self._silent: dict[str, dict[Connection, None]] = {}  # by address; the longest silent first
+        self._unproven: dict[str, dict[Connection, None]] = {}  # by address; the oldest first
         self._polls: dict[Poll, tuple[asyncio.Future[Any], Connection | None]] = {}  # the oldest first
 
     def full(self) -> bool:
@@ -52,19 +53,19 @@ class Places:
     def leave(self, connection: Connection) -> None:
         """The connection is closed."""
         self.open.discard(connection)
-        self.busy(connection)
+        self.proven(connection)
 
-    def silent(self, connection: Connection) -> None:
-        """No request of this connection is under way."""
+    def unproven(self, connection: Connection) -> None:
+        """The connection has no request, or one of an unknown caller: it may be closed."""
         if connection in self.open:
-            self._silent.setdefault(connection.address, {}).setdefault(connection)
+            self._unproven.setdefault(connection.address, {}).setdefault(connection)
 
-    def busy(self, connection: Connection) -> None:
-        """A request of this connection is under way."""
-        of_address = self._silent.get(connection.address, {})
+    def proven(self, connection: Connection) -> None:
+        """The request under way is the operator's or a device's."""
+        of_address = self._unproven.get(connection.address, {})
         of_address.pop(connection, None)
         if not of_address:
-            self._silent.pop(connection.address, None)
+            self._unproven.pop(connection.address, None)
 
     async def hold(self, poll: Poll, answer: Coroutine[Any, Any, T], connection: Connection | None) -> T | None:
         """What a long poll answers; None when it has to give up its place before there is an answer.
@@ -93,9 +94,9 @@ class Places:
                 self.leave(connection)
 
     def _make_room(self) -> bool:
-        if self._silent:
-            address = max(self._silent, key=lambda a: len(self._silent[a]))
-            connection = next(iter(self._silent[address]))
+        if self._unproven:
+            address = max(self._unproven, key=lambda a: len(self._unproven[a]))
+            connection = next(iter(self._unproven[address]))
             self.leave(connection)
             connection.transport.abort()
             return True
@@ -126,7 +127,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         if self._places.enter(self):
-            self._places.silent(self)
+            self._places.unproven(self)
             self._start_timer()
         else:
             transport.abort()
@@ -135,20 +136,17 @@ class Connection(H11Protocol):
         """Bytes arrived: part of a head, or of a body."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._places.busy(self)
-            self._stop_timer()
+            self._stop_timer()  # a request is under way
         elif self._timer is None or self.conn.their_state is h11.SEND_BODY:
             self._start_timer()
 
     def on_response_complete(self) -> None:
         """The answer is sent. What was received of an unread body is dropped."""
         self.cycle.body = bytearray()
-        self._places.silent(self)
+        self._places.unproven(self)
         super().on_response_complete()
-        if not self.cycle.response_complete:  # a pipelined request has begun
-            self._places.busy(self)
-        elif self.conn.their_state is h11.SEND_BODY:  # the rest of an unread body has to arrive piece by piece
-            self._start_timer()
+        if self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY:
+            self._start_timer()  # the rest of an unread body has to arrive piece by piece
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the place."""

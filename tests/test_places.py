@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from coordination import LIMIT, Fleet, bearer, credential
-from listening import HEALTH, LIST, SLOW, Streams, answer, ask, closed, listening, until
+from coordination import LIMIT, Fleet, bearer, content_digest, credential
+from listening import HEALTH, LIST, SLOW, Served, Streams, answer, ask, closed, listening, until
 
 from coord_server import connections, serve
 from coord_server.connections import SPARE
@@ -27,7 +29,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PATIENCE", 10 * LIMIT)
 
 
-def test_a_new_connection_replaces_the_longest_silent_one_of_the_address_with_most(tmp_path: Path) -> None:
+def test_a_new_connection_replaces_the_oldest_silent_one_of_the_address_with_most(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path, most=4) as here:
             idle = await here.connect()
@@ -89,18 +91,50 @@ def test_a_device_has_one_long_poll_and_a_newer_one_ends_the_older(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_when_nothing_can_be_closed_the_operator_is_served_and_others_get_503(tmp_path: Path) -> None:
+def test_slow_bodies_of_unknown_callers_make_room(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path, most=3) as here:
-            held = [await here.busy(SLOW) for _ in range(3)]
+            held = [await here.busy(SLOW, source="127.0.0.2") for _ in range(3)]
+            assert (await ask(await here.connect(), HEALTH))[0] == 200
+            await closed(held[0][0])
+            assert len(here.places.open) == 3
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def uploading(folder: Path, most: int, *devices: str) -> AsyncIterator[tuple[Served, list[Streams]]]:
+    """A coordinator with `most` places, each with an upload of a device under way that does not go on."""
+    async with listening(folder, most=most) as here:
+        leases = {}
+
+        async def script(fleet: Fleet) -> None:
+            await fleet.federation(*devices, cohort=len(devices), min_devices=len(devices))
+            leases.update({d: (await fleet.work(d))["lease"] for d in devices})
+
+        await here.fleet(script)
+        await until(lambda: not here.places.open)
+        held = []
+        for d in devices:
+            head = f"PUT /v1/federations/fed/rounds/1/updates/{d} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+            head += f"Authorization: Bearer {credential(d)}\r\nMaskfleet-Lease: {leases[d]}\r\n"
+            held.append(await here.busy(f"{head}Content-Digest: {content_digest(b'')}\r\n\r\nx".encode()))
+        await until(lambda: not here.places._unproven)
+        yield here, held
+        for _, writer in held:
+            writer.close()
+
+
+def test_when_nothing_can_be_closed_the_operator_is_served_and_others_get_503(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with uploading(tmp_path, 3, "a", "b", "c") as (here, held):
             status, headers, said = await ask(stranger := await here.connect(), HEALTH)
             assert (status, said["type"], headers["retry-after"]) == (503, "/problems/too-busy", "5")
             assert headers["content-type"] == "application/problem+json"
             await closed(stranger[0])
             assert (await ask(await here.connect(), LIST))[0] == 200
-            for _, writer in held:
-                writer.close()
-            await until(lambda: not any(c.cycle and not c.cycle.response_complete for c in here.places.open))
+            held[0][1].close()
+            await until(lambda: len(here.places.open) <= 3)
             assert (await ask(await here.connect(), HEALTH))[0] == 200
 
     asyncio.run(main())
@@ -110,11 +144,10 @@ def test_beyond_the_spare_places_a_connection_is_closed_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "SPARE", 2)
-    monkeypatch.setattr(access.Places, "full", lambda _: False)  # so that the spare places too have a slow request
+    monkeypatch.setattr(connections.Places, "full", lambda _: False)  # so that the spare places have uploads too
 
     async def main() -> None:
-        async with listening(tmp_path, most=3) as here:
-            held = [await here.busy(SLOW) for _ in range(5)]
+        async with uploading(tmp_path, 3, "a", "b", "c", "d", "e") as (here, held):
             reader, _ = await here.connect()
             await closed(reader)
             assert len(here.places.open) == len(held)

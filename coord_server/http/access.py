@@ -34,13 +34,21 @@ T = TypeVar("T")
 class Call:
     """One request under way, counted for its address, then for the credential it has shown."""
 
-    def __init__(self, counted: Counter[str], address: str, connection: Connection | None, operator: bool) -> None:
-        self.connection, self.operator = connection, operator
+    def __init__(self, counted: Counter[str], address: str, places: Places, connection: Connection | None) -> None:
+        self.places, self.connection, self.operator = places, connection, False
         self._counted, self._key = counted, address
         counted[address] += 1
 
-    def known(self, credential: str) -> None:
-        """Count it for this credential from now on. Raises Refusal when that has too many under way."""
+    def of_operator(self) -> None:
+        """It has shown the operator's token."""
+        self.operator = True
+        if self.connection is not None:
+            self.places.proven(self.connection)
+
+    def of_device(self, credential: str) -> None:
+        """It has shown a device's credential, and counts for it now. Raises Refusal when that has too many."""
+        if self.connection is not None:
+            self.places.proven(self.connection)
         self.over()
         self._key = credential
         self._counted[credential] += 1
@@ -78,7 +86,9 @@ class Admission:
             if refused is not None:
                 await refused(scope, receive, send)
                 return
-        call = scope[CALL] = Call(self._counted, address, scope.get("state", {}).get("connection"), operator)
+        call = scope[CALL] = Call(self._counted, address, self._places, scope.get("state", {}).get("connection"))
+        if operator:
+            call.of_operator()
         try:
             await self._app(scope, receive, send)
         finally:
@@ -125,12 +135,11 @@ class Caller:
 
     live: LiveFederation
     device: str
-    _places: Places
     _call: Call
 
     async def hold(self, answer: Coroutine[Any, Any, T]) -> T | None:
         """What a long poll answers, or None when it has to answer now to free its place."""
-        return await self._places.hold((self.live.id, self.device), answer, self._call.connection)
+        return await self._call.places.hold((self.live.id, self.device), answer, self._call.connection)
 
 
 async def caller(request: Request, served: Served, federation: FederationId, given: DeviceHeader) -> Caller:
@@ -148,8 +157,8 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
             f"there is no federation {federation!r} with this credential; check its id, or enrol with a join token",
         )
     call: Call = request.scope[CALL]
-    call.known(credential)
-    return Caller(live, device, request.app.state.places, call)
+    call.of_device(credential)
+    return Caller(live, device, call)
 
 
 Calling = Annotated[Caller, Depends(caller)]
@@ -186,7 +195,7 @@ async def reader(request: Request, served: Served, digest: BundleDigest, given: 
                 removed = refused
                 continue
             if device is not None:
-                call.known(credential)
+                call.of_device(credential)
                 return Reader(served, live, device)
         if removed is not None:
             raise removed
