@@ -15,8 +15,8 @@ reading argued in docs/methods/fedmask.md, and a setting selects the other one.
 - An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device. So do
   the head (`head="local"`) and the tensors outside the masked layers (`biases="local"`).
 
-Counter streams: the first mask (`initial_mask="random"`, the top bit of each number) has the key words (federation
-seed, "fedmask", "first mask"); the sample orders have the phases "prune" and "train".
+structure.py divides the model, fedmask_values.py has what is stored and exchanged. A random first mask is the top bits
+of the counter stream of (federation seed, "fedmask", "first mask").
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from edge_kernels import counter
 from edge_kernels.folding import Tally
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Manifest, Model, digest
+from edge_client.bundle import F32, Model, digest
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import distance, toward
 from edge_client.methods.fedmask_values import Held, Kept, Received, Record, State, Total, Update
 from edge_client.methods.fedmask_wire import STRUCTURE, Wire
-from edge_client.methods.structure import Bits, Division, Packed, divide
+from edge_client.methods.structure import Bits, Packed, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -47,7 +47,7 @@ from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
 
 
-class FedMask(Method):
+class FedMask(PrunedMasks):
     """Personal binary masks on frozen weights."""
 
     name: ClassVar[str] = "fedmask"
@@ -56,12 +56,6 @@ class FedMask(Method):
     kept_type: ClassVar[type[Kept]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({STRUCTURE})
 
-    keep: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of the pruned layers' weights that a device keeps (the paper's p_r)."""
-    prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
-    """The last so many masked layers, or layers by name."""
-    rank: Literal["layer", "together"] = "layer"
-    """Keep the largest of each layer, or of all pruned layers together."""
     group_lasso: Annotated[float, Field(ge=0, le=100)] = 2e-4
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
@@ -74,12 +68,6 @@ class FedMask(Method):
     """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
     state: Literal["global", "client"] = "global"
     """`global`: one tensor that every holder reads; `client`: a device sees only the averages it took part in."""
-    head: Literal["masked", "local"] = "masked"
-    """`local`: the last layer is float32, trained and kept on the device."""
-    biases: Literal["frozen", "local"] = "local"
-    """Biases, batch-norm scale and shift, and tensors of no maskable layer: as drawn, or trained on the device."""
-    real_gates: tuple[Literal["i", "f", "g", "o"], ...] = ("o",)
-    """LSTM gates that are trained and sent as float32 instead of masked."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
@@ -94,30 +82,21 @@ class FedMask(Method):
             raise ValueError('state="client" keeps one bit per element and device; use down="bit"')
         return self
 
-    def division(self, m: Manifest) -> Division:
-        """How this configuration divides the model. Raises ConfigError when it names layers that do not exist."""
-        together, head, biases = self.rank == "together", self.head == "local", self.biases == "local"
-        return divide(m, self.prune_layers, self.keep, together, head, biases, self.real_gates)
-
-    def wire(self, m: Manifest) -> Wire:
+    def wire(self, model: Model) -> Wire:
         """How this configuration codes its payloads."""
-        return Wire(self.codec, self.down == "count", self.division(m))
+        return Wire(self.codec, self.down == "count", self.division(model))
 
     def first_mask(self, course: Course) -> Bits:
         """The bits of all mask elements before round 1, bool[masked]."""
-        n = self.division(course.model.manifest).masked.size
-        if self.initial_mask == "ones":
-            return np.ones(n, np.bool_)
-        top = counter.uint64(counter.key(course.seed, "fedmask", "first mask"), n) >> np.uint64(63)
-        first: Bits = top.astype(np.bool_)
-        return first
+        n, key = self.division(course.model).masked.size, counter.key(course.seed, "fedmask", "first mask")
+        return np.ones(n, np.bool_) if self.initial_mask == "ones" else counter.uint64(key, n) >= 2**63
 
     # --- server half
 
     def start(self, course: Course) -> State:
         """The first mask, and the real gates as drawn."""
         share = self.first_mask(course).astype(np.float32)
-        real = self.division(course.model.manifest).real.gather(course.model.parameters)
+        real = self.division(course.model).real.gather(course.model.parameters)
         return State(share, np.zeros(share.size, np.uint32), 1, real)
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
@@ -128,7 +107,7 @@ class FedMask(Method):
         """The shares that a device receives and the bits it holds: of live elements, or of all without a record."""
         share, known = state.share, self.first_mask(course)
         if record is not None:
-            division = self.division(course.model.manifest)
+            division = self.division(course.model)
             known, live = bitset.unpack(record.held.bits, division.live), division.expand(record.held.structure)
             share = np.where(state.averaged[live] >= record.round, share[live], np.float32(known))
             share = share if record.own is None else np.float32(bitset.unpack(record.own, division.live))
@@ -137,28 +116,18 @@ class FedMask(Method):
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         """The shares that are due, for the structure of the record."""
-        structure = None if record is None else record.held.structure
-        wire = self.wire(course.model.manifest)
-        return wire.downlink(*self.due(course, state, record), state.levels, structure, state.real)
-
-    def exchanged(self, model: Model) -> int:
-        """Mask elements and real gates."""
-        return self.division(model.manifest).masked.size + self.division(model.manifest).real.size
-
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
-        """One bit for every mask element, pruned or not."""
-        division = self.division(model.manifest)
-        return (bitset.size(division.masked.size) + 4 * division.real.size,) * 2
+        (share, known), structure = self.due(course, state, record), record.held.structure if record else None
+        return self.wire(course.model).downlink(share, known, state.levels, structure, state.real)
 
     def update_limit(self, model: Model) -> int:
         """Live bits, the structure, the real gates."""
-        return self.wire(model.manifest).update_limit()
+        return self.wire(model).update_limit()
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """A device's structure, its bits of live elements and its real gates. Raises PayloadError."""
         share, _ = self.due(a.course, state, record)
         what, structure = f"the update of {a.device!r} in round {a.round}", record.held.structure if record else None
-        return self.wire(a.model.manifest).read_update(payload, structure, share >= 0.5, what)
+        return self.wire(a.model).read_update(payload, structure, share >= 0.5, what)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
         """Of real gates the norm of their change. A mask adds 0 or 1 to each count, so it has no need."""
@@ -172,7 +141,7 @@ class FedMask(Method):
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
         """Count ones and holders of every element; the record is the update."""
-        division = self.division(a.model.manifest)
+        division = self.division(a.model)
         live = division.expand(update.held.structure)
         ones = np.zeros(live.size, np.bool_)
         ones[live] = bitset.unpack(update.held.bits, division.live)
@@ -180,10 +149,8 @@ class FedMask(Method):
         total.ones.add(bitset.pack(ones))
         total.holders.add(bitset.pack(live))
         total.real += update.real
-        new = Record(update.held, a.round)
-        if self.state == "client":
-            total.records[a.device] = new
-        return total, new
+        total.records[a.device] = Record(update.held, a.round)
+        return total, total.records[a.device]
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
@@ -196,7 +163,7 @@ class FedMask(Method):
             share = np.where(shared, mean, state.share).astype(np.float32)
             averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
             return State(share, averaged, levels, real), {}
-        division, records = self.division(course.model.manifest), dict(total.records)
+        division, records = self.division(course.model), dict(total.records)
         for device, record in records.items():
             live, bits = division.expand(record.held.structure), bitset.unpack(record.held.bits, division.live)
             records[device] = replace(record, own=bitset.pack(np.where(shared[live], mean[live] >= 0.5, bits)))
@@ -206,12 +173,12 @@ class FedMask(Method):
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """The shares of the device's live elements, or of all. Raises LostError, PayloadError."""
-        held = kept.held if kept else None
-        return self.wire(a.model.manifest).receive(downlink, held, self.first_mask(a.course))
+        return self.wire(a.model).receive(downlink, kept.held if kept else None, self.first_mask(a.course))
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Prune if the device has no structure yet, then a few epochs of score SGD from the received bits."""
-        model, wire = task.assignment.model, self.wire(task.assignment.model.manifest)
+        model = task.assignment.model
+        wire = self.wire(model)
         values, buffers = self.own_values(model, kept, received)
         structure = kept.held.structure if kept else self.prune(task, values, buffers, received.share)
         live = wire.division.expand(structure)
@@ -225,8 +192,8 @@ class FedMask(Method):
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The frozen weights under the received mask, within the device's structure when it has one."""
-        model, division = task.assignment.model, self.division(task.assignment.model.manifest)
-        mask = received.share >= 0.5
+        model = task.assignment.model
+        division, mask = self.division(model), received.share >= 0.5
         if kept:
             mask &= division.expand(kept.held.structure)
         values, buffers = self.own_values(model, kept, received)
@@ -234,7 +201,7 @@ class FedMask(Method):
 
     def own_values(self, model: Model, kept: Kept | None, received: Received) -> tuple[F32, F32]:
         """Copies of parameters and statistics: frozen ones as drawn, the device's own, the server's real gates."""
-        division, values = self.division(model.manifest), model.parameters.copy()
+        division, values = self.division(model), model.parameters.copy()
         division.real.scatter(received.real, values)
         if kept:
             division.local.scatter(kept.local, values)
@@ -248,11 +215,9 @@ class FedMask(Method):
         return np.where(live, scores, np.float32(-np.inf))
 
     def prune(self, task: Task, values: F32, buffers: F32, share: F32) -> Packed:
-        """The structure of the largest |W (s_after - s_before)| of one epoch.
-
-        What stays on the device (head, biases, statistics) keeps what it learns in that epoch.
-        """
-        model, division = task.assignment.model, self.division(task.assignment.model.manifest)
+        """The structure of the largest |W (s_after - s_before)| of an epoch, which trains `values` and `buffers` too."""
+        model = task.assignment.model
+        division = self.division(model)
         if not division.groups:
             return bitset.pack(np.zeros(0, np.bool_))
         before = self.scores(share, np.ones(share.size, np.bool_))
@@ -262,12 +227,14 @@ class FedMask(Method):
 
     def train(self, task: Task, values: F32, buffers: F32, scores: F32, epochs: int, phase: str) -> float:
         """SGD on `scores` and on the float32 parameters in `values`, in place; the masked parts of it are scratch."""
-        frozen, division = task.assignment.model.parameters, self.division(task.assignment.model.manifest)
-        layers = []
+        model, layers = task.assignment.model, []
+        division = self.division(model)
         for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
             lasso = GroupLasso(b.shape, self.group_lasso) if self.group_lasso else None
             sgd = Sgd(b.size, self.lr, self.momentum)
-            layers.append((b.span, masked_step(SigmoidThreshold(), frozen[b.span], scores[place], sgd, lasso)))
+            layers.append(
+                (b.span, masked_step(SigmoidThreshold(), model.parameters[b.span], scores[place], sgd, lasso))
+            )
         free = Part(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()
         for batch in task.batches(epochs, self.batch, phase):

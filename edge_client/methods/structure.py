@@ -7,15 +7,17 @@ decision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
 from numpy.typing import NDArray
+from pydantic import Field
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
+from edge_client.methods import Method
 from edge_client.parts import Part, rest, weights
 from edge_client.task import Personal
 
@@ -75,25 +77,46 @@ class Division:
         return Personal(values, buffers, alive)
 
 
-def divide(
-    m: Manifest,
-    prune_layers: int | tuple[str, ...],
-    keep: float,
-    together: bool,
-    local_head: bool,
-    local_biases: bool,
-    real_gates: Sequence[str],
-) -> Division:
-    """Divide a model by FedMask's settings. Raises ConfigError when they name layers that do not exist."""
-    layers = m.layers[:-1] if local_head else m.layers
-    names = tuple(layer.name for layer in layers)
-    pruned = names[len(names) - prune_layers :] if isinstance(prune_layers, int) else prune_layers
-    if not names or not set(pruned) <= set(names) or prune_layers not in (len(pruned), pruned):
-        raise ConfigError(f"prune_layers = {prune_layers!r}, but the masked layers are {list(names)}; name some")
-    every, masked = weights(m, layers), weights(m, layers, real_gates)
-    groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned]
-    groups = [g for g in ([np.concatenate(groups)] if groups and together else groups) if g.size]
-    head = {*m.layers[-1].weights, *m.layers[-1].biases} if local_head else set()
-    local = Part(tuple(b for b in rest(m, every).blocks if local_biases or b.name in head))
-    kept = tuple(max(1, round(keep * g.size)) for g in groups)
-    return Division(masked, every.without(masked), local, tuple(groups), kept)
+class PrunedMasks(Method):
+    """Base of methods that mask layers and prune once: the settings that divide a model."""
+
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the pruned layers' weights that a device keeps (the paper's p_r)."""
+    prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
+    """The last so many masked layers, or layers by name."""
+    rank: Literal["layer", "together"] = "layer"
+    """Keep the largest of each layer, or of all pruned layers together."""
+    head: Literal["masked", "local"] = "masked"
+    """`local`: the last layer is float32, trained and kept on the device."""
+    biases: Literal["frozen", "local"] = "local"
+    """Biases, batch-norm scale and shift, and tensors of no maskable layer: as drawn, or trained on the device."""
+    real_gates: tuple[Literal["i", "f", "g", "o"], ...] = ("o",)
+    """LSTM gates that are trained and sent as float32 instead of masked."""
+
+    def division(self, model: Model) -> Division:
+        """How this configuration divides the model. Raises ConfigError when it names layers that do not exist."""
+        m, count = model.manifest, self.prune_layers
+        layers = m.layers[:-1] if self.head == "local" else m.layers
+        names = tuple(layer.name for layer in layers)
+        pruned = names[max(0, len(names) - count) :] if isinstance(count, int) else count
+        if not names or not set(pruned) <= set(names) or count not in (len(pruned), pruned):
+            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some")
+        every, masked = weights(m, layers), weights(m, layers, self.real_gates)
+        groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned]
+        groups = [np.concatenate(groups)] if groups and self.rank == "together" else groups
+        groups = [g for g in groups if g.size]
+        head = {*m.layers[-1].weights, *m.layers[-1].biases} if self.head == "local" else set()
+        local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b.name in head))
+        kept = tuple(max(1, round(self.keep * g.size)) for g in groups)
+        return Division(masked, every.without(masked), local, tuple(groups), kept)
+
+    def exchanged(self, model: Model) -> int:
+        """Mask elements and real gates."""
+        division = self.division(model)
+        return division.masked.size + division.real.size
+
+    def paper_bytes(self, model: Model) -> tuple[int, int]:
+        """One bit for every mask element, pruned or not."""
+        division = self.division(model)
+        dense = bitset.size(division.masked.size) + 4 * division.real.size
+        return dense, dense
