@@ -225,12 +225,19 @@ def test_a_refused_graph_is_never_opened(tmp_path: Path, monkeypatch: pytest.Mon
 # --- ending
 
 
-DEAF = "while True:\n try: hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n except KeyboardInterrupt: pass"
+DEAF = """
+while True:
+    try:
+        ready()
+        hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+    except KeyboardInterrupt:
+        pass
+"""
 BUSY = {
-    "a computation that sees no signal": (f"exec({DEAF!r})", True),
-    "a wait": ("time.sleep(600)", False),
-    "a connection": ("socket.create_server(('127.0.0.1', 0)).accept()", False),
-    "a loop": ("[None for _ in iter(int, 1)]", False),
+    "a computation that sees no signal": (DEAF, True),
+    "a wait": ("ready()\ntime.sleep(600)", False),
+    "a connection": ("server = socket.create_server(('127.0.0.1', 0))\nready()\nserver.accept()", False),
+    "a loop": ("ready()\nwhile True: pass", False),
 }
 
 
@@ -243,10 +250,10 @@ def test_a_signal_ends_a_client_whatever_it_is_doing(
         "import hashlib, socket, sys, time\n"
         "from edge_client import stopping\n"
         f"stopping.GRACE = {0.2 if killed else 600}\n"
+        "def ready(): print('ready', flush=True)\n"
         "try:\n"
         "    with stopping.ending_promptly():\n"
-        "        print('ready', flush=True)\n"
-        f"        {busy}\n"
+        f"        exec({busy!r})\n"
         "except KeyboardInterrupt as stop:\n"
         "    sys.exit(143 if isinstance(stop, stopping.Terminated) else 130)\n"
     )
