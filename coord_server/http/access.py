@@ -148,11 +148,15 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
     if given is None:
         raise Refusal("unauthorized", "this needs the device's credential: send Authorization: Bearer CREDENTIAL")
     credential = auth.hashed(given.credentials)
-    live = next((f for f in served.federations() if f.id == federation), None)
-    device = await live.device_of(credential) if live is not None else None
-    if live is None or device is None:
+    live = device = None
+    try:
+        live = await served.find(federation)
+    except Refusal:  # it does not exist, or could not be loaded: only its own devices get to see which
         if await served.unloaded_of(credential) == federation:
-            served.federation(federation)  # raises what is wrong with it
+            raise
+    else:
+        device = await live.device_of(credential)
+    if live is None or device is None:
         raise Refusal(
             "unauthorized",
             f"there is no federation {federation!r} with this credential; check its id, or enrol with a join token",
