@@ -53,6 +53,15 @@ class Part:
         ends = list(accumulate(b.size for b in self.blocks))
         return tuple(slice(end - b.size, end) for b, end in zip(self.blocks, ends, strict=True))
 
+    def without(self, other: Part) -> Part:
+        """The blocks that the other part does not have."""
+        return Part(tuple(b for b in self.blocks if b not in other.blocks))
+
+    def places_of(self, names: Collection[str]) -> NDArray[np.int64]:
+        """The indices, within the gathered vector, of the blocks of the tensors called `names`."""
+        found = [np.arange(p.start, p.stop) for b, p in zip(self.blocks, self.places, strict=True) if b.name in names]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
     def gather(self, flat: NDArray[_Value]) -> NDArray[_Value]:
         """The part as one contiguous vector of length `size`, a copy."""
         return np.concatenate([flat[b.span] for b in self.blocks]) if self.blocks else flat[:0].copy()
