@@ -1,9 +1,9 @@
-"""Fuzzes every decoder: whatever the bytes, it returns or raises its one error, soon and in bounded memory.
+"""Fuzzes every decoder: for any bytes, it returns or raises its error, in bounded time and memory.
 
     python fuzz/fuzz_codecs.py codecs|coupling|container --mutations 1000000    a seeded mutator, no extra package
-    python fuzz/fuzz_codecs.py codecs|coupling|container --atheris 60           guided by coverage, so many seconds
+    python fuzz/fuzz_codecs.py codecs|coupling|container --atheris 60           guided by coverage, for 60 seconds
 
-Either prints its count; `--json FILE` adds it to a file of results. The targets are in fuzz_targets.py.
+Either prints its counts; `--json FILE` adds them to a file of results. The targets are in fuzz_targets.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from types import FrameType
 from typing import Any
 
 import fuzz_targets
+from edge_kernels.codecs.streams import varint
 from fuzz_targets import Target
 
-SLOWEST = 5.0  # seconds a payload may take, of the processor, thousands of times what small ones need
-STUCK = 300.0  # seconds after which a call into compiled code that no signal interrupts ends the process
-CONSTANT = 256 << 10  # bytes a decoder may use beside four times what it decodes to, at small d
-CONSTANT_LARGE = 2 << 20  # and at large d, where its tiles are full
-SEGMENT = 16 << 20  # of `counts`, which decodes up to 2**20 values at once
+SLOWEST = 5.0  # processor seconds per payload, thousands of times what a small one takes
+STUCK = 300.0  # seconds after which the process ends if compiled code does not return
+CONSTANT = 256 << 10  # bytes that a decoder may allocate beside four times its result, at small d
+CONSTANT_LARGE = 2 << 20  # the same at large d, where its tiles are full
+SEGMENT = 16 << 20  # the same for `counts`, which decodes up to 2**20 values at once
 _LARGE = 2000  # one payload in so many goes to a large target
 _MEASURED = 16  # one payload in so many is decoded under the memory tracer, and all crafted and large ones
 
 
 class HungError(Exception):
-    """A decoder was interrupted."""
+    """A decoder took too long and was interrupted."""
 
 
 def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """`data` with one to four small damages; `other` is spliced in now and then."""
+    """`data` with one, two or four random changes, some of which splice in `other`."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         kind = rng.randrange(9)
@@ -61,10 +62,10 @@ def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
             out[at:] = other[at:]
         elif kind == 6:
             out[:at] = other[:at]
-        elif kind == 7:  # a number of a header, which stand first
+        elif kind == 7:  # a number in the header, near the front
             at = rng.randrange(min(len(out), 40) + 1)
             number = rng.choice((0, 1 << rng.randrange(36), (1 << rng.randrange(36)) - 1))
-            out[at : at + 4] = rng.choice((_varint(number), (number & 0xFFFFFFFF).to_bytes(4, "little")))
+            out[at : at + 4] = rng.choice((varint(number), (number & 0xFFFFFFFF).to_bytes(4, "little")))
         elif rng.random() < 0.3:
             out = bytearray(rng.randbytes(rng.randrange(64)))
         else:
@@ -72,17 +73,9 @@ def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Interrupt what runs inside after so many seconds of this process's own time."""
+    """Raise HungError inside the block after so many seconds of this process's processor time."""
 
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise HungError(f"still decoding after {seconds} s")
@@ -97,9 +90,10 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def attempt(target: Target, data: bytes, measured: bool) -> bool:
-    """Decode once. True if it decoded, False if it was refused; another exception, or too much time or memory, escapes.
+    """Decode once. True if the payload decoded, False if it was refused.
 
-    `measured`: under the memory tracer, at three times the time.
+    Raises for any other exception, and for too much time or memory. `measured`: under the memory tracer, three times
+    slower.
     """
     result: Any = None
     if measured:
@@ -110,7 +104,7 @@ def attempt(target: Target, data: bytes, measured: bool) -> bool:
         accepted = True
     except target.refusal as error:
         if not str(error):
-            raise AssertionError(f"a {target.refusal.__name__} without a sentence") from error
+            raise AssertionError(f"a {target.refusal.__name__} without a message") from error
         accepted = False
     finally:
         if measured:
@@ -122,7 +116,7 @@ def attempt(target: Target, data: bytes, measured: bool) -> bool:
 
 
 def allowance(target: Target, result: Any) -> int:
-    """Bytes the target may use: four times what is decoded, and its tiles."""
+    """The bytes that the target may allocate: four times its result, and its tiles."""
     decoded = max(target.decoded, int(getattr(result, "nbytes", 0)))
     if target.decoded < fuzz_targets.LARGE:
         return 4 * decoded + CONSTANT
@@ -130,7 +124,7 @@ def allowance(target: Target, result: Any) -> int:
 
 
 def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
-    """Try `count` mutated payloads of a group's targets; what came of it. Raises at the first that goes wrong."""
+    """Decode `count` mutated payloads of a group's targets and return the counts. Raises at the first failure."""
     rng = random.Random(seed)
     make = fuzz_targets.GROUPS[group]
     small, large = make(False), make(True)
@@ -145,7 +139,7 @@ def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
             faulthandler.dump_traceback_later(STUCK, exit=True)
         known = large if i % _LARGE == _LARGE - 1 else small
         target = rng.choice(known)
-        if known is large and crafting and rng.random() < 0.5:  # what a header claims shows where d is large
+        if known is large and crafting and rng.random() < 0.5:  # false claims in headers matter most at large d
             target = rng.choice(crafting)
         crafted = target.craft is not None and rng.random() < (0.9 if known is large else 0.3)
         if target.craft is not None and crafted:
@@ -174,10 +168,10 @@ def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def run_atheris(group: str, seconds: int, seed: int) -> dict[str, Any]:
-    """Fuzz a group for so many seconds, guided by coverage, from the encoders' payloads; what came of it.
+    """Fuzz a group for so many seconds, guided by coverage, starting from valid payloads, and return the counts.
 
-    libFuzzer ends the process it runs in, so that is a child, which reports through a pipe. The first byte of an input
-    chooses the target, the rest is the payload.
+    libFuzzer ends its process, so it runs in a child process, which reports through a pipe. The first byte of an input
+    selects the target; the rest is the payload.
     """
     known = fuzz_targets.GROUPS[group](False)
     reader, writer = os.pipe()
@@ -194,7 +188,7 @@ def run_atheris(group: str, seconds: int, seed: int) -> dict[str, Any]:
             lines = pipe.read().split()
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status or not lines:
-        raise AssertionError(f"atheris ended with status {status}; its report is above")
+        raise AssertionError(f"atheris exited with status {status}; its report is above")
     tried, decoded = (int(word) for word in lines[-2:])
     print(f"{tried} payloads of {len(known)} targets ({group}) guided by coverage in {seconds} s: {decoded} decoded, "
           f"{tried - decoded} refused with a {known[0].refusal.__name__}, none crashed or hung")  # fmt: skip
@@ -203,7 +197,7 @@ def run_atheris(group: str, seconds: int, seed: int) -> dict[str, Any]:
 
 
 def _fuzz(known: Sequence[Target], report: int, options: list[str]) -> None:
-    """Hand this process to libFuzzer."""
+    """Run libFuzzer in this process."""
     import atheris
 
     tally = [0, 0]
@@ -219,7 +213,7 @@ def _fuzz(known: Sequence[Target], report: int, options: list[str]) -> None:
         if name.startswith(("edge_kernels.", "edge_client.protocol")):
             for function in list(vars(module).values()):
                 if inspect.isfunction(function) and function.__module__ == name:
-                    atheris.instrument_func(function)  # in place: importers see it too
+                    atheris.instrument_func(function)  # changes the function itself, also for its importers
     atheris.Setup([sys.argv[0], *options], one_input)
     atheris.Fuzz()
 
@@ -239,14 +233,14 @@ def main() -> int:
     if options.atheris is not None:
         found["atheris"] = run_atheris(options.group, options.atheris, options.seed)
     if not found:
-        parser.error("say --mutations or --atheris, and how many or how long")
+        parser.error("pass --mutations COUNT or --atheris SECONDS")
     if options.json is not None:
         record(options.json, options.group, found)
     return 0
 
 
 def record(path: Path, group: str, found: dict[str, Any]) -> None:
-    """Add one group's results to a file, beside the others'."""
+    """Write one group's results into a file, beside those of the other groups."""
     from edge_bench.provenance import commit, machine
 
     results = json.loads(path.read_text()) if path.is_file() else {}

@@ -1,9 +1,8 @@
-"""What is fuzzed: decoders with a payload that their encoders wrote, and the bytes of what they decode to.
+"""The fuzz targets: decoders, each with a valid payload and the size of its result.
 
-A target is a decoder with its d, contexts, prediction, prior or probabilities; the wrong d is tried by giving one
-target's payload to another. Most are small, so that many payloads fit in a minute; `large` ones show memory that grows
-with d. `Target.craft` makes payloads that blind damage cannot: images with right checksums, headers that fit together.
-How payloads are damaged and judged is not here.
+A target is a decoder with its d, contexts, prediction, prior or probabilities. Giving one target's payload to another
+tries a wrong d. Most targets are small, so many payloads fit in a minute; the `large` ones show memory that grows with
+d. `Target.craft` makes payloads that random changes do not reach: images with valid checksums and consistent headers.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Craft = Callable[[random.Random], bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder, a payload it decodes, the bytes of what it decodes to at least, how it refuses others.
+    """A decoder, a valid payload (`seed`), the least bytes of its result (`decoded`), and its error.
 
-    What is decoded may be larger (a set's positions take four bytes each): then that counts.
+    A result may be larger than `decoded`: the positions of a set take four bytes each.
     """
 
     name: str
@@ -76,7 +75,7 @@ def codec_targets(large: bool = False) -> list[Target]:
 
 
 def coupling_targets(large: bool = False) -> list[Target]:
-    """One device's flips and a cohort's net flips, each with and without the last round's."""
+    """The flips of a device and the net flips of a cohort, each with and without history."""
     d, devices = (LARGE, 2) if large else (480, 3)
     theta = np.clip(counter.uniform(counter.key("fuzz theta", d), d), 0.01, 0.99)
     streams = [counter.uniform(counter.key("fuzz uniforms", i), d) for i in range(devices)]
@@ -102,7 +101,7 @@ def coupling_targets(large: bool = False) -> list[Target]:
 
 
 def container_targets(large: bool = False) -> list[Target]:
-    """The payload container around nothing, around every dtype, and around what methods send."""
+    """The payload container with no arrays, with every dtype, and with the arrays of methods."""
     meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
     every = {
         d: (np.arange(6) % 2).astype(d).reshape(2, 3) for d in ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "u8", "?")
@@ -138,14 +137,14 @@ def _set_target(name: str, mask: NDArray[np.bool_], contexts: codecs.Contexts | 
 
 
 def _crafted_filter(d: int, name: str, rng: random.Random) -> bytes:
-    """A filter whose header fits together and its length, of any size and geometry, in an image where that is asked."""
+    """A filter of any size and geometry with a consistent header and length, as an image for `fuse8-png`."""
     width = 8 if name == "fuse8-png" else int(name[4:])
     size = rng.choice((0, 1, 2, d // 2, d, d, d, d + 1, rng.randrange(2 * d + 2)))
     length = rng.choice((*fuse.geometry(size)[:1], 1 << rng.randrange(20)))
     room = rng.choice((fuse.geometry(size)[1] * length, fuse.most_cells(min(size, d)), 64 + 8 * size))
     segments = max(min(room, 16 * d + 64) // length - rng.randrange(3), 1)
     cells = (segments + 2) * length
-    if cells > 16 * d + 4096:  # a payload as large as that is the network's to refuse
+    if cells > 16 * d + 4096:  # the network layer refuses payloads of this size
         cells, segments = 3 * length, 1
     data = fuse.HEADER.pack(rng.getrandbits(64), size, length, segments, segments * length, cells)
     count = min(cells, 16 * d + 4096) * width // 8
@@ -153,7 +152,7 @@ def _crafted_filter(d: int, name: str, rng: random.Random) -> bytes:
     if name != "fuse8-png":
         return data
     image = bytearray(png.encode_filter(data))
-    if rng.random() < 0.5:  # other dimensions, the checksum right
+    if rng.random() < 0.5:  # other dimensions, with a valid checksum
         side = rng.choice((1, 7, 100, 1 << rng.randrange(31)))
         shape: list[Any] = [side, max(side - rng.randrange(2), 0)]
         if rng.random() < 0.3:

@@ -1,6 +1,6 @@
-"""Readers of the codecs written from docs/codecs.md alone: one number at a time, plain integers, no numpy.
+"""Readers of the codecs, written from docs/codecs.md alone: one number at a time, without numpy.
 
-The tests hold the fast codecs against these, and a port to another language can start from them.
+The tests compare the fast codecs with them. A port to another language can start from them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def unzigzag(number: int) -> int:
 
 
 def expected(flips: Sequence[int], sizes: Sequence[int], offset: int) -> tuple[int, int]:
-    """Of the class after those whose flips are known: flips to expect, and the order of the code."""
+    """The predicted flips of the class after `flips`, and the order of the code of the difference."""
     i = len(flips)
     guess = sizes[0] // 32
     if i:
@@ -177,7 +177,7 @@ def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[
 
 
 def counts(data: bytes, d: int, top: int, prediction: Sequence[int] | None) -> list[int]:
-    """One segment: d at most 2**20."""
+    """A payload of one segment: d is at most 2**20."""
 
     def class_of(rank: int) -> int:
         return rank if rank < 16 else rank.bit_length() + 11

@@ -226,6 +226,11 @@ async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
     return (await fleet.operator("GET", "/v1/federations/fed/state")).content
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """Files of bodies that were not stored."""
+    return [p for p in (folder / "blobs" / "incoming").rglob("*") if p.is_file() and p.stat().st_size]
+
+
 def flipped(data: bytes) -> bytes:
     """The same with one bit changed."""
     return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]

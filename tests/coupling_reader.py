@@ -1,6 +1,6 @@
-"""A reader of coupled flips and net flips written from docs/methods/coupled.md alone: plain numbers, no numpy.
+"""A reader of coupled flips and net flips, written from docs/methods/coupled.md alone, without numpy.
 
-The tests hold `edge_kernels.coupling` against it, and a port to another language can start from it.
+The tests compare `edge_kernels.coupling` with it. A port to another language can start from it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def way_terms(theta: float, down: float, up: float, i: int, known: Past | None) 
 
 
 def members(data: bytes, terms: Sequence[Sequence[float]]) -> list[int]:
-    """A set over as many positions as there are lists of terms."""
+    """A set out of ``len(terms)`` positions."""
     if data[0] == 0:
         return codec_readers.entropy(data[1:], len(terms))
     count = len(terms[0])
@@ -99,7 +99,7 @@ def members(data: bytes, terms: Sequence[Sequence[float]]) -> list[int]:
 
 
 def reference_name(theta: Sequence[float], u: Sequence[float]) -> str:
-    """What an update calls the reference mask that its flips are of."""
+    """The name by which an update refers to the reference mask of its flips."""
     mask = [x < t for t, x in zip(theta, u, strict=True)]
     packed = bytes(sum(bit << j for j, bit in enumerate(mask[low : low + 8])) for low in range(0, len(mask), 8))
     return hashlib.sha256(packed).hexdigest()[:16]

@@ -22,6 +22,7 @@ from coordination import (
     play,
     refused,
     trained,
+    unfinished,
     until,
     whole,
 )
@@ -121,7 +122,7 @@ def test_a_disk_that_is_full_when_an_update_arrives_is_a_fault_until_one_is_take
         assert "No space left" in refused(answer, "storage-full")
         assert int(answer.headers["retry-after"]) > 0
         assert "No space left" in (await fleet.operator("GET", FED)).json()["fault"]
-        assert list((tmp_path / "blobs" / "incoming").rglob("*.new")) == []
+        assert unfinished(tmp_path) == []
         assert (await fleet.upload("a", 1, work["lease"], body)).status_code == 201
         assert (await fleet.operator("GET", FED)).json()["fault"] is None
 
@@ -318,6 +319,6 @@ def test_updates_and_downlinks_of_closed_rounds_are_swept(tmp_path: Path) -> Non
             assert time.monotonic() < end, left
             await asyncio.sleep(0.02)
         files = [p for p in (tmp_path / "blobs" / "fed").rglob("*") if p.is_file()]
-        assert sum("values" in p.parts for p in files) == 1
+        assert sum("values" in p.parts for p in files) <= 2  # of the last round and the one before
 
     play(tmp_path, script)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from coordination import (
     refused,
     settings,
     trained,
+    unfinished,
     until,
     update,
 )
@@ -78,7 +78,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             ("bad-payload", "float32", fleet.upload("a", 1, lease, update(np.ones(D + 1)))),
             ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, good[:-9])),
             ("bad-payload", "not a maskfleet payload", fleet.upload("a", 1, lease, b"")),
-            ("bad-payload", "5 of 4 test samples", fleet.upload("a", 1, lease, update(np.ones(D), correct=[1, 5, 4]))),
+            ("bad-payload", "score_after", fleet.upload("a", 1, lease, update(np.ones(D), score_after=1.25))),
             ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),
@@ -93,7 +93,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             ("unauthorized", "credential", fleet.upload("a", 1, lease, good, bearer("0" * 64))),
         ]:
             assert said in refused(await answer, kind)
-        assert os.listdir(tmp_path / "blobs" / "incoming") == []
+        assert unfinished(tmp_path) == []
         assert (await fleet.upload("a", 1, lease, chunks(good), sound)).status_code == 201
         assert (await fleet.train("b")).status_code == 201
         await until(fleet, lambda f: f["round"] == 2)

@@ -30,6 +30,7 @@ from coord_server import aggregation
 from coord_server.store.values import INLINE
 from edge_client.bundle import Model, generate
 from edge_client.methods import make_method
+from edge_client.task import Course
 
 
 @pytest.mark.parametrize("d", [D, 2 * ((INLINE // 8) + 100)])
@@ -41,12 +42,12 @@ def test_two_devices_go_through_two_rounds_and_the_state_is_the_simulators_bit_f
     state = play(tmp_path, script)
     m = manifest(d)
     model = Model(m, generate(m.parameters, 3), np.zeros(0, np.float32))
-    course = aggregation.Course(make_method({"name": "fedavg"}), model, 7, 2)
-    expected = course.method.start(model, 7)
+    method, course = make_method({"name": "fedavg"}), Course(model, 7, 2, 2)
+    expected = method.start(course)
     for r in (1, 2):
-        down, kinds = aggregation.downlink(course, r, "a", expected, {})
-        parts = [aggregation.Contribution(n, trained(down, n), {}, kinds) for n in ("a", "bb")]
-        expected = aggregation.close_round(course, r, expected, parts, lambda *_: None, 0.0).state
+        down = aggregation.downlink(method, course, r, expected, None)
+        parts = [aggregation.Contribution(n, trained(down.data, n), None, down.sizes) for n in ("a", "bb")]
+        expected = aggregation.close_round(method, course, r, expected, parts, {}, "clip").state
     assert state == aggregation.pack(expected)
 
 
@@ -94,8 +95,8 @@ def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_o
             await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
         ).status_code == 204
         with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:  # a crash from here on loses nothing
-            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
-        assert json.loads(said)["last"] == one
+            said, down = journal.execute("select last_down, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said) == one
         assert down == (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
         await fleet.fetch("bb", await fleet.work("bb"))
         assert await last_down(fleet) == {kind: 2 * size for kind, size in one.items()}
@@ -127,8 +128,8 @@ def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_pa
         for _ in range(2):  # said twice, it was fetched once
             assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
         with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal:
-            said, down = journal.execute("select messages, bytes_down from devices where device = 'a'").fetchone()
-        assert json.loads(said)["last"] == await last_down(fleet)
+            said, down = journal.execute("select last_down, bytes_down from devices where device = 'a'").fetchone()
+        assert json.loads(said) == await last_down(fleet)
         assert (sum((await last_down(fleet)).values()), down) == (size, before + size)
         return size
 
@@ -137,7 +138,7 @@ def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_pa
 
     play(tmp_path, first)
     with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal, journal:  # what a kill leaves behind
-        journal.execute("update devices set messages = null, report = null")
+        journal.execute("update devices set last_down = null, report = null")
     assert play(tmp_path, second) == play(tmp_path, third)
 
 
@@ -224,7 +225,7 @@ def test_a_receipt_is_given_whatever_is_wrong_with_the_next_downlink(
         await fleet.federation("a", "bb")
         work = await fleet.work("a")
         body = trained(await fleet.fetch("a", work), "a")
-        monkeypatch.setattr("coord_server.polls.Polls.work", broken)
+        monkeypatch.setattr("coord_server.live.federation.LiveFederation.work", broken)
         answer = await fleet.upload("a", 1, work["lease"], body, wait=5)
         assert (answer.status_code, answer.json()["size"], "work" in answer.json()) == (201, len(body), False)
 

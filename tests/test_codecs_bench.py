@@ -1,4 +1,4 @@
-"""`maskfleet codec ...`: what it measures is right where it can be checked, and the JSON has the promised fields."""
+"""`maskfleet codec`: the sizes it measures are correct, and the JSON has the documented fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bench_writes_a_row_for_every_codec_size_and_rate(tmp_path: Path) -> Non
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_rows_give_the_sizes_and_false_flips_of_the_codecs_themselves() -> None:
+def test_rows_have_the_sizes_and_false_flips_of_the_codecs() -> None:
     d = 20_000
     mask = flips(d, 0.02)
     rows = {row.codec: row for row in measure(["bits", "entropy", "fuse8"], d, 0.02, 1)}
@@ -57,7 +57,7 @@ def test_rows_give_the_sizes_and_false_flips_of_the_codecs_themselves() -> None:
 
 
 @pytest.mark.parametrize("peer", ["pyfusefilter", "zstd", "constriction"])
-def test_peers_come_back_and_stay_near_what_is_known_of_them(peer: str) -> None:
+def test_peers_decode_and_have_plausible_sizes(peer: str) -> None:
     pytest.importorskip({"zstd": "zstandard"}.get(peer, peer))
     d = 50_000
     (row,) = measure([peer], d, 0.02, 1)
@@ -66,7 +66,7 @@ def test_peers_come_back_and_stay_near_what_is_known_of_them(peer: str) -> None:
     assert (row.false_flips > 0) == (peer == "pyfusefilter")
 
 
-def test_contexts_come_near_the_bound_of_all_that_is_known() -> None:
+def test_contexts_come_near_the_bound_of_all_shared_knowledge() -> None:
     pytest.importorskip("scipy")
     row = conditional(100_000, 0.3, 0.3, 0)
     assert row["ideal_bits_per_parameter"] < row["conditional_bits_per_parameter"]
@@ -74,7 +74,7 @@ def test_contexts_come_near_the_bound_of_all_that_is_known() -> None:
     assert row["conditional_bits_per_parameter"] < 0.7 * row["unconditional_bits_per_parameter"]
 
 
-def test_fold_reports_times_of_the_same_sums() -> None:
+def test_fold_reports_the_times_of_equal_sums() -> None:
     row = fold(10_000, 20, 1)
     assert row["masks"] == 20
     assert all(row[f"{name}_s"] > 0 for name in ("carry_save", "unpack_add_uint8", "unpack_add_uint16"))

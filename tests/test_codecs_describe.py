@@ -1,4 +1,4 @@
-"""`describe` reads a coded array's header: what it says is what was encoded, and no bytes make it fail otherwise."""
+"""`describe` reads the header of a coded array correctly, and refuses any other bytes with a CodecError."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETS = st.integers(1, 2000).flatmap(
 
 @settings(deadline=None)
 @given(SETS, st.sampled_from(codecs.names()))
-def test_the_members_of_every_set_are_told(given_set: tuple[int, np.ndarray], codec: str) -> None:
+def test_the_size_of_every_set_is_reported(given_set: tuple[int, np.ndarray], codec: str) -> None:
     d, positions = given_set
     data = codecs.encode(codec, positions, d)
     assert describe(codec, data, d)["members"] == len(positions)
@@ -39,7 +39,7 @@ def test_the_members_of_every_set_are_told(given_set: tuple[int, np.ndarray], co
 
 @pytest.mark.parametrize("rate", [0.0, 0.001, 0.02, 0.3, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("codec", codecs.names())
-def test_the_members_of_large_sets_are_told(codec: str, rate: float) -> None:
+def test_the_size_of_large_sets_is_reported(codec: str, rate: float) -> None:
     mask = flips(200_000, rate)
     assert describe(codec, codecs.encode(codec, mask, mask.size), mask.size)["members"] == np.count_nonzero(mask)
 
@@ -56,14 +56,14 @@ def test_the_fields_by_hand() -> None:
     assert describe("auto", codecs.encode("auto", positions, 13), 13)["inner_codec"] == "bits"
 
 
-def test_a_complement_says_what_is_listed() -> None:
+def test_a_complement_is_reported() -> None:
     data = codecs.encode("rice", flips(D, 0.9), D)
     said = describe("rice", data)
     assert said["listed"] == f"the {D - np.count_nonzero(flips(D, 0.9))} that are not in the set"
     assert "members" not in said
 
 
-def test_the_blocks_of_rice_are_walked_to_the_end() -> None:
+def test_the_blocks_of_rice_are_read_to_the_end() -> None:
     mask = np.concatenate([flips(300_000, 0.1), flips(3_000_000, 0.002)])
     data = codecs.encode("rice", mask, mask.size)
     said = describe("rice", data, mask.size)
@@ -75,7 +75,7 @@ def test_the_blocks_of_rice_are_walked_to_the_end() -> None:
         describe("rice", data + b"\0", mask.size)
 
 
-def test_contexts_are_named_and_hide_the_number_of_members() -> None:
+def test_a_payload_with_contexts_has_no_number_of_members() -> None:
     contexts = np.repeat(np.arange(3, dtype=np.uint8), D // 3)
     mask = counter.uniform(1, D) < np.array([0.01, 0.2, 0.9])[contexts]
     said = describe("entropy", codecs.encode("entropy", mask, D, contexts), D)
@@ -84,7 +84,7 @@ def test_contexts_are_named_and_hide_the_number_of_members() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 16, 32])
-def test_a_filters_geometry_is_told(width: int) -> None:
+def test_the_geometry_of_a_filter_is_reported(width: int) -> None:
     mask = flips(D, 0.1)
     made = fuse.build(np.flatnonzero(mask).astype(np.uint32), width)
     assert describe(f"fuse{width}", made.to_bytes(), D) == {
@@ -99,7 +99,7 @@ def test_a_filters_geometry_is_told(width: int) -> None:
     }
 
 
-def test_an_image_has_a_width_and_a_height_too() -> None:
+def test_the_width_and_height_of_an_image_are_reported() -> None:
     mask = flips(D, 0.1)
     raw = fuse.encode(np.flatnonzero(mask).astype(np.uint32), D, 8)
     image = png.encode_filter(raw)
@@ -109,7 +109,7 @@ def test_an_image_has_a_width_and_a_height_too() -> None:
     assert describe("fuse8-png", image)["members"] == np.count_nonzero(mask)
 
 
-def test_counts_tell_how_many_are_as_predicted() -> None:
+def test_the_number_of_counts_that_equal_their_prediction_is_reported() -> None:
     values = (counter.uint64(3, D) % np.uint64(4)).astype(np.uint8)
     said = describe("counts", counts.encode(values, 3), D)
     assert said == {"values": D, "segments": 1, "as_predicted": np.count_nonzero(values == 0), "contexts": "none"}
@@ -121,7 +121,7 @@ def test_counts_tell_how_many_are_as_predicted() -> None:
     assert describe("counts", counts.encode(np.zeros(5, np.uint8), 0), 5) == {"values": 5, "segments": 1}
 
 
-def test_samples_tell_their_blocks() -> None:
+def test_the_blocks_of_samples_are_reported() -> None:
     prior = np.full(D, 0.5)
     data = klms.encode(np.clip(prior + 0.3 * flips(D, 0.3), 0, 1), prior, 1, 2, bits=6)
     said = describe("klms", data, D)
@@ -132,7 +132,7 @@ def test_samples_tell_their_blocks() -> None:
         describe("klms", data, 16)
 
 
-def test_planes_tell_their_mean() -> None:
+def test_the_mean_of_planes_is_reported() -> None:
     steps = (counter.uint64(9, 77) % np.uint64(6)).astype(np.uint32)
     data = bitset.pack_planes(steps, 3).tobytes()
     assert describe("planes", data, 77) == {
@@ -143,7 +143,7 @@ def test_planes_tell_their_mean() -> None:
 
 
 def coupled(d: int, devices: int, shift: float) -> tuple[np.ndarray, bytes, np.ndarray, bytes]:
-    """A device's flips and a cohort's net flips, and both coded."""
+    """The flips of a device and the net flips of a cohort, each plain and coded."""
     theta = np.clip(counter.uniform(1, d), 0.01, 0.99)
     uniforms = [counter.uniform(counter.key("device", i), d) for i in range(devices)]
     cohort = Cohort.empty(d)
@@ -155,7 +155,7 @@ def coupled(d: int, devices: int, shift: float) -> tuple[np.ndarray, bytes, np.n
     return own, coupling.encode_flips(own, theta, uniforms[0], None), net, coupling.encode_net(net, theta, cohort, None)
 
 
-def test_coupled_flips_tell_their_model_and_checksum() -> None:
+def test_the_model_and_the_checksum_of_coupled_flips_are_reported() -> None:
     own, data, net, netted = coupled(D, 4, 0.03)
     assert 0 < np.count_nonzero(own) < 64  # too few for a model
     said = describe("coupled", data, D)
@@ -167,7 +167,7 @@ def test_coupled_flips_tell_their_model_and_checksum() -> None:
     assert len(netted) == 5 + 4 * len(lengths) + sum(lengths)
 
 
-def test_a_model_is_named_and_hides_the_number_of_members() -> None:
+def test_a_payload_with_a_model_has_no_number_of_members() -> None:
     own, data, _, netted = coupled(20_000, 4, 0.3)
     assert np.count_nonzero(own) > 64
     for said in (describe("coupled", data, 20_000), describe("coupled-net", netted, 20_000)):
@@ -192,7 +192,7 @@ SAMPLES = samples()
 
 def test_every_codec_has_a_sample() -> None:
     assert SAMPLES.keys() == set(names())
-    with pytest.raises(CodecError, match="no codec is called 'zip'"):
+    with pytest.raises(CodecError, match="there is no codec 'zip'"):
         describe("zip", b"")
 
 
@@ -211,7 +211,7 @@ def attempt(codec: str, data: bytes, d: int | None) -> Description | None:
     st.sampled_from([0, 1, D, 2**32 - 1]),
 )
 def test_any_bytes_are_described_or_refused_in_memory_bounded_by_them(
-    codec: str, rng: random.Random, knows_d: bool, other_d: int
+    codec: str, rng: random.Random, with_d: bool, other_d: int
 ) -> None:
     data, d = SAMPLES[codec]
     out = bytearray(data if rng.random() < 0.8 else rng.randbytes(rng.randrange(80)))
@@ -228,19 +228,19 @@ def test_any_bytes_are_described_or_refused_in_memory_bounded_by_them(
             del out[at : at + rng.choice((1, 2, 8))]
     tracemalloc.start()
     try:
-        attempt(codec, bytes(out), rng.choice((d, other_d)) if knows_d else None)
+        attempt(codec, bytes(out), rng.choice((d, other_d)) if with_d else None)
         assert tracemalloc.get_traced_memory()[1] < 24 * len(out) + 1_000_000
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("codec", sorted(SAMPLES.keys() - {"counts"}))  # no bytes are counts that can only be 0
-def test_a_payload_that_is_empty_is_refused_where_something_was_due(codec: str) -> None:
+@pytest.mark.parametrize("codec", sorted(SAMPLES.keys() - {"counts"}))  # counts that can only be 0 take no bytes
+def test_an_empty_payload_is_refused(codec: str) -> None:
     assert attempt(codec, b"", D) is None
 
 
 def test_an_image_is_not_inflated_beyond_its_file() -> None:
-    """A small file that inflates to a thousand times its size, with a true header or without one."""
+    """A small file that inflates to a thousand times its size."""
     width = 1 << 13
     rows = np.zeros((width, width + 1), np.uint8)[: 1 << 9]
     packer = zlib.compressobj(9)

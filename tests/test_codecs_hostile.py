@@ -1,4 +1,4 @@
-"""Hostile bytes against every decoder: memory bounded by d at millions of positions (mutations: test_fuzz.py)."""
+"""Hostile bytes: the memory of every decoder is bounded by d, at millions of positions. Mutations: test_fuzz.py."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ def test_decoding_takes_at_most_four_times_the_mask_and_its_positions(rate: floa
         assert peak(lambda: codecs.decode(name, payload, D)) <= 4 * max(D, found.nbytes), name  # noqa: B023
 
 
-def test_huge_payloads_and_huge_claims_allocate_next_to_nothing() -> None:
+def test_huge_payloads_and_headers_that_claim_huge_sizes_allocate_little() -> None:
     claims = [b"\xff" * 40, b"\x10" + b"\xff\xff\xff\xff\x0f" * 8, b"\x0f" + b"\0" * 100 + b"\xff" * 40,
               bytes([0x8F, 0x80, 0x80, 0x80, 0x80, 0x08, 0x1F, 0xFF, 0xFF, 0xFF, 0xFF, 0x0F])]  # fmt: skip
     for name in codecs.names():
         for claim in claims:
             assert peak(lambda: codecs.decode(name, claim, D)) < 1_000_000, name  # noqa: B023
-        for huge in (b"\0" * 30_000_000, b"\xff" * 30_000_000):  # the network layer bounds the bytes; we add no copy
+        for huge in (
+            b"\0" * 30_000_000,
+            b"\xff" * 30_000_000,
+        ):  # the network layer limits the bytes; the decoder makes no copy
             assert peak(lambda: codecs.decode(name, huge, 1000)) < 1_000_000, name  # noqa: B023
 
 
@@ -50,7 +53,7 @@ def test_huge_payloads_and_huge_claims_allocate_next_to_nothing() -> None:
 def test_filters_and_images_of_zeros_allocate_at_most_four_times_the_mask(d: int) -> None:
     small = fuse.HEADER.pack(0, d // 8, 1 << 15, 1, 1 << 15, 3 << 15) + bytes(3 << 15)
     assert peak(lambda: codecs.decode("fuse8-png", png.encode_filter(small), d)) < 4 * d
-    # As many cells as are let pass, and the 64 + 8 * size that once were: a megabyte of zeros deflates to a kilobyte.
+    # As many cells as a reader accepts, and many more: a megabyte of zeros deflates to a kilobyte.
     length = fuse.geometry(d)[0]
     for most in (fuse.most_cells(d), 64 + 8 * d):
         segments = most // length - 2
@@ -64,7 +67,7 @@ def test_filters_and_images_of_zeros_allocate_at_most_four_times_the_mask(d: int
             assert peak(lambda: codecs.decode(f"fuse{width}", data, d)) <= 4 * d  # noqa: B023
 
 
-def test_an_image_of_many_empty_chunks_is_not_listed() -> None:
+def test_an_image_of_many_empty_chunks_takes_little_memory() -> None:
     chunk = b"\0\0\0\0IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
     image = png.encode_filter(fuse.encode(np.arange(5, dtype=np.uint32), D, 8))
     many = image[:33] + chunk * (D // 100) + image[33:]
@@ -75,7 +78,7 @@ def test_an_image_of_many_empty_chunks_is_not_listed() -> None:
 @pytest.mark.parametrize("fill", [b"\xff", b"\0", b"\xaa"])
 def test_samples_and_lists_of_ones_allocate_at_most_four_times_the_mask(fill: bytes) -> None:
     prior = np.full(D, 0.5, np.float32)
-    for blocks in (1, D // 16):  # k as a writer has it
+    for blocks in (1, D // 16):  # k as a writer chooses it
         k = max(((D // 16 - blocks) // blocks).bit_length() - 1, 0)
         data = bytes([4, 4, k]) + varint(blocks) + fill * D
         assert peak(lambda: klms.decode(data, prior, 1)) <= 4 * D  # noqa: B023
@@ -84,7 +87,7 @@ def test_samples_and_lists_of_ones_allocate_at_most_four_times_the_mask(fill: by
         assert peak(lambda: codecs.decode("rice", head + fill * (D // 4), D)) <= 4 * D  # noqa: B023
 
 
-def test_counts_take_four_times_their_memory_and_a_segments() -> None:
+def test_counts_take_at_most_four_times_their_memory_and_that_of_a_segment() -> None:
     d = 4 * D
     before = (counter.uint64(3, d) % np.uint64(4)).astype(np.uint8)
     now = np.where(counter.uniform(4, d) < 0.02, 0, before).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The committed test vectors: what a reader in another language is held to, this one first."""
+"""The committed test vectors, which readers in every language must reproduce."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_filters_hold_the_committed_positions() -> None:
     for case in cases("fuse"):
         data, keys = bytes.fromhex(case["hex"]), np.array(case["keys"], np.uint32)
         assert codecs.decode(case["codec"], data, case["d"]).tolist() == case["positions"]
-        if case["codec"] == "fuse8-png":  # zlib versions deflate differently; the pixels are what is specified
+        if case["codec"] == "fuse8-png":  # the pixels are specified, not the deflate stream
             data = png.filter_bytes(data, case["d"])
         width = 8 if case["codec"] == "fuse8-png" else int(case["codec"][4:])
         assert fuse.build(keys, width).to_bytes() == data
@@ -63,7 +63,7 @@ def test_samples_are_the_committed_ones() -> None:
 
 
 def coupled_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What both sides know, and each payload."""
+    """The knowledge of both sides, and each payload."""
     return [(known, case) for known in cases("coupling") for case in known["cases"]]
 
 
@@ -75,16 +75,16 @@ def test_coupled_payloads_have_the_committed_meaning_and_bytes(
     uniforms = [counter.uniform(int(s), known["d"]) for s in known["streams"]]
     past = coupling.history(np.array(known["past"], np.int32), known["shapes"]) if case["history"] else None
     data = bytes.fromhex(case["hex"])
-    # What is fitted may differ in a last digit from one machine's linear algebra to another's: the models are given.
+    # The last digit of a fitted model depends on the machine's linear algebra, so the models come from the vectors.
     models: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     decode_set = coupling._decode
 
-    def noted(part: bytes, n: int, terms: coupling.Terms) -> coupling.Bits:
+    def recording(part: bytes, n: int, terms: coupling.Terms) -> coupling.Bits:
         if part[0]:
             models.append(np.frombuffer(part[1 : 1 + 2 * len(terms(slice(0, 0)))], "<f2").astype(np.float64))
         return decode_set(part, n, terms)
 
-    monkeypatch.setattr(coupling, "_decode", noted)
+    monkeypatch.setattr(coupling, "_decode", recording)
     monkeypatch.setattr(coupling, "_fit", lambda *_: models.pop(0))
     if case["kind"] == "flips":
         found = coupling.decode_flips(data, theta, uniforms[0], past)
@@ -122,7 +122,7 @@ def test_an_update_of_coupled_names_its_reference_mask() -> None:
     assert bytes(update["arrays"]["flips.coupled"]["values"]).hex() == known["cases"][0]["hex"]
 
 
-def test_the_coupled_cases_use_models_and_none() -> None:
+def test_the_coupled_cases_have_payloads_with_and_without_a_model() -> None:
     kinds = {(case["kind"], case["history"], bytes.fromhex(case["hex"])[4]) for _, case in coupled_cases()}
     assert {("flips", known, model) for known in (False, True) for model in (0, 1)} <= kinds
     assert max(abs(n) for _, case in coupled_cases() for n in case.get("net", [0])) > 1

@@ -1,4 +1,4 @@
-"""Which channels go, and what their constants become in the layers that read them."""
+"""Which channels are removed, and how their constants change the layers that read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(size: int, ops: tuple[Op, ...] = (), **consumer: object) -> ChannelGro
 RELU = Op("relu")
 
 
-def test_a_constant_goes_into_the_consumers_bias() -> None:
+def test_a_constant_is_folded_into_the_bias_of_the_consumer() -> None:
     tensors = {
         "a.weight": f32([1, 1], [0, 0]),
         "a.bias": f32(0.5, 3),
@@ -39,17 +39,17 @@ def test_a_constant_goes_into_the_consumers_bias() -> None:
     np.testing.assert_array_equal(result.tensors["b.weight"], [[2], [0]])
     np.testing.assert_array_equal(result.tensors["b.bias"], [10 + 4 * 3, 20 - 1 * 3])
     assert result.parameters == 2 + 1 + 2 + 2
-    np.testing.assert_array_equal(tensors["b.weight"], [[2, 4], [0, -1]])  # the input is left alone
+    np.testing.assert_array_equal(tensors["b.weight"], [[2, 4], [0, -1]])  # the input is not changed
 
 
-def test_a_negative_constant_dies_behind_relu_and_lives_behind_leaky_relu() -> None:
+def test_a_negative_constant_becomes_zero_behind_relu_but_not_behind_leaky_relu() -> None:
     tensors = {"a.weight": f32([1], [0]), "a.bias": f32(0, -2), "b.weight": f32([1, 1]), "b.bias": f32(0)}
     assert compact(tensors, [group(2, (RELU,))]).tensors["b.bias"].tolist() == [0.0]
     leaky = group(2, (Op("leaky_relu", value=0.25),))
     assert compact(tensors, [leaky]).tensors["b.bias"].tolist() == [-0.5]
 
 
-def test_the_batch_norm_shift_of_a_dead_filter_is_part_of_its_constant() -> None:
+def test_the_batch_norm_shift_of_a_removed_filter_is_part_of_its_constant() -> None:
     norm = Op("batch_norm", (0,), ("n.weight", "n.bias", "n.mean", "n.var"), 0.0)
     tensors = {
         "a.weight": f32([1], [0], [5]),
@@ -62,14 +62,14 @@ def test_the_batch_norm_shift_of_a_dead_filter_is_part_of_its_constant() -> None
         "n.var": f32(1, 4, 1),
     }
     result = compact(tensors, [group(3, (norm,))])
-    # channel 1: (3 - 1) / sqrt(4) * 2 + 1 = 3; channel 2 has weights, but gamma 0 makes it its shift, 7
+    # channel 1: (3 - 1) / sqrt(4) * 2 + 1 = 3; channel 2: gamma is 0, so only its shift, 7, remains
     assert result.kept["a"].tolist() == [0]
     assert result.tensors["b.bias"].tolist() == [10.0]
     assert [result.tensors[t].tolist() for t in norm.tensors] == [[1.0], [0.0], [0.0], [1.0]]
 
 
-def test_constants_cascade_down_and_unread_channels_cascade_up() -> None:
-    """Unit 0 of `b` reads only a constant, unit 1 is read by nobody and was all that read unit 1 of `a`."""
+def test_constants_propagate_forward_and_unread_channels_propagate_backward() -> None:
+    """Unit 0 of `b` reads only a constant. Unit 1 of `b` is unread and was the only reader of unit 1 of `a`."""
     first = ChannelGroup(
         "a", 3, (Producer("linear", "a.w", "a.b"),), (RELU,), (Consumer("linear", "b.w", "b.b", reads=1),)
     )
@@ -102,7 +102,7 @@ def test_a_flattened_constant_counts_once_for_every_pixel() -> None:
 
 
 def padded_tensors(constants: tuple[float, ...]) -> dict[str, np.ndarray]:
-    """A live 1x1 filter and one dead filter for each constant, read by a 1-filter convolution with taps 1, 2, 3, ..."""
+    """A live 1x1 filter and one filter per constant, read by a 1-filter convolution with taps 1, 2, 3, ..."""
     size = 1 + len(constants)
     weight = np.zeros((size, 1, 1, 1), np.float32)
     weight[0] = 1
@@ -116,28 +116,28 @@ def test_constants_before_a_padded_layer_merge_into_the_largest() -> None:
     assert result.tensors["a.bias"].tolist() == [0.0, -4.0]
     # taps of channels 1, 2, 3 are 2, 3, 4: 2 * (1 / -4) + 3 + 4 * (2 / -4)
     assert result.tensors["b.weight"][0, :, 0, 0].tolist() == [1.0, 0.5]
-    assert result.tensors["b.bias"].tolist() == [0.0]  # a bias would reach over the border
+    assert result.tensors["b.bias"].tolist() == [0.0]  # a bias would also apply at the border
 
 
-def test_zeros_before_a_padded_layer_simply_go() -> None:
+def test_zeros_before_a_padded_layer_are_removed() -> None:
     result = compact(padded_tensors((-1.0, 0.0)), [group(3, (RELU,), kind="conv", padded=True)])
     assert result.kept["a"].tolist() == [0]
 
 
-def test_constants_that_cancel_before_a_padded_layer_all_go() -> None:
+def test_constants_that_cancel_before_a_padded_layer_are_all_removed() -> None:
     result = compact(padded_tensors((3.0, -2.0)), [group(3, kind="conv", padded=True)])
     assert result.kept["a"].tolist() == [0]  # taps 2 and 3: 2 * 3 - 3 * 2
 
 
-def test_a_pool_that_counts_its_padding_keeps_what_is_not_zero() -> None:
+def test_before_a_pool_that_counts_its_padding_only_zeros_are_removed() -> None:
     pool = Op("avg_pool", value=1.0)
     tensors = padded_tensors((1.0, 0.0))
     assert compact(tensors, [group(3, (pool,), kind="conv")]).kept["a"].tolist() == [0, 1]
     assert compact(tensors, [group(3, (replace(pool, value=0.0),), kind="conv")]).kept["a"].tolist() == [0]
 
 
-def test_a_channel_with_two_readers_goes_only_when_neither_needs_it() -> None:
-    """Layer `b` reads before the ReLU, layer `c` behind it; each gets the constant it saw."""
+def test_a_channel_with_two_readers_is_removed_only_if_neither_needs_it() -> None:
+    """Layer `b` reads before the ReLU, layer `c` behind it. Each folds the constant at its point."""
     fork = ChannelGroup(
         "a",
         3,
@@ -157,7 +157,7 @@ def test_a_channel_with_two_readers_goes_only_when_neither_needs_it() -> None:
 
 
 def test_with_two_producers_each_value_has_its_own_constants() -> None:
-    """The room for residual sums: channel 0 is constant to the reader of one producer, alive to that of the other."""
+    """Channel 0 is constant for the reader of one producer, but not for the reader of the other."""
     both = ChannelGroup(
         "sum",
         2,
@@ -187,13 +187,13 @@ def test_a_group_that_does_not_fit_is_refused_by_name() -> None:
     good = group(2, kind="conv")
     for wrong, why in (
         (replace(good, size=3), "'a.weight' has shape"),
-        (group(2, kind="lstm"), "kind 'lstm' cannot be compacted yet"),
-        (group(2, weight="z"), "names tensor 'z', which the model lacks"),
+        (group(2, kind="lstm"), "kind 'lstm' cannot be compacted"),
+        (group(2, weight="z"), "names tensor 'z', which the model does not have"),
         (group(2, repeat=2), "reads 2 entries"),
-        (group(2, reads=1), "no value 1"),
+        (group(2, reads=1), "value 1 does not exist"),
         (replace(good, ops=(Op("relu", (1,)),)), "op 1 reads values"),
         (replace(good, ops=(Op("batch_norm"),)), "op 1 has tensors"),
-        (replace(good, consumers=()), "lacks a producer or a consumer"),
+        (replace(good, consumers=()), "no producer or no consumer"),
     ):
         with pytest.raises(ValueError, match=why):
             compact(tensors, [wrong])
@@ -231,6 +231,6 @@ def test_a_random_masked_mlp_computes_the_same_in_float64(
     result = compact(tensors, groups)
     x = random.standard_normal((5, widths[0]))
     np.testing.assert_allclose(forward(result.tensors, x), forward(tensors, x), rtol=1e-5, atol=1e-5)
-    # nothing removable is left: a second pass finds the same model, and every unit is read
+    # nothing removable is left: a second pass finds the same model
     sizes = [replace(g, size=len(result.kept[g.name])) for g in groups]
     assert compact(result.tensors, sizes).parameters == result.parameters

@@ -1,4 +1,4 @@
-"""The counter-based generator: what another language must reproduce."""
+"""The counter-based generator, which other languages must reproduce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_stream_of_key_zero_is_the_published_splitmix64_sequence() -> None:
+def test_the_stream_of_key_zero_is_the_published_splitmix64_sequence() -> None:
     assert counter.uint64(0, 3).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
@@ -29,7 +29,7 @@ def test_any_slice_of_a_stream_follows_the_definition(key: int, start: int, coun
     assert counter.uint64(key, count, start).tolist() == expected
 
 
-def test_a_slice_across_internal_blocks_equals_the_whole_stream() -> None:
+def test_a_slice_across_internal_blocks_equals_that_of_the_whole_stream() -> None:
     whole = counter.uint64(7, 100_000)
     assert np.array_equal(counter.uint64(7, 40_000, 30_000), whole[30_000:70_000])
 

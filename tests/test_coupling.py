@@ -1,4 +1,4 @@
-"""Coupled Bernoulli masks: what is told, and that it is told exactly."""
+"""Coupled Bernoulli masks: flips and net flips come back exactly, and shared knowledge makes them cheaper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 
 def trained(d: int, seed: int, devices: int = 4) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """theta, each device's uniforms, and its probabilities after a little training that all devices agree on."""
+    """theta, the uniforms of each device, and its probabilities after some training in a common direction."""
     rng = np.random.default_rng(seed)
     theta = np.clip(rng.beta(0.4, 0.4, d), 0.01, 0.99)
     pull = rng.standard_normal(d) * (rng.random(d) < 0.3)
@@ -34,7 +34,7 @@ def entropy_bits(flips: np.ndarray) -> float:
 def test_the_reference_is_one_below_theta_and_the_distance_is_an_odds_ratio_less_one() -> None:
     reference, x = coupling.distance(np.array([0.5, 0.5]), np.array([0.25, 0.75]))
     assert reference.tolist() == [True, False]
-    # odds 1 against odds 1/3, and odds 3 against odds 1
+    # odds 1 and 1/3, and odds 3 and 1
     assert x.tolist() == pytest.approx([2.0, 2.0])
 
 
@@ -42,7 +42,7 @@ def test_log2_is_exact_at_powers_of_two_and_linear_between() -> None:
     assert coupling.log2(np.array([0.25, 1.0, 8.0, 12.0])).tolist() == [-2.0, 0.0, 3.0, 3.5]
 
 
-def test_activity_is_the_product_of_what_moved_in_a_row_and_in_a_column() -> None:
+def test_activity_is_the_product_of_the_movement_of_a_row_and_of_a_column() -> None:
     net = np.array([0, 3, 0, 0, -1, 0], np.int32)  # two rows of three
     activity = coupling.history(net, [(2, 3)]).activity.reshape(2, 3)
     assert activity.argmax() == 1
@@ -50,7 +50,7 @@ def test_activity_is_the_product_of_what_moved_in_a_row_and_in_a_column() -> Non
     assert (coupling.history(net, [(6,)]).activity[[1, 4]] > coupling.history(net, [(6,)]).activity[0]).all()
 
 
-def test_a_cohort_counts_reference_ones_and_who_is_near() -> None:
+def test_a_cohort_counts_reference_ones_and_devices_near_a_flip() -> None:
     cohort = Cohort.empty(2)
     cohort.add(np.array([0.5, 0.5]), np.array([0.49, 0.99]))
     cohort.add(np.array([0.5, 0.5]), np.array([0.01, 0.02]))
@@ -59,15 +59,15 @@ def test_a_cohort_counts_reference_ones_and_who_is_near() -> None:
     assert cohort.up[0] == 0.0
 
 
-def test_activity_is_log2_of_row_and_column_sums_plus_a_half_less_log2_of_all_plus_one() -> None:
+def test_activity_is_calculated_as_specified() -> None:
     activity = coupling.history(np.array([0, 3, 0, 0, -1, 0], np.int32), [(2, 3)]).activity
-    # Linear between powers of two: log2(3 + .5) = 1.75, log2(4 + .5) = 2.125, log2(4 + 1) = 2.25; of the second row
-    # log2(1.5) = .5, of the other columns log2(.5) = -1.
+    # log2 is linear between powers of two. Rows: log2(3.5) = 1.75, log2(1.5) = .5. Columns: log2(4.5) = 2.125 and
+    # log2(.5) = -1. All: log2(4 + 1) = 2.25.
     assert activity.reshape(2, 3).tolist() == [[-1.5, 1.625, -1.5], [-2.75, 0.375, -2.75]]
 
 
-def test_a_device_two_tenths_from_a_flip_counts_four_fifths() -> None:
-    # 1 / (1 + (x / .4)**2): u = 1/4 and theta = 1/2 are x = 2 apart; odds of 1 and 1.2 are .2 apart.
+def test_a_device_at_distance_two_tenths_from_a_flip_counts_as_four_fifths() -> None:
+    # 1 / (1 + (x / .4)**2): the distance of u = 1/4 from theta = 1/2 is 2, that of odds 1.2 from odds 1 is .2.
     cohort = Cohort.empty(2)
     cohort.add(np.array([0.5, 0.5]), np.array([0.25, 1.2 / 2.2]))
     assert cohort.down.tolist() == pytest.approx([1 / 26, 0.0])
@@ -82,7 +82,7 @@ def test_bins_are_half_a_unit_of_log_odds_wide_from_minus_eleven_to_five() -> No
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.integers(0, 2**32), st.floats(0, 1), st.booleans())
-def test_any_flips_come_back_whatever_the_model_expects(d: int, seed: int, rate: float, known: bool) -> None:
+def test_any_flips_come_back_however_bad_the_model_is(d: int, seed: int, rate: float, known: bool) -> None:
     rng = np.random.default_rng(seed)
     theta, u, flips = np.clip(rng.random(d), 0.01, 0.99), rng.random(d), rng.random(d) < rate
     past = coupling.history(rng.integers(-3, 4, d).astype(np.int32), [(d,)]) if known else None
@@ -104,14 +104,14 @@ def test_any_net_flips_come_back(d: int, seed: int, masks: int, known: bool) -> 
     assert (coupling.decode_net(data, theta, cohort, past, masks) == net).all()
 
 
-def test_what_both_sides_know_makes_flips_cheaper() -> None:
+def test_shared_knowledge_makes_flips_cheaper() -> None:
     theta, u, after = trained(100_000, 1)
     flips = (u[0] < after[0]) ^ (u[0] < theta)
     net = sum((x < a).astype(int) - (x < theta) for x, a in zip(u, after, strict=True)).astype(np.int32)
     blind = entropy_bits(flips) / 8
     plain = len(coupling.encode_flips(flips, theta, u[0], None))
     assert plain < 0.7 * blind
-    # Last round's movement was in the same places: it helps more than its few coefficients cost.
+    # The last round moved the same places, which saves more than the extra coefficients cost.
     past = coupling.history(net, [(100, 1000)])
     assert len(coupling.encode_flips(flips, theta, u[0], past)) < plain
 
@@ -151,19 +151,19 @@ def test_damaged_flips_and_net_flips_are_refused(data: st.DataObject) -> None:
         lambda: coupling.decode_flips(broken, theta, u[0], None) == flips,
         lambda: coupling.decode_net(broken, theta, cohort, None, 4) == net,
     ):
-        # A flipped bit may leave the content as it was (a model coefficient's last digit); never make it another.
+        # A changed bit may leave the content unchanged (the last digit of a coefficient), but never give another.
         with contextlib.suppress(CodecError):
             assert read().all()
 
 
-def test_another_theta_is_noticed() -> None:
+def test_decoding_with_another_theta_is_refused() -> None:
     theta, u, after = trained(20_000, 4)
     data = coupling.encode_flips((u[0] < after[0]) ^ (u[0] < theta), theta, u[0], None)
     with pytest.raises(CodecError):
         coupling.decode_flips(data, np.clip(theta + 0.05, 0.01, 0.99), u[0], None)
 
 
-def test_a_checksum_is_that_of_packed_masks_and_of_32_bit_counts_however_they_are_cut() -> None:
+def test_a_checksum_covers_packed_masks_or_32_bit_counts_in_tiles_of_any_size() -> None:
     mask = np.array([1, 0, 0, 0, 0, 0, 0, 1, 1], bool)
     assert coupling.checksum([mask]) == zlib.crc32(b"\x81\x01") == coupling.checksum([mask[:8], mask[8:]])
     ones = np.array([2, 0, 258], np.uint32)
@@ -171,7 +171,7 @@ def test_a_checksum_is_that_of_packed_masks_and_of_32_bit_counts_however_they_ar
     assert coupling.checksum([ones]) == zlib.crc32(four_each) == coupling.checksum([ones[:1], ones[1:].astype(int)])
 
 
-def test_a_reader_with_other_net_flips_but_the_same_reference_is_found_out_by_the_checksum() -> None:
+def test_decoding_with_other_net_flips_is_refused_by_the_checksum() -> None:
     rng = np.random.default_rng(0)
     theta = np.clip(rng.beta(0.4, 0.4, 6000), 0.01, 0.99)
     u, net = rng.random(6000), (rng.integers(-3, 4, 6000) * (rng.random(6000) < 0.2)).astype(np.int32)
@@ -182,16 +182,16 @@ def test_a_reader_with_other_net_flips_but_the_same_reference_is_found_out_by_th
     for _ in range(300):
         other, two = net.copy(), rng.integers(0, 6000, 2)
         other[two] = other[two[::-1]]
-        try:  # where it decodes, the two are in bins that they would have been in anyway
+        try:  # if it decodes, the exchanged positions are in the same bins as before
             assert (coupling.decode_flips(data, theta, u, coupling.history(other, [(60, 100)])) == flips).all()
         except CodecError as error:
             said.append(str(error))
-    assert any("checksum" in words for words in said)  # to which the codec itself had nothing to object
+    assert any("checksum" in words for words in said)  # the codec itself did not fail
 
 
 @pytest.mark.parametrize("d", [1, 100, 3000, 6000, 20_000, 300_000])
 @pytest.mark.parametrize("share", [0.03, 0.5, 1.0])
-def test_decoding_allocates_four_times_what_it_decodes_to_and_two_megabytes_at_every_d(d: int, share: float) -> None:
+def test_decoding_allocates_at_most_four_times_its_result_and_two_megabytes(d: int, share: float) -> None:
     rng = np.random.default_rng(d)
     theta, u = np.clip(rng.random(d), 0.01, 0.99), rng.random(d)
     cohort = Cohort.empty(d)
@@ -202,7 +202,7 @@ def test_decoding_allocates_four_times_what_it_decodes_to_and_two_megabytes_at_e
     constant, members = 2 << 20, max(int(flips.sum()), 1)
     assert peak(lambda: coupling.decode_flips(data, theta, u, past)) <= 4 * max(d, 4 * members) + constant
     coded = coupling.encode_net(net, theta, cohort, past)
-    positions = 4 * int(np.count_nonzero(net))  # where they are not 0, four bytes each, beside the net flips
+    positions = 4 * int(np.count_nonzero(net))  # four bytes for each that is not 0, beside the net flips
     assert peak(lambda: coupling.decode_net(coded, theta, cohort, past, 5)) <= 4 * 4 * d + positions + constant
 
 

@@ -32,8 +32,8 @@ from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
 METHODS: dict[str, dict[str, Any]] = {
-    # FM "fedmask": {"keep": 0.5, "epochs": 1},
-    # FM "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
+    "fedmask": {"keep": 0.5, "epochs": 1},
+    "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
     "coupled": {"head": "mask", "theta0": 0.5, "epochs": 1},
     "fedavg": {"epochs": 1},
     "standalone": {"epochs": 1},
@@ -91,7 +91,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             again = [real.devices[0].model_copy(update={"bytes_down": real.devices[0].bytes_down + 400})]
             wasteful = federation(replace(real, devices=[*again, *real.devices[1:]]))
             assert wasteful["uncounted_bytes_per_device"] == {"up": 0, "down": 100}
-            assert "again or for nothing, 100 in all" in " ".join(by_kind({label: wasteful}).split())
+            assert "again or in vain, 100 in all" in " ".join(by_kind({label: wasteful}).split())
             assert wasteful["bytes_per_device"] == carried
             assert record["curve"][-1]["bytes"] == carried
             for there, row in zip(real.rounds, results[label].rows, strict=True):
@@ -116,7 +116,7 @@ def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, S
     assert records["standalone"]["bytes_by_kind"]["down"].keys() == {"header"}
     fedmask = records["fedmask"]
     live = round(0.5 * 64 * 32) + round(0.5 * 32 * 10) + 64 * 64
-    assert 0 < fedmask["bytes_by_kind"]["up"]["flips.auto"] < 3 * 2 * -(-live // 8)
+    assert 0 < fedmask["bytes_by_kind"]["up"]["changes.auto"] < 3 * 2 * -(-live // 8)
     turns = [device for row in results["fedmask"].rows for device in row.record.devices]
     assert fedmask["bytes_by_kind"]["one_time_up"] == {"structure.bits": len(set(turns)) * (64 * 32 + 32 * 10) // 8}
     assert fedmask["bytes_as_the_paper_counts"]["up"] == (64 * 64 + 64 * 32 + 32 * 10) // 8

@@ -1,6 +1,6 @@
-"""Measures codecs (bytes against the entropy, time and memory, false flips) and the fold of masks.
+"""Measures codecs (bytes against the entropy, time, memory, false flips) and the folding of masks.
 
-The peers are used as their documentation shows. The commands are in `codecs.py`.
+The peers are used as their documentation shows. Nothing here prints; the commands are in `codecs.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]
-SAMPLE = 20_000  # keys that pyfusefilter is queried for: it answers one at a time
+SAMPLE = 20_000  # positions queried in pyfusefilter, which takes one key at a time
 PEERS = ("pyfusefilter", "zlib", "zstd", "constriction")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One codec at one size and flip rate. Times are medians per parameter, from mask to bytes and from bytes to mask.
+    """One codec at one size and flip rate. Times are medians per parameter, from mask to bytes and back.
 
-    `false_flips` are positions that decode as flipped and were not; for pyfusefilter they are scaled up from a sample.
-    `peak_bytes` is the larger direction's peak in Python's allocations, without the peers' native memory.
+    `false_flips` counts decoded flips that were not encoded; for pyfusefilter it is scaled up from a sample.
+    `peak_bytes` is the larger of both directions' peaks, without the memory of native code.
     """
 
     codec: str
@@ -45,9 +45,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """A codec under test: `decode` inverts `encode`, and `size` gives the bytes of what `encode` made.
+    """A codec to measure. `size` is the number of bytes of what `encode` returns.
 
-    `asked` is the number of positions that `decode` returns: all, except for a peer that is too slow.
+    `asked` is the number of positions that `decode` returns: all of them, except for a slow peer.
     """
 
     encode: Callable[[Mask], Any]
@@ -62,7 +62,7 @@ def flips(d: int, rate: float) -> Mask:
 
 
 def entropy_bits(mask: Mask, contexts: NDArray[np.unsignedinteger[Any]] | None = None) -> float:
-    """Bits a parameter if the flips of each context are independent at the context's own rate."""
+    """Bits per parameter if the flips of each context are independent, at the context's own rate."""
     size = np.array([len(mask)]) if contexts is None else np.bincount(contexts)
     hits = np.array([np.count_nonzero(mask)]) if contexts is None else np.bincount(contexts[mask], minlength=len(size))
     p = hits[(hits > 0) & (hits < size)] / size[(hits > 0) & (hits < size)]
@@ -71,7 +71,7 @@ def entropy_bits(mask: Mask, contexts: NDArray[np.unsignedinteger[Any]] | None =
 
 
 def subject(name: str, d: int, rate: float) -> Subject:
-    """The named codec of ours or of a peer. Raises ImportError where a peer is not installed."""
+    """The named codec or peer. Raises ImportError when a peer is not installed."""
     if name in codecs.CODECS:
         return Subject(
             lambda mask: codecs.encode(name, mask, d), lambda data: codecs.decode_mask(name, data, d), len, d
@@ -101,7 +101,7 @@ def _unpack(data: bytes, d: int) -> Mask:
 
 
 def _constriction(d: int, rate: float) -> Subject:
-    """A range coder with the known rate, which is charged with 8 bytes."""
+    """A range coder that knows the rate; 8 bytes are added for sending the rate."""
     import constriction
 
     queue = constriction.stream.queue
@@ -120,7 +120,7 @@ def _constriction(d: int, rate: float) -> Subject:
 
 
 def _pyfusefilter(d: int) -> Subject:
-    """Fuse8 of a list of keys and `key in filter`, as its README shows; serialised size by its own method."""
+    """Fuse8 of a list of keys and `key in filter`, as its README shows."""
     from pyfusefilter import Fuse8
 
     asked = min(d, SAMPLE)
@@ -132,7 +132,7 @@ def _pyfusefilter(d: int) -> Subject:
 
 
 def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row]:
-    """Rows of all codecs on the same mask. Repeats are interleaved, so that load on the machine affects all alike."""
+    """A row for each codec, on the same mask. Repeats are interleaved, so other load affects all codecs alike."""
     mask = flips(d, rate)
     subjects = {name: subject(name, d, rate) for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
@@ -151,7 +151,7 @@ def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row
 def _row(
     name: str, s: Subject, made: Any, times: list[tuple[float, float]], mask: Mask, rate: float, bound: float
 ) -> Row:
-    """The row of one codec, after checking that no flip was lost."""
+    """The row of one codec. Raises AssertionError when a flip was lost."""
     d, asked = len(mask), mask[: s.asked]
     found = s.decode(made)
     if (asked & ~found).any():
@@ -179,12 +179,12 @@ def _peak(call: Callable[[], object]) -> int:
 
 
 def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, float | int]:
-    """The gain of contexts, on coupled samples of theta ~ Beta(spread, spread) and of theta after local training.
+    """The value of contexts for coupled samples of theta ~ Beta(spread, spread) and of theta after local training.
 
-    Both sides threshold the same uniforms u, so a flip is where u lies between theta and the moved theta. Training is a
-    normal step of size `step` in the score. Given in bits per parameter: the flips' entropy at one rate; their entropy
-    given 42 x 4 bins of (distance in odds, theta), the bound of these contexts; given theta, u and the step's size, the
-    bound of any contexts; and the bits that codec `entropy` takes without and with the contexts.
+    Both sides compare the same uniforms, so a flip is a uniform between theta and the trained theta. Training is a
+    normal step of size `step` in the score. Returned in bits per parameter: the entropy of the flips at one rate; their
+    conditional entropy given 42 x 4 bins of (distance in odds, theta), the bound of these contexts; given theta, u and
+    the size of the step, the bound of any contexts; and the payloads of `entropy` without and with the contexts.
     """
     rng = np.random.default_rng(seed)
     theta = np.clip(rng.beta(spread, spread, d), 0.01, 0.99)
@@ -194,7 +194,7 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
     contexts = coupling_contexts(theta, u)
     payloads = {name: codecs.encode("entropy", mask, d, c) for name, c in (("plain", None), ("contexts", contexts))}
     if not np.array_equal(codecs.decode_mask("entropy", payloads["contexts"], d, contexts), mask):
-        raise AssertionError("the conditional payload did not decode to its mask")
+        raise AssertionError("the payload with contexts decodes to another mask")
     return {
         "d": d, "spread": spread, "step": step, "seed": seed, "flip_rate": float(mask.mean()),
         "entropy_bits_per_parameter": entropy_bits(mask),
@@ -206,7 +206,7 @@ def conditional(d: int, spread: float, step: float, seed: int) -> dict[str, floa
 
 
 def _ideal_bits(theta: NDArray[np.float64], u: NDArray[np.float64], mask: Mask, step: float) -> float:
-    """Bits per parameter of a coder with each flip's true probability, that of a normal step crossing u."""
+    """Bits per parameter of a coder with the true probability of each flip, which is that a normal step crosses u."""
     from scipy.special import log_ndtr
 
     distance = np.abs(np.log(np.maximum(u, 1e-300) / (1 - u)) - np.log(theta / (1 - theta))) / step
@@ -214,17 +214,13 @@ def _ideal_bits(theta: NDArray[np.float64], u: NDArray[np.float64], mask: Mask, 
 
 
 def fold(d: int, masks: int, repeats: int) -> dict[str, float | int]:
-    """Summing packed masks: carry-save counters against unpack-and-add into uint8 and uint16, interleaved medians.
-
-    `carry_save_unaligned_s` is for masks that do not start on a 64-bit word; the tally copies them.
-    """
+    """Sums of packed masks: carry-save counters against unpack-and-add into uint8 and uint16, interleaved medians."""
     packed = [np.packbits(flips(d, 0.1 + 0.05 * i), bitorder="little") for i in range(8)]
-    unaligned = [np.concatenate([mask[:1], mask])[1:] for mask in packed]
 
-    def ours(given: list[NDArray[np.uint8]]) -> NDArray[np.unsignedinteger[Any]]:
+    def carry_save() -> NDArray[np.unsignedinteger[Any]]:
         tally = Tally(d)
         for i in range(masks):
-            tally.add(given[i % 8])
+            tally.add(packed[i % 8])
         return tally.counts()
 
     def unpacked(dtype: type[np.unsignedinteger[Any]]) -> NDArray[np.unsignedinteger[Any]]:
@@ -234,15 +230,12 @@ def fold(d: int, masks: int, repeats: int) -> dict[str, float | int]:
         return total
 
     runs: dict[str, Callable[[], NDArray[np.unsignedinteger[Any]]]] = {
-        "carry_save": lambda: ours(packed),
-        "carry_save_unaligned": lambda: ours(unaligned),
+        "carry_save": carry_save,
         "unpack_add_uint8": lambda: unpacked(np.uint8),
         "unpack_add_uint16": lambda: unpacked(np.uint16),
     }
-    expected = runs["unpack_add_uint16"]()
-    for name in ("carry_save", "carry_save_unaligned"):
-        if not np.array_equal(runs[name](), expected):
-            raise AssertionError(f"the counts of {name} differ from the unpacked sum")
+    if not np.array_equal(carry_save(), unpacked(np.uint16)):
+        raise AssertionError("the counts differ from the unpacked sum")
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -250,4 +243,4 @@ def fold(d: int, masks: int, repeats: int) -> dict[str, float | int]:
             run()
             times[name].append(time.process_time() - start)
     seconds = {f"{name}_s": median(t) for name, t in times.items()}
-    return {"d": d, "masks": masks, **seconds, "peak_bytes": max(_peak(runs[name]) for name in list(runs)[:2])}
+    return {"d": d, "masks": masks, **seconds, "peak_bytes": _peak(carry_save)}

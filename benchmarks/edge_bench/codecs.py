@@ -1,7 +1,4 @@
-"""The commands `maskfleet codec bench`, `conditional` and `fold`: tables, a plot with the entropy curve, JSON.
-
-What is measured, and how, is in `codec_measure.py`.
-"""
+"""The commands `maskfleet codec bench`, `conditional` and `fold`. `codec_measure.py` takes the measurements."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ def bench(
     params: Annotated[str, typer.Option(help="Sizes d, comma-separated.")] = "100000,1000000,10000000",
     flips: Annotated[str, typer.Option(help="Flip rates, comma-separated.")] = "0.1,0.02,0.01,0.005,0.002",
     codecs: Annotated[str | None, typer.Option(help="Only these codecs or peers, comma-separated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts. One at d >= 1e7.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown. One at d >= 1e7.")] = 3,
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG of bits per parameter and the entropy curve.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of bits per parameter and of the entropy.")] = None,
 ) -> None:
-    """Measure every codec and its peers at the given sizes and flip rates."""
+    """Measure all codecs and peers at the given sizes and flip rates."""
     from rich.console import Console
 
     from edge_bench.codec_measure import PEERS, measure
@@ -55,7 +52,7 @@ def bench(
     known = [*names(), *PEERS]
     chosen = known if codecs is None else codecs.split(",")
     if unknown := sorted(set(chosen) - set(known)):
-        raise ConfigError(f"there are no codecs {unknown}; there are {known}")
+        raise ConfigError(f"there is no codec {', '.join(unknown)}; the codecs are {', '.join(known)}")
     rates = _numbers(flips, float, "--flips")
     if not all(0 < rate < 1 for rate in rates):
         raise ConfigError(f"--flips {flips}: a flip rate lies between 0 and 1")
@@ -64,7 +61,7 @@ def bench(
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = TABLE_WIDTH  # a file has no width
+        console.width = TABLE_WIDTH  # output into a file or a pipe
     origin = provenance.origin(_command())
     rows: list[Row] = []
     for d in sizes:
@@ -88,7 +85,7 @@ def conditional(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json_file: Json = None,
 ) -> None:
-    """Coupled samples: how much the contexts that both sides know save, and the bounds."""
+    """Coupled samples: the bits that shared contexts save, and the bounds."""
     from rich.console import Console
     from rich.table import Table
 
@@ -116,7 +113,7 @@ def conditional(
 def fold(
     params: Annotated[int, typer.Option(min=1, help="Positions d.")] = BIG,
     masks: Annotated[int, typer.Option(min=1, help="Masks to sum.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 9,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown.")] = 9,
     json_file: Json = None,
 ) -> None:
     """Sum packed masks: carry-save counters against unpack-and-add, in process CPU time."""
@@ -126,35 +123,26 @@ def fold(
 
     origin = provenance.origin(_command())
     row = measure_fold(params, masks, repeats)
-    ours, unaligned, narrow, wide = (row[f"{name}_s"] for name in (
-        "carry_save", "carry_save_unaligned", "unpack_add_uint8", "unpack_add_uint16"))  # fmt: skip
+    ours, narrow, wide = (row[f"{name}_s"] for name in ("carry_save", "unpack_add_uint8", "unpack_add_uint16"))
     Console(highlight=False, soft_wrap=True).print(
-        f"{masks} masks of {params:,} bits: carry-save {ours:.3f} s, {unaligned:.3f} s for masks off the words; "
-        f"unpack-and-add {narrow:.3f} s in uint8 ({narrow / ours:.1f}x), {wide:.3f} s in uint16 ({wide / ours:.1f}x); "
-        f"peak {row['peak_bytes'] / 1e6:.1f} MB beside the masks"
+        f"{masks} masks of {params:,} bits: carry-save {ours:.3f} s, unpack-and-add {narrow:.3f} s in uint8 "
+        f"({narrow / ours:.1f}x), {wide:.3f} s in uint16 ({wide / ours:.1f}x); peak {row['peak_bytes'] / 1e6:.1f} MB "
+        "beside the masks"
     )
     if json_file is not None:
         write_json(json_file, {**origin, **row})
 
 
 def _table(rows: list[Row]) -> object:
-    """One size and flip rate, smallest payload first."""
+    """The table of one size and flip rate, smallest payload first."""
     from rich.table import Table
 
     head = rows[0]
     bound = head.entropy_bits_per_parameter
     table = Table(title=f"d = {head.d:,}, flip rate {head.flip_rate:g}, entropy {bound:.4f} bits per parameter")
     table.add_column("codec")
-    for name in (
-        "bits/param",
-        "/ entropy",
-        "encode ns",
-        "decode ns",
-        "encode MB/s",
-        "decode MB/s",
-        "false flips",
-        "peak MB",
-    ):
+    heads = "bits/param", "/ entropy", "encode ns", "decode ns", "encode MB/s", "decode MB/s", "false flips", "peak MB"
+    for name in heads:
         table.add_column(name, justify="right")
     for row in sorted(rows, key=lambda r: r.bits_per_parameter):
         table.add_row(
@@ -164,13 +152,13 @@ def _table(rows: list[Row]) -> object:
             f"{row.false_flips:,}", f"{row.peak_bytes / 1e6:.1f}",
         )  # fmt: skip
     table.caption = (
-        "MB/s of the packed mask (d / 8 bytes); zlib 9, zstd 19 (9 from d > 1e6); pyfusefilter asked a sample"
+        "MB/s of the packed mask (d / 8 bytes); zlib 9, zstd 19 (9 for d > 1e6); pyfusefilter decodes a sample"
     )
     return table
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A PNG: bits per parameter at the largest size over the flip rate, the entropy curve, and the ratio to it."""
+    """Plot bits per parameter and their ratio to the entropy over the flip rate, at the largest size."""
     import matplotlib as mpl
     import numpy as np
 
@@ -198,6 +186,3 @@ def draw(rows: list[Row], path: Path) -> None:
     for axes in (bits, ratio):
         axes.grid(visible=True, which="both", alpha=0.2)
     figure.savefig(path, dpi=120)
-
-
-__all__ = ["app", "bench", "conditional", "draw", "fold"]

@@ -141,7 +141,7 @@ async def pause(served: Operated, federation: FederationId) -> Federation:
 
 @router.post("/federations/{federation}/resume", summary="Resume a federation", responses=_IN_PHASE)
 async def resume(served: Operated, federation: FederationId) -> Federation:
-    """Go on with the seconds the round had left. After a pause by `max_attempts` the attempts count from 1 again."""
+    """Go on with the seconds the round had left. After a pause by `max_attempts` it allows as many again."""
     return await _operate(served, federation, events.Resumed)
 
 

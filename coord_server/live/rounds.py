@@ -152,7 +152,7 @@ class Rounds:
         """
         round_, devices, left_out = decision.round, list(decision.devices), list[str]()
         stored = self._store.metadata.influences(self.id, round_)
-        influences = {d: Influence(n, w) for d, (n, w) in stored.items() if n is not None and w is not None}
+        influences = {device: Influence(*figures) for device, figures in stored.items()}
 
         def contributions() -> Iterator[Contribution]:
             for device in devices:

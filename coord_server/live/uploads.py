@@ -175,11 +175,14 @@ class Uploads:
         event, checked = upload.event, upload.checked
         assert checked is not None
         assert upload.content is not None
-        influence = checked.influence
+        i = checked.influence
+        figures: tuple[float | None, float | None, float | None] = (None, None, None)
+        if i is not None:
+            figures = i.norm, i.weight, i.statistics
         seen = self._devices.take(event.device)
         row = UpdateRow(
             event.round, event.device, upload.content, upload.size, self._clock(),
-            None if influence is None else influence.norm, None if influence is None else influence.weight, seen,
+            *figures, seen,
         )  # fmt: skip
         written = False
 

@@ -294,12 +294,13 @@ class Metadata:
             row = c.execute(select(updates.c.sha256, updates.c.size).where(*mine)).first()
             return None if row is None else (row[0], row[1])
 
-    def influences(self, federation: str, round_: int) -> dict[str, tuple[float | None, float | None]]:
-        """Norm and weight of each acknowledged update of a round."""
-        query = select(updates.c.device, updates.c.norm, updates.c.weight)
+    def influences(self, federation: str, round_: int) -> dict[str, tuple[float, float, float]]:
+        """Norm, weight and norm of the statistics of each acknowledged update of a round that has an influence."""
+        query = select(updates.c.device, updates.c.norm, updates.c.weight, updates.c.statistics)
+        query = query.where(updates.c.norm.is_not(None))
         with self._reading() as c:
             rows = c.execute(query.where(updates.c.federation == federation, updates.c.round == round_))
-            return {row[0]: (row[1], row[2]) for row in rows}
+            return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
     def update_content(self, federation: str, round_: int, device: str) -> Content | None:
         """An acknowledged update of a round that is not closed yet."""

@@ -74,7 +74,7 @@ class Rows:
         self._updates.append(
             {"federation": self._federation, "round": row.round, "device": row.device, "sha256": row.content.sha256,
              "size": row.size, "received_at": row.received_at, "norm": row.norm, "weight": row.weight,
-             "content": row.content.data}
+             "statistics": row.statistics, "content": row.content.data}
         )  # fmt: skip
         self._counts.append({**seen_values(self._federation, row.device, row.seen), "b_size": row.size})
 

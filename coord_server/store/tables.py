@@ -88,6 +88,7 @@ updates = Table(
     Column("received_at", Float, nullable=False),
     Column("norm", Float),  # Influence; NULL when the method bounds it by construction
     Column("weight", Float),
+    Column("statistics", Float),
     Column("content", LargeBinary),  # dropped when the round is closed
 )
 rounds = Table(
@@ -198,6 +199,7 @@ class UpdateRow:
     received_at: float
     norm: float | None
     weight: float | None
+    statistics: float | None
     seen: Seen
 
 

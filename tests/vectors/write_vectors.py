@@ -1,6 +1,6 @@
-"""Writes the test vectors beside it: ``python tests/vectors/write_vectors.py``. Run only when a format changes.
+"""Writes the test vectors in this folder: ``python tests/vectors/write_vectors.py``. Run it only when a format changes.
 
-Each file holds a list of cases: the input, the parameters and the payload's bytes in hex, for readers in any language.
+Each file is a list of cases: the input, the parameters and the payload in hex, for readers in any language.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def set_cases(name: str) -> list[dict[str, Any]]:
 
 
 def context_cases() -> list[dict[str, Any]]:
-    """The codec `entropy` with contexts: some used, some empty, one full of flips."""
+    """Codec `entropy` with contexts: some are used, some are empty, one is full of flips."""
     d = 600
     contexts = (counter.uint64(counter.key("vectors", "contexts"), d) % np.uint64(7)).astype(np.uint8)
     rates = np.array([0.01, 0.02, 0.5, 0.0, 0.9, 1.0, 0.1])[contexts]
@@ -55,7 +55,7 @@ def context_cases() -> list[dict[str, Any]]:
 
 
 def fuse_cases() -> list[dict[str, Any]]:
-    """Filters built by numpy and all positions they hold."""
+    """Filters, and all positions they hold."""
     out = []
     for width in (8, 16, 32):
         for d, rate in ((50, 0.1), (2000, 0.02)):
@@ -87,7 +87,7 @@ def count_cases() -> list[dict[str, Any]]:
 
 
 def klms_cases() -> list[dict[str, Any]]:
-    """A sample: prior and target as float32 bits in hex, the stream, the bytes and the mask they mean."""
+    """Samples: the prior as float32 in hex, the stream, the payload and the mask it decodes to."""
     d = 300
     prior = (counter.uint64(counter.key("vectors", "prior"), d) % np.uint64(11)).astype(np.float32) / np.float32(10)
     target = np.clip(prior + np.float32(0.05), 0, 1)
@@ -102,7 +102,7 @@ def klms_cases() -> list[dict[str, Any]]:
 
 
 def coupling_cases() -> list[dict[str, Any]]:
-    """Flips of one device and net flips of three, with and without the last round's; few flips need no model."""
+    """Flips of one device and net flips of three, with and without history; few flips take no model."""
     shapes, stream = [(12, 30), (140,)], counter.key("vectors", "coupled")
     d = sum(int(np.prod(shape)) for shape in shapes)
     theta = np.clip(counter.uniform(stream, d), 0.03125, 0.96875)
@@ -147,7 +147,7 @@ def value_cases() -> list[dict[str, Any]]:
 
 
 def counter_cases() -> list[dict[str, Any]]:
-    """The counter-based generator; 64-bit numbers are decimal texts, since JSON readers may round them."""
+    """The generator. 64-bit numbers are decimal texts, since JSON readers may round them."""
     out = []
     for words, start in (((), 0), ((0,), 0), ((7, "cohort", 3), 0), ((-1, "é"), 1000), ((2**64 - 1,), 2**40)):
         stream = counter.key(*words)
