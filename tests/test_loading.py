@@ -31,8 +31,6 @@ DAMAGE = [
     ("update federations set config = '{' where id = 'fed'", "FederationConfig", False),
     ("update federations set state = '{x' where id = 'fed'", "State", False),
     ("update federations set state = '[]' where id = 'fed'", "State", False),
-    ("update devices set messages = '{' where federation = 'fed'", "device 'a' is damaged", True),
-    ("update devices set messages = '{\"up\": 5}' where federation = 'fed'", "device 'a' is damaged", True),
 ]
 
 
@@ -95,6 +93,38 @@ def test_a_federation_whose_method_is_back_goes_on_where_it_was(tmp_path: Path) 
         change(tmp_path, "update federations set config = replace(config, 'nosuch', 'fedavg')")
         async with served(tmp_path) as fleet:
             assert (await fleet.train("b")).status_code == 201
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("column", ["report", "failure"])
+def test_a_devices_damaged_row_is_named_and_keeps_no_device_from_its_work(tmp_path: Path, column: str) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+        change(tmp_path, f"update devices set {column} = '{{' where device = 'a'")
+        async with served(tmp_path) as fleet:
+            listed = await fleet.operator("GET", "/v1/federations/fed/devices")
+            assert (listed.status_code, listed.json()["type"]) == (500, "/problems/storage-damaged")
+            assert "device 'a' is damaged" in listed.json()["detail"]
+            for device in ("a", "b"):
+                assert (await fleet.train(device)).status_code == 201
+
+    asyncio.run(main())
+
+
+def test_a_federation_that_another_coordinator_made_is_served_here(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as first, served(tmp_path) as second:
+            second.join = ""
+            await first.federation("a")
+            second.join = first.join
+            assert (await second.enrol("b")).status_code == 200  # the token was made there
+            assert (await second.work("b"))["status"] == "train"
+            assert (await second.train("a")).status_code == 201  # so was this credential
+            assert (await first.train("b")).status_code == 201
+            assert (await first.work("a", 30))["round"] == 2
+            assert (await second.work("b", 30))["round"] == 2
 
     asyncio.run(main())
 

@@ -1,10 +1,15 @@
-"""The store: what was written is there after a crash, what was not is gone, and a full disk is said."""
+"""The store: what was written is there after a crash, a lost half is detected, faults have their kinds."""
 
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +17,12 @@ from coord_server import auth
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, FolderIncoming
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import Acknowledged, ClosedRound, Content, FederationRow, Seen
+from coord_server.store.tables import ClosedRow, FederationRow, Seen, UpdateRow
+from coord_server.store.values import INLINE, Content, put, read
 from edge_client.bundle import digest
-from edge_client.errors import StateError
+from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 
-ROW = FederationRow("fed", "{}", "s0", "0" * 64, b"g", 1.0)
+ROW = FederationRow("fed", "{}", "s0", Content("0" * 64, b"g"), 1.0)
 
 
 def write_twice_and_commit(incoming: FolderIncoming, data: bytes) -> None:
@@ -27,10 +33,19 @@ def write_twice_and_commit(incoming: FolderIncoming, data: bytes) -> None:
 
 def database(folder: Path) -> Metadata:
     found = Metadata(f"sqlite:///{folder / 'x.db'}")
-    if not found.all_federations():
-        found.add_federation(ROW)
+    if found.add_federation(ROW):
         found.add_token("t" * 64, "fed", 1, 100.0)
     return found
+
+
+def halves(folder: Path) -> list[str]:
+    """Files of uploads on their way in, of any process."""
+    return [p.name for p in (folder / "incoming").rglob("*") if p.is_file() and p.suffix != ".lock"]
+
+
+def update(device: str = "a", round_: int = 1, at: float = 3.0, **seen: Any) -> Any:
+    row = UpdateRow(round_, device, Content("f" * 64, b"update"), 6, at, 1.5, 2.0, Seen(at, **seen))
+    return lambda rows: rows.add_update(row)
 
 
 @pytest.mark.parametrize("size", [0, 10, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
@@ -44,14 +59,16 @@ def test_a_received_blob_is_what_was_written_under_its_digest(tmp_path: Path, si
     assert (stored.sha256, stored.size) == (digest(data), size)
     assert blobs.read("fed/updates/1", stored.sha256) == data
     assert b"".join(blobs.stream("fed/updates/1", stored.sha256, 3, size)) == data[3:]
-    assert os.listdir(tmp_path / "incoming") == []
+    assert halves(tmp_path) == []
 
 
 def test_a_blob_whose_byte_was_flipped_on_disk_is_refused_with_its_address(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
     sha256 = blobs.put("fed/state", b"global").sha256
     (tmp_path / "fed" / "state" / sha256).write_bytes(b"glocal")
-    with pytest.raises(StateError, match=f"blob fed/state/{sha256} is damaged: its SHA-256 is {digest(b'glocal')}"):
+    with pytest.raises(
+        StorageDamagedError, match=f"blob fed/state/{sha256} is damaged: its SHA-256 is {digest(b'glocal')}"
+    ):
         blobs.read("fed/state", sha256)
 
 
@@ -76,19 +93,45 @@ def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_whoever_made_i
     assert synced[7:] == [root / "fed" / "downlinks", shelf]
 
 
-def test_a_discarded_or_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
+def test_a_discarded_upload_leaves_nothing(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
-    given_up, cut_off = blobs.receive("s"), blobs.receive("s")
-    for incoming in (given_up, cut_off):
-        incoming.write(bytes(2 * CHUNK))
+    given_up = blobs.receive("s")
+    given_up.write(bytes(2 * CHUNK))
     given_up.discard()
     given_up.write(b"a thread that comes late")
-    with pytest.raises(StateError, match="given up"):
+    with pytest.raises(StateError, match="dropped"):
         given_up.commit()
-    assert len(os.listdir(tmp_path / "incoming")) == 1
-    FolderBlobs(tmp_path)  # the next start
-    assert os.listdir(tmp_path / "incoming") == []
+    assert halves(tmp_path) == []
     assert blobs.shelves("") == ["incoming"]
+
+
+def _half_an_upload(root: Path, ready: Any, leave: Any) -> None:
+    incoming = FolderBlobs(root).receive("s")
+    incoming.write(bytes(10))
+    ready.set()
+    leave.wait(60)
+    os._exit(9)
+
+
+def test_a_start_removes_half_uploads_of_processes_that_are_gone_and_no_others(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, leave = context.Event(), context.Event()
+    other = context.Process(target=_half_an_upload, args=(tmp_path, ready, leave))
+    other.start()
+    assert ready.wait(60)
+    mine = FolderBlobs(tmp_path)
+    incoming = mine.receive("s")
+    incoming.write(b"mine")
+    assert len(halves(tmp_path)) == 2
+    leave.set()
+    other.join(60)
+    assert len(halves(tmp_path)) == 2
+    third = FolderBlobs(tmp_path)
+    assert len(halves(tmp_path)) == 1
+    assert mine.read("s", incoming.commit().sha256) == b"mine"
+    mine.close()
+    third.close()
+    assert list((tmp_path / "incoming").iterdir()) == []
 
 
 def test_equal_bytes_on_two_shelves_live_and_die_apart(tmp_path: Path) -> None:
@@ -98,46 +141,30 @@ def test_equal_bytes_on_two_shelves_live_and_die_apart(tmp_path: Path) -> None:
     blobs.drop("fed/updates/1")
     assert blobs.read("fed/updates/2", digest(b"same")) == b"same"
     assert blobs.size("fed/updates/1", digest(b"same")) is None
-    with pytest.raises(StateError, match="cannot be read"):
+    with pytest.raises(StorageDamagedError, match="is missing"):
         blobs.read("fed/updates/1", digest(b"same"))
 
 
-def test_a_blob_has_its_name_before_the_sync_only_where_a_row_vouches_for_it_and_none_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_durable_blob_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs, done = FolderBlobs(tmp_path), list[str]()
     blobs.put("s", b"the shelf is there")
     replace, fsync = os.replace, os.fsync
 
     def noted_fsync(descriptor: int) -> None:
-        done.append("sync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "sync file")
+        done.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("name"), replace(a, b))[1])
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    careful, quick = ["sync file", "name", "sync folder"], ["name", "sync file", "sync folder"]
-    for data, indexed, order in ((b"part", False, careful), (b"update", True, quick), (b"update", True, careful)):
-        done.clear()
-        stored = blobs.put("s", data, indexed=indexed)
-        assert (done, blobs.read("s", stored.sha256)) == (order, data)
-    for indexed, order in ((True, quick), (False, careful)):
-        incoming = blobs.receive("s")
-        incoming.write(os.urandom(2 * CHUNK))
-        done.clear()
-        stored = incoming.commit(indexed)
-        incoming.discard()
-        assert (done, blobs.size("s", stored.sha256)) == (order, 2 * CHUNK)
-
-
-def test_keep_only_drops_the_rest_of_a_shelf(tmp_path: Path) -> None:
-    blobs = FolderBlobs(tmp_path)
-    old, new = blobs.put("s", b"old"), blobs.put("s", b"new")
-    blobs.keep_only("s", {new.sha256})
-    assert (blobs.size("s", old.sha256), blobs.size("s", new.sha256)) == (None, 3)
+    blobs.put("s", b"update")
+    incoming = blobs.receive("s")
+    incoming.write(os.urandom(2 * CHUNK))
+    incoming.commit()
+    assert done == ["sync file", "name", "sync folder"] * 2
 
 
 @pytest.mark.parametrize("size", [100, 2 * CHUNK])
-def test_a_full_disk_is_said_and_nothing_half_written_stays(
+def test_a_full_disk_is_a_fault_of_its_kind_and_nothing_half_written_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     blobs = FolderBlobs(tmp_path)
@@ -147,100 +174,277 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
 
     incoming = blobs.receive("s")
     monkeypatch.setattr(os, "write", full)
-    data = bytes(size)
-    with pytest.raises(StateError, match="No space left"):
-        write_twice_and_commit(incoming, data)
+    with pytest.raises(StorageFullError, match="No space left"):
+        write_twice_and_commit(incoming, bytes(size))
     incoming.discard()
     monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StateError, match="No space left"):
+    with pytest.raises(StorageFullError, match="No space left"):
         blobs.put("s", bytes(size))
     monkeypatch.undo()
-    assert os.listdir(tmp_path / "incoming") == []
+    assert halves(tmp_path) == []
     assert blobs.put("s", bytes(size)).size == size
+
+
+def test_a_disk_that_fails_in_another_way_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = FolderBlobs(tmp_path)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(StorageUnreachableError, match="Input/output error"):
+        blobs.put("s", b"x")
+
+
+@pytest.mark.parametrize("size", [1, INLINE, INLINE + 1])
+def test_a_content_is_in_its_row_or_a_blob_and_damage_to_either_is_detected(tmp_path: Path, size: int) -> None:
+    blobs, data = FolderBlobs(tmp_path), os.urandom(size)
+    content = put(blobs, "s", data)
+    assert (content.data is None) == (size > INLINE)
+    assert read(blobs, "s", content) == data
+    if content.data is None:
+        (tmp_path / "s" / content.sha256).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        content = Content(content.sha256, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StorageDamagedError, match="damaged"):
+        read(blobs, "s", content)
 
 
 def test_an_update_and_the_engines_state_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     data = database(tmp_path)
-    assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0)
-    body = Content("f" * 64, b"update")
-    data.acknowledge("fed", [Acknowledged(1, "a", body, 6, 3.0, Seen(3.0, 11))], "s2")
-    with pytest.raises(StateError, match="UNIQUE"):
-        data.acknowledge("fed", [Acknowledged(1, "a", body, 6, 4.0, Seen(4.0))], "s3")
+    assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True) == "new"
+    assert data.commit("fed", 0, "s2", "x", [update(bytes_down=11, messages={"down_work": 5})])
+    with pytest.raises(StorageDamagedError, match="UNIQUE"):
+        data.commit("fed", 1, "s3", "y", [update(at=4.0)])
     data.close()
     again = database(tmp_path)
-    assert again.state("fed") == "s2"
+    head = again.head("fed")
+    assert (head.state, head.version, head.stamp) == ("s2", 1, "x")
     assert again.acknowledged("fed", 1, "a") == ("f" * 64, 6)
-    assert again.update_content("fed", 1, "a") == body
-    (device,) = again.all_devices("fed")
+    assert again.update_content("fed", 1, "a") == Content("f" * 64, b"update")
+    (device,) = again.devices("fed")
     assert (device.updates, device.bytes_up, device.bytes_down, device.last_seen_at) == (1, 6, 11, 3.0)
+    assert device.messages["down_work"] == 5
 
 
-def test_closing_a_round_drops_the_small_contents_and_switches_state_and_records(tmp_path: Path) -> None:
+def test_a_commit_over_another_version_writes_nothing(tmp_path: Path) -> None:
     data = database(tmp_path)
-    data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0)
-    data.acknowledge("fed", [Acknowledged(1, "a", Content("f" * 64, b"update"), 6, 3.0, Seen(3.0))], "s2")
+    data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
+    assert data.commit("fed", 0, "s1", "x", [])
+    assert not data.commit("fed", 0, "other", "y", [update()])
+    assert (data.head("fed").state, data.acknowledged("fed", 1, "a")) == ("s1", None)
+
+
+def test_closing_a_round_drops_the_small_contents_and_switches_values_and_records(tmp_path: Path) -> None:
+    data = database(tmp_path)
+    data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
+    data.commit("fed", 0, "s1", "x", [update()])
     for n, record in enumerate((b"first", b"second"), 1):
-        closed = ClosedRound(n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)})
-        data.close_round("fed", closed, "s3")
-    (row,) = data.all_federations()
-    assert (row.state, row.global_state, row.global_content) == ("s3", "e" * 64, None)
+        row = ClosedRow(n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)})
+        assert data.commit("fed", n, f"s{n}", "x", [lambda rows, row=row: rows.close_round(row)])  # type: ignore[misc]
+    assert data.values("fed") == (2, Content("e" * 64, None))
     assert data.update_content("fed", 1, "a") == Content("f" * 64, None)
-    assert data.record("fed", "a") == Content("d" * 64, b"second")
+    assert data.acknowledged("fed", 1, "a") == ("f" * 64, 6)  # still the same receipt
+    assert data.record("fed", "a") == (2, Content("d" * 64, b"second"))
     assert data.all_rounds("fed") == ['{"round":1}', '{"round":2}']
+    again = ClosedRow(2, "{}", Content("e" * 64, None), {"a": None})
+    with pytest.raises(StorageDamagedError, match="UNIQUE"):  # a round is closed once
+        data.commit("fed", 3, "s9", "x", [lambda rows: rows.close_round(again)])
+    dropped = ClosedRow(3, "{}", Content("e" * 64, None), {"a": None})
+    assert data.commit("fed", 3, "s3", "x", [lambda rows: rows.close_round(dropped)])
+    assert data.record("fed", "a") is None
 
 
-def test_the_last_update_of_a_round_and_its_closing_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+def test_a_failure_is_kept_until_an_update_and_a_lost_record_is_dropped(tmp_path: Path) -> None:
     data = database(tmp_path)
-    data.add_token("u" * 64, "fed", 2, 9.0)
-    for device in ("a", "b"):
-        assert data.enrol("fed", device, device * 64, "u" * 64, 2.0)
-
-    def row(device: str, round_: int = 1) -> Acknowledged:
-        return Acknowledged(round_, device, Content("f" * 64, b"update"), 6, 3.0, Seen(3.0))
-
-    data.acknowledge("fed", [row("a")], "s1")
-    closed = ClosedRound(1, '{"round":1}', Content("e" * 64, b"total"), {})
-    with pytest.raises(StateError, match="UNIQUE"):
-        data.acknowledge("fed", [row("a")], "s2", closed)
-    assert (data.state("fed"), data.all_rounds("fed")) == ("s1", [])
-    data.acknowledge("fed", [row("b")], "s2", closed)
-    (federation,) = data.all_federations()
-    assert (federation.state, federation.global_content) == ("s2", b"total")
-    assert data.all_rounds("fed") == ['{"round":1}']
-    for device in ("a", "b"):  # still the same receipt, but the bytes are in the total now
-        assert data.acknowledged("fed", 1, device) == ("f" * 64, 6)
-        assert data.update_content("fed", 1, device) == Content("f" * 64, None)
-    with pytest.raises(StateError, match="UNIQUE"):  # a round is closed once
-        data.acknowledge("fed", [row("a", 2)], "s3", closed)
+    data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
+    row = ClosedRow(1, "{}", Content("e" * 64, b"v"), {"a": Content("d" * 64, b"r")})
+    data.commit("fed", 0, "s1", "x", [lambda rows: rows.close_round(row)])
+    data.commit("fed", 1, "s1", "x", [lambda rows: rows.add_failure("a", "{}", forget=False)])
+    assert (data.devices("fed")[0].failure, data.record("fed", "a")) == ("{}", (1, Content("d" * 64, b"r")))
+    data.commit("fed", 2, "s1", "x", [lambda rows: rows.add_failure("a", "{}", forget=True)])
+    assert data.record("fed", "a") is None
+    data.commit("fed", 3, "s1", "x", [update(round_=2)])
+    assert data.devices("fed")[0].failure is None
 
 
 def test_a_token_is_used_up_by_enrolments_that_succeed_only(tmp_path: Path) -> None:
     data = database(tmp_path)
-    assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0)
-    assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.5)  # told again, although it was in
-    assert not data.enrol("fed", "b", "d" * 64, "t" * 64, 2.0)
-    assert [d.device for d in data.all_devices("fed")] == ["a"]
+
+    def enrol(device: str, credential: str, valid: bool = True) -> str:
+        return data.enrol("fed", device, credential * 64, "t" * 64, 2.0, valid)
+
+    assert enrol("a", "c", valid=False) == "spent"
+    assert enrol("a", "c") == "new"
+    assert enrol("a", "c", valid=False) == "again"
+    assert enrol("a", "d") == "name-taken"
+    assert enrol("b", "c") == "credential-taken"
+    assert enrol("b", "d") == "spent"
+    data.commit("fed", 0, "s", "x", [lambda rows: rows.remove_device("a")])
+    assert enrol("a", "c") == "removed"
+    assert [d.device for d in data.devices("fed")] == ["a"]
 
 
-def test_a_full_database_is_a_state_error_and_changes_nothing(tmp_path: Path) -> None:
+def test_ready_devices_are_counted_once_and_listed_while_they_are_present(tmp_path: Path) -> None:
+    data = database(tmp_path)
+    data.add_token("u" * 64, "fed", 9, 100.0)
+    for name in "abc":
+        data.enrol("fed", name, name * 64, "u" * 64, 2.0, valid=True)
+    assert data.save_seen("fed", {"a": Seen(10.0), "b": Seen(20.0)}, ["a", "b"]) == 2
+    assert data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)}, ["a"]) == 0
+    assert (data.head("fed").ready, data.versions()) == (2, {"fed": (0, 2)})
+    assert sorted(data.present("fed", 10.0)) == [("a", 10.0), ("b", 20.0)]
+    assert data.present("fed", 10.5) == [("b", 20.0)]
+    for n in range(2):  # removed once, however often it is said
+        data.commit("fed", n, "s", "x", [lambda rows: rows.remove_device("b")])
+    assert (data.head("fed").ready, data.present("fed", 0.0)) == (1, [("a", 10.0)])
+    assert data.save_seen("fed", {}, ["b"]) == 0
+
+
+def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Path) -> None:
     data = database(tmp_path)
     with data._engine.connect() as c:
         pages = c.exec_driver_sql("PRAGMA page_count").scalar_one()
     for connection in [data._engine.raw_connection()]:
         connection.cursor().execute(f"PRAGMA max_page_count={pages}")
         connection.close()
-    with pytest.raises(StateError, match="full"):
-        data.save_state("fed", "x" * 100_000)
-    assert data.state("fed") == "s0"
+    with pytest.raises(StorageFullError, match="full"):
+        data.commit("fed", 0, "x" * 100_000, "x", [])
+    assert data.head("fed").state == "s0"
 
 
-def test_a_second_coordinator_on_the_same_folder_is_refused(tmp_path: Path) -> None:
-    first = open_store(tmp_path / "data")
-    with pytest.raises(StateError, match="another coordinator"):
-        open_store(tmp_path / "data")
+def test_a_database_that_is_no_database_is_damaged_and_one_that_is_locked_unreachable(tmp_path: Path) -> None:
+    (tmp_path / "x.db").write_bytes(b"not a database at all, but longer than a header" * 100)
+    with pytest.raises(StorageDamagedError, match="not a database"):
+        Metadata(f"sqlite:///{tmp_path / 'x.db'}")
+    (tmp_path / "y").mkdir()
+    data, other = database(tmp_path / "y"), database(tmp_path / "y")
+    with other.writing(), data._engine.connect() as c:
+        c.exec_driver_sql("PRAGMA busy_timeout=1")
+        c.close()
+        with pytest.raises(StorageUnreachableError, match="locked"):
+            data.commit("fed", 0, "x", "x", [])
+
+
+# --- the data folder
+
+
+def test_two_coordinators_share_a_data_folder(tmp_path: Path) -> None:
+    first, second = open_store(tmp_path / "data"), open_store(tmp_path / "data")
+    first.metadata.add_bundle("d" * 64, 1.0)
+    assert second.metadata.has_bundle("d" * 64)
+    first.blobs.put("s", b"x")
+    assert second.blobs.read("s", digest(b"x")) == b"x"
     first.close()
-    open_store(tmp_path / "data").close()
+    second.close()
+
+
+OPEN = "import sys; from pathlib import Path; from coord_server.store import open_store; open_store(Path(sys.argv[1]))"
+
+
+def test_coordinators_that_start_together_on_a_new_folder_agree(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPEN, str(tmp_path / "data")]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in started:
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 0
+
+
+def used(folder: Path) -> None:
+    store = open_store(folder)
+    store.metadata.add_federation(ROW)
+    store.metadata.add_bundle("d" * 64, 1.0)
+    store.blobs.put("bundles/" + "d" * 64, b"m")
+    store.close()
+
+
+def empty(path: Path) -> None:
+    for p in sorted(path.rglob("*"), reverse=True):
+        p.rmdir() if p.is_dir() else p.unlink()
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (["coordinator.db"], "holds a coordinator's blobs, but its database is new"),
+        (["blobs"], "has lost its blobs"),
+        (["store-id"], "has lost its blobs"),
+        (["store-id", "blobs"], "has lost its blobs"),
+    ],
+)
+def test_a_folder_that_lost_a_half_is_refused_until_init_starts_anew_and_deletes_nothing(
+    tmp_path: Path, lost: list[str], words: str
+) -> None:
+    folder = tmp_path / "data"
+    used(folder)
+    for name in lost:
+        (folder / name).rename(tmp_path / f"lost {name}")
+    for _ in range(2):  # the refusal itself leaves nothing that the next start would take for a folder of its own
+        with pytest.raises(StorageDamagedError, match=rf"{words}.*--init"):
+            open_store(folder)
+    before = {p.name for p in folder.rglob("*") if p.is_file() and p.suffix not in (".lock", ".db")}
+    store = open_store(folder, init=True)
+    assert store.metadata.versions() == {}
+    assert not store.metadata.has_bundle("d" * 64)
+    store.close()
+    after = {p.name for p in folder.rglob("*") if p.is_file()}
+    assert {name for name in before if len(name) == 64} <= after
+    assert any(p.name.endswith(".lost-1") for p in folder.iterdir())
+    open_store(folder).close()
+    open_store(folder, init=True).close()  # of a sound folder it is an ordinary start
+
+
+def test_an_emptied_folder_of_blobs_is_detected(tmp_path: Path) -> None:
+    used(tmp_path / "data")
+    empty(tmp_path / "data" / "blobs")
+    with pytest.raises(StorageDamagedError, match="has lost its blobs"):
+        open_store(tmp_path / "data")
+
+
+def test_a_database_elsewhere_whose_folder_is_empty_or_anothers_is_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    open_store(tmp_path / "data", url).close()
+    open_store(tmp_path / "data", url).close()
+    with pytest.raises(StorageDamagedError, match="lost its blobs"):
+        open_store(tmp_path / "new", url)
+    with pytest.raises(StorageDamagedError, match="empty that database"):
+        open_store(tmp_path / "new", url, init=True)
+    open_store(tmp_path / "third").close()
+    with pytest.raises(StorageDamagedError, match="different coordinators"):
+        open_store(tmp_path / "third", url)
+
+
+def test_a_first_start_that_was_killed_between_folder_and_database_is_gone_on_with(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    open_store(folder).close()
+    for name in ("coordinator.db", "coordinator.db-wal", "coordinator.db-shm"):
+        (folder / name).unlink(missing_ok=True)
+    open_store(folder).close()
+    open_store(folder).close()
+
+
+def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = open_store(tmp_path / "data")
+        store.metadata.add_federation(ROW)
+        store.blobs.put("fed/values/0", b"x")
+        store.blobs.put("fed/downlinks/1", b"y", durable=False)
+        incoming = store.blobs.receive("s")
+        incoming.write(b"z")
+        auth.operator_token(tmp_path / "data")
+        found = [*(tmp_path / "data").rglob("*"), tmp_path / "data"]
+        assert {"coordinator.db", "coordinator.db-wal", "coordinator.db-shm", "store-id"} <= {p.name for p in found}
+        for path in found:
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+        incoming.discard()
+        store.close()
+        (tmp_path / "data" / "coordinator.db").chmod(0o644)
+        open_store(tmp_path / "data").close()
+        assert (tmp_path / "data" / "coordinator.db").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_the_operators_token_is_made_once_and_for_its_owner_only(

@@ -76,9 +76,10 @@ class Admission:
         address = scope["client"][0] if scope.get("client") else ""
         shown = Headers(scope=scope).get("authorization", "").partition(" ")[2]
         operator = self._coordinator.is_operator(shown)
+        connection: Connection | None = scope.get("state", {}).get("connection")
         if not operator:
             refused = None
-            if self._places.full():
+            if self._places.full(connection):
                 text = f"all {self._places.most} connections are in use; try again in a few seconds"
                 refused = problem("too-busy", text)
             elif self._counted[address] >= OF_ADDRESS:
@@ -86,7 +87,7 @@ class Admission:
             if refused is not None:
                 await refused(scope, receive, send)
                 return
-        call = scope[CALL] = Call(self._counted, address, self._places, scope.get("state", {}).get("connection"))
+        call = scope[CALL] = Call(self._counted, address, self._places, connection)
         if operator:
             call.of_operator()
         try:

@@ -211,8 +211,8 @@ class Rounds:
     def _sweep(self, devices: Iterable[str] | None) -> None:
         """Drop the blobs that no process can ask for; records only of `devices`, None: of all. Blocks.
 
-        What the last closed round replaced is kept, for a process whose memory is one round behind. A federation whose
-        values all fit into rows has no blobs.
+        The downlinks of the last closed round stay, because a process whose memory is one round behind may still send
+        them. A federation whose values all fit into rows has no blobs.
         """
         blobs, closed = self._store.blobs, self._values.closed
         if devices is None and blobs.shelves(self.id):
@@ -220,7 +220,7 @@ class Rounds:
         if not self._values.large:
             return
         over = self._commits.state.phase in ("finished", "stopped")
-        for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
+        for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed)):
             for round_ in self._rounds_on(f"{self.id}/{name}"):
                 if round_ < oldest:
                     blobs.drop(f"{self.id}/{name}/{round_}")

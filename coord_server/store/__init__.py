@@ -43,14 +43,24 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     With `init` such a folder starts anew: the other half is renamed, never deleted.
     """
     make_folder(folder, ELSEWHERE)
-    if init and database is None:
-        _set_aside(folder)
+    try:
+        return _open(folder, database)
+    except StorageDamagedError as error:
+        if not init:
+            raise StorageDamagedError(f"{error}, or start anew with --init, which deletes nothing") from None
+        if database is not None:
+            raise StorageDamagedError(f"{error}; for --init, empty that database or name another one") from None
+    _set_aside(folder)
+    return _open(folder, None)
+
+
+def _open(folder: Path, database: str | None) -> Store:
     if database is None:
         _private(folder / DATABASE)
         database = f"sqlite:///{folder.absolute() / DATABASE}"
     metadata = Metadata(database)
     try:
-        _match(folder, metadata, init)
+        _match(folder, metadata)
         return Store(folder, metadata, FolderBlobs(folder / BLOBS))
     except BaseException:
         metadata.close()
@@ -66,7 +76,7 @@ def _private(path: Path) -> None:
                 os.chmod(name, 0o600)
 
 
-def _match(folder: Path, metadata: Metadata, init: bool) -> None:
+def _match(folder: Path, metadata: Metadata) -> None:
     """Check that database and folder belong together; mark both when both are new. Raises StateError."""
     marker, blobs = folder / MARKER, folder / BLOBS
     with metadata.writing() as c:  # a second process that starts now waits here
@@ -74,7 +84,8 @@ def _match(folder: Path, metadata: Metadata, init: bool) -> None:
         lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
         if stored is not None and stored == marked and not lost:
             return
-        if stored is None and not any(p.name != INCOMING for p in (blobs.iterdir() if blobs.is_dir() else ())):
+        names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
+        if stored is None and names <= {INCOMING, "lost+found"}:
             fresh = marked or uuid4().hex  # marked: an earlier start was killed before its database was written
             metadata.identify(c, fresh)
             _mark(marker, blobs, fresh)
@@ -85,8 +96,7 @@ def _match(folder: Path, metadata: Metadata, init: bool) -> None:
             fault = f"the database holds a coordinator's tables, but the folder {folder} has lost its blobs"
         else:
             fault = f"the folder {folder} and the database belong to different coordinators"
-    advice = "empty that database or name another one" if init else "start anew with --init: nothing is deleted"
-    raise StorageDamagedError(f"{fault}; mount or restore what is missing, or {advice}")
+    raise StorageDamagedError(f"{fault}; mount or restore what is missing")
 
 
 def _read(marker: Path) -> str | None:
@@ -101,13 +111,9 @@ def _mark(marker: Path, blobs: Path, id_: str) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename what is left of a data folder that lost its database, its blobs or its marker. Raises StateError."""
-    parts = [folder / name for name in (DATABASE, BLOBS, MARKER)]
-    left = [p for p in parts if p.exists()]
-    if not left or len(left) == len(parts):
-        return
+    """Rename what is left of a data folder that lost a half. Raises StateError."""
     number = next(n for n in range(1, 1_000_000) if not any(folder.glob(f"*.lost-{n}")))
     with disk(f"{folder} cannot be used"):
-        for path in (*left, *(folder / f"{DATABASE}-{end}" for end in ("wal", "shm"))):
-            if path.exists():
-                path.rename(path.with_name(f"{path.name}.lost-{number}"))
+        for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", BLOBS, MARKER):
+            if (folder / name).exists():
+                (folder / name).rename(folder / f"{name}.lost-{number}")
