@@ -44,6 +44,7 @@ LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link 
 SENDS = 3  # times an update is sent that arrives damaged
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
+NO_LEASE = "none"  # after the last round there is none, but the header is due
 LOST_ENDS = 3  # last downlinks that may build on lost values before the device ends with the model it trained last
 
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
@@ -254,14 +255,14 @@ class _Run:
         self.remote.retry.pause(delay, f"round {work.round} failed; asking for work again in {delay:.0f} s")
         return None
 
-    def _fail(self, session: Session, round_: int, lease: str | None, failure: Failure) -> None:
+    def _fail(self, session: Session, round_: int, lease: str, failure: Failure) -> None:
         """Report that this device cannot do a round, unless the round is over anyway."""
         text = f"round {round_} failed on this device ({failure.kind}): {failure.reason}"
         self.say(Event("failed", text, round_))
         path = f"{session.path}/rounds/{round_}/failures/{session.enrolled.device}"
-        headers = {} if lease is None else {"Maskfleet-Lease": lease}
+        what = f"reporting the failure of round {round_}"
         try:
-            self.remote.tell("PUT", path, failure, f"reporting the failure of round {round_}", headers)
+            self.remote.tell("PUT", path, failure, what, {"Maskfleet-Lease": lease})
         except ServerError as error:
             if error.status not in (404, 409, 410):
                 raise
@@ -321,7 +322,7 @@ class _Run:
             self.lost_ends += 1
             failure = failure_of(error)
             if self.lost_ends < LOST_ENDS and failure is not None:
-                self._fail(session, work.round, None, failure)
+                self._fail(session, work.round, NO_LEASE, failure)
                 self.remote.retry.pause(1.0)
                 return None
             if self.trained is None:

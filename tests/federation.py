@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +22,22 @@ import httpx
 from edge_client.bundle import MANIFEST, Bundle, digest
 
 OPERATOR = "operator-token-of-the-tests-0123456789"
-PATIENCE = 60.0  # seconds until a wait is a failure
+PATIENCE = 180.0  # seconds until a wait is a failure, on the slowest machine
 
 
 def free_port() -> int:
-    """A port the operating system has just given and taken back."""
+    """A port that is free now. It stays the same when the coordinator is started again."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
+    """Return once `condition` holds; fail with what `said` returns after `PATIENCE` seconds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, said()
+        time.sleep(0.01)
 
 
 def environment() -> dict[str, str]:
@@ -70,7 +78,7 @@ class Process:
             raise AssertionError(f"{self.command} still runs after {timeout} s:\n{self.text()}") from None
 
     def text(self) -> str:
-        """All it has said so far."""
+        """All its output so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
@@ -109,16 +117,15 @@ class Federation:
 
     def wait_until_up(self) -> None:
         """Wait until the coordinator answers."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            if self.coordinator.poll() is not None:
-                raise AssertionError(f"the coordinator ended:\n{self.coordinator.text()}")
-            try:
-                self.operator.get("/v1/health")
-                return
-            except httpx.TransportError:
-                time.sleep(0.05)
-        raise AssertionError(f"no answer from the coordinator:\n{self.coordinator.text()}")
+        until(self._answers, self.coordinator.text)
+
+    def _answers(self) -> bool:
+        assert self.coordinator.poll() is None, f"the coordinator ended:\n{self.coordinator.text()}"
+        try:
+            self.operator.get("/v1/health")
+        except httpx.TransportError:
+            return False
+        return True
 
     def ask(self, method: str, path: str, **options: Any) -> Any:
         """The operator's request; its JSON answer."""
@@ -147,14 +154,12 @@ class Federation:
 
     def wait_for_round(self, round_: int) -> None:
         """Wait until round `round_` is under way, or the federation is finished."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
+
+        def come() -> bool:
             now = self.ask("GET", f"/v1/federations/{self.id}")
-            if now["round"] >= round_ or now["phase"] == "finished":
-                return
-            time.sleep(0.02)
-        said = "\n".join(f"{name}: {p.text()[-500:]}" for name, p in self.devices.items())
-        raise AssertionError(f"round {round_} has not come after {PATIENCE} s: {now}\n{said}")
+            return bool(now["round"] >= round_ or now["phase"] == "finished")
+
+        until(come, lambda: "\n".join(f"{name}: {p.text()[-500:]}" for name, p in self.devices.items()))
 
     def state(self) -> bytes:
         """The global state as the coordinator exports it."""

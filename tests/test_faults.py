@@ -21,6 +21,8 @@ from edge_client.errors import ServerError
 from edge_client.exit_codes import ExitCode
 from edge_client.protocol.messages import Receipt
 from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.remote import Remote
+from edge_client.retry import Retry
 from edge_client.transport import Transport, content_digest
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -259,10 +261,11 @@ def test_damaged_foreign_and_repeated_uploads_are_problems_and_the_round_goes_on
 def test_an_answer_sent_before_the_megabytes_of_the_request_are_read_reaches_the_device(tmp_path: Path) -> None:
     """The coordinator answers a refused or a repeated update while its body is still on its way."""
     with Federation(tmp_path / "big") as fed:
-        transport = Transport(fed.url, patience=5.0)
+        transport = Transport(fed.url)
         transport.credential = "0" * 64
+        remote = Remote(transport, Retry(fed.url, 5.0, lambda _: None))
         path = "/v1/federations/none/rounds/1/updates/x"
         for _ in range(5):
             with pytest.raises(ServerError, match="no federation 'none' with this credential"):
-                transport.put(path, bytes(16 << 20), {"Maskfleet-Lease": "0"}, Receipt, "sending")
+                remote.put(path, bytes(16 << 20), {"Maskfleet-Lease": "0"}, Receipt, "sending")
         transport.close()

@@ -47,13 +47,13 @@ class Row:
 class Subject:
     """A codec to measure. `size` is the number of bytes of what `encode` returns.
 
-    `asked` is the number of positions that `decode` returns: all of them, except for a slow peer.
+    `queried` is the number of positions that `decode` returns: all of them, except for a slow peer.
     """
 
     encode: Callable[[Mask], Any]
     decode: Callable[[Any], Mask]
     size: Callable[[Any], int]
-    asked: int
+    queried: int
 
 
 def flips(d: int, rate: float) -> Mask:
@@ -101,7 +101,7 @@ def _unpack(data: bytes, d: int) -> Mask:
 
 
 def _constriction(d: int, rate: float) -> Subject:
-    """A range coder that knows the rate; 8 bytes are added for sending the rate."""
+    """A range coder with the known rate; 8 bytes are added for sending the rate."""
     import constriction
 
     queue = constriction.stream.queue
@@ -123,12 +123,12 @@ def _pyfusefilter(d: int) -> Subject:
     """Fuse8 of a list of keys and `key in filter`, as its README shows."""
     from pyfusefilter import Fuse8
 
-    asked = min(d, SAMPLE)
+    queried = min(d, SAMPLE)
 
     def decode(filter_: Any) -> Mask:
-        return np.fromiter((key in filter_ for key in range(asked)), np.bool_, asked)
+        return np.fromiter((key in filter_ for key in range(queried)), np.bool_, queried)
 
-    return Subject(lambda mask: Fuse8(np.flatnonzero(mask).tolist()), decode, lambda f: len(f.serialize()), asked)
+    return Subject(lambda mask: Fuse8(np.flatnonzero(mask).tolist()), decode, lambda f: len(f.serialize()), queried)
 
 
 def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row]:
@@ -152,9 +152,9 @@ def _row(
     name: str, s: Subject, made: Any, times: list[tuple[float, float]], mask: Mask, rate: float, bound: float
 ) -> Row:
     """The row of one codec. Raises AssertionError when a flip was lost."""
-    d, asked = len(mask), mask[: s.asked]
+    d, queried = len(mask), mask[: s.queried]
     found = s.decode(made)
-    if (asked & ~found).any():
+    if (queried & ~found).any():
         raise AssertionError(f"{name} lost a flip at d = {d}, rate {rate}")
     return Row(
         codec=name,
@@ -163,8 +163,8 @@ def _row(
         bits_per_parameter=s.size(made) * 8 / d,
         entropy_bits_per_parameter=bound,
         encode_ns_per_parameter=median(e for e, _ in times) / d * 1e9,
-        decode_ns_per_parameter=median(t for _, t in times) / s.asked * 1e9,
-        false_flips=round(int(np.count_nonzero(found & ~asked)) * d / s.asked),
+        decode_ns_per_parameter=median(t for _, t in times) / s.queried * 1e9,
+        false_flips=round(int(np.count_nonzero(found & ~queried)) * d / s.queried),
         peak_bytes=max(_peak(lambda: s.encode(mask)), _peak(lambda: s.decode(made))),
     )
 

@@ -1,1 +1,1 @@
-"""The numeric core: counter-based randomness, bit sets, codecs, coupling, folding, channel groups. numpy only."""
+"""The numeric core: randomness, bit sets, codecs, coupling, folding, channel groups. numpy; Pillow for one codec."""

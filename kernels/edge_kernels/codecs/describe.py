@@ -34,7 +34,7 @@ def describe(codec: str, data: bytes, d: int | None = None) -> Description:
 
 
 def names() -> list[str]:
-    """The codecs that :func:`describe` knows: set codecs, and codecs of methods."""
+    """The codecs that :func:`describe` accepts: set codecs, and codecs of methods."""
     return list(_READERS)
 
 
