@@ -3,9 +3,9 @@
     python -m edge_bench.light_devices --json benchmarks/results/light_devices.json
 
 One coordinator, one federation, rounds of 50 devices, a model of 1,000 bits (`idle_plugin`). The devices are coroutines
-of one other process, each with one kept connection and no journal. They enrol in steps, and each asks for work once
-while the federation is idle. Then some of them hold a long poll, from whom the cohorts are drawn, and the others stay
-away. Each setting runs for a fixed time; messages are requests answered (work, downlink, update), CPU seconds are the
+of one other process. Each has its own address and one kept connection, and no journal. They enrol in steps while the
+federation is idle. Then some of them poll for work, and cohorts are drawn from these; the others stay away. Each
+setting runs for a fixed time. Messages are requests answered (work, downlink, update); CPU seconds are the
 coordinator's.
 
 The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: what a member costs. The last ones
@@ -37,6 +37,7 @@ SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 2_000), (10_000, 8
 HOLD = 30.0  # seconds a request for work may be held
 SETTLE = 2.0  # seconds before a setting is measured: polls reach the coordinator, devices that left count as away
 AT_ONCE = 64  # enrolments under way together
+BUSY = (429, 503)  # statuses that ask for another try
 ME = ("-m", "edge_bench.light_devices", "--as-devices")
 
 
@@ -49,11 +50,12 @@ class Gone(Exception):
 
 @dataclass
 class Device:
-    """One device and its connection."""
+    """One device and its connection, from an address of its own."""
 
     host: str
     port: int
     name: str
+    address: str
     credential: str
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
@@ -71,7 +73,8 @@ class Device:
 
     async def _ask(self, verb: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
         if self.reader is None or self.writer is None:
-            self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+            here = (self.address, 0)
+            self.reader, self.writer = await asyncio.open_connection(self.host, self.port, local_addr=here)
         head = f"{verb} {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.credential}\r\n"
         self.writer.write(f"{head}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         try:
@@ -98,28 +101,32 @@ class Fleet:
         self.host, self.port, self.token = host, port, token
         self.devices: list[Device] = []
         self.polling: list[asyncio.Task[None]] = []
-        self.messages = self.updates = self.refused = 0
+        self.messages = self.updates = self.busy = self.stopped = 0
 
     async def message(self, device: Device, verb: str, path: str, body: bytes = b"", headers: str = "") -> bytes:
-        """A device's request, counted. Raises ConfigError when it is refused."""
+        """A device's request, counted, and repeated while the coordinator is busy. Raises ConfigError when refused."""
         status, content = await device.ask(verb, path, body, headers)
         self.messages += 1
+        while status in BUSY:
+            self.busy += 1
+            await asyncio.sleep(1.0)
+            status, content = await device.ask(verb, path, body, headers)
         if status >= 300:
             raise ConfigError(f"{device.name}: {verb} {path} was answered {status}: {content.decode(errors='replace')}")
         return content
 
     async def enrol(self, count: int) -> None:
-        """Enrol devices until there are `count`; each asks for work once and leaves."""
+        """Enrol devices until there are `count`; they close their connections."""
         room = asyncio.Semaphore(AT_ONCE)
 
         async def one(index: int) -> Device:
             async with room:
                 name = f"d{index:05d}"
-                device = Device(self.host, self.port, name, sha256(name.encode()).hexdigest())
+                address = f"127.1.{index // 250}.{index % 250 + 1}"  # all of 127.0.0.0/8 is this machine
+                device = Device(self.host, self.port, name, address, sha256(name.encode()).hexdigest())
                 body = {"token": self.token, "device": name, "credential": device.credential}
                 as_json = "Content-Type: application/json\r\n"
                 await self.message(device, "POST", "/v1/enrol", json.dumps(body).encode(), as_json)
-                await self.message(device, "GET", f"/v1/federations/{KIND}/work")
                 device.close()
                 return device
 
@@ -136,16 +143,16 @@ class Fleet:
     async def _take_part(self, device: Device) -> None:
         where, work = f"/v1/federations/{KIND}", None
         try:
+            await asyncio.sleep(random.uniform(0.0, 1.0))  # not all at once
             while True:
                 if work is None or work["status"] == "wait":
-                    await asyncio.sleep(min(work["poll_after"], 1.0) if work else random.uniform(0.0, 1.0))
                     work = json.loads(await self.message(device, "GET", f"{where}/work?wait={HOLD}"))
                 if work["status"] == "train":
                     work = await self._round(device, where, work)
                 elif work["status"] != "wait":
                     return
         except (ConfigError, OSError, Gone) as error:
-            self.refused += 1
+            self.stopped += 1
             print(f"{device.name} stopped: {error}", file=sys.stderr, flush=True)
         finally:
             device.close()
@@ -174,7 +181,8 @@ async def obey(host: str, port: int, token: str) -> None:
         if "poll" in command:
             await fleet.poll(command["poll"])
         answer = {
-            "at": time.monotonic(), "messages": fleet.messages, "updates": fleet.updates, "refused": fleet.refused,
+            "at": time.monotonic(), "messages": fleet.messages, "updates": fleet.updates, "busy": fleet.busy,
+            "stopped": fleet.stopped,
         }  # fmt: skip
         print(json.dumps(answer), flush=True)
 
@@ -190,7 +198,9 @@ def measure(settings: list[tuple[int, int]], seconds: float) -> list[dict[str, A
         install_plugin(folder)
         with coordinator(folder) as running:
             host, port = running.url.removeprefix("http://").split(":")
-            token = running.create(KIND, D, COHORT, rounds=1_000_000, start="manual", presence_seconds=1.0)
+            token = running.create(
+                KIND, D, COHORT, rounds=1_000_000, start="manual", min_updates=1, deadline_seconds=10.0
+            )
             with process(folder, *ME, host, port, token) as devices:
                 meter = Meter(running.server.pid)
                 for enrolled, polling in settings:
@@ -236,7 +246,8 @@ def _one(
         "cpu_ms_per_update": 1000 * cpu / updates,
         "cpu_share": cpu / elapsed,
         "memory": meter.peak(),
-        "devices_that_stopped": after["refused"],
+        "answers_too_busy": after["busy"] - before["busy"],
+        "devices_that_stopped": after["stopped"],
     }
 
 

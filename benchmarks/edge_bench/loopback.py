@@ -141,7 +141,9 @@ class Running:
         self._http = httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=PATIENCE)
 
     def _send(self, verb: str, path: str, **request: Any) -> Any:
-        answer = self._http.request(verb, path, **request).raise_for_status()
+        answer = self._http.request(verb, path, **request)
+        if answer.is_error:
+            raise ConfigError(f"{verb} {path} was answered {answer.status_code}: {answer.text}")
         return answer.json() if answer.content else None
 
     def create(self, kind: str, d: int, cohort: int, **config: Any) -> str:
