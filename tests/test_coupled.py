@@ -181,7 +181,7 @@ def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int,
     reset_every=st.sampled_from([1, 2]),
     head=st.sampled_from(["probe", "mask"]),
 )  # fmt: skip
-def test_whoever_takes_part_and_whatever_is_lost_both_sides_hold_the_same(
+def test_after_any_absence_and_any_loss_both_sides_hold_the_same(
     plan: list[tuple[set[str], set[str]]], references: int, reset_every: int, head: Any
 ) -> None:
     fleet = Fleet(Coupled(references=references, reset_every=reset_every, head=head))

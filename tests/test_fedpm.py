@@ -62,7 +62,7 @@ def test_devices_and_rounds_draw_their_uploads_from_the_devices_own_secret() -> 
     assert len(set(masks.values())) == 3
 
 
-def test_what_the_server_knows_does_not_reproduce_an_upload() -> None:
+def test_the_federation_seed_does_not_reproduce_an_upload() -> None:
     method, down = FedPM(), Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
     t = steady_task(steady())
     updates = [local_round(method, replace(t, secret=s), None, down).update.arrays["mask.entropy"] for s in (1, 2)]
