@@ -19,8 +19,9 @@ for a device that received them), "change" (counts coded against the last counts
 the head. A device's record says in which round it last took part, and its audience in the round after.
 
 An update names its reference mask by a hash, and checksums of the mask and of the counts travel along, so that a
-difference between the two sides is detected before noise is averaged. A device whose kept values are lost or old raises `LostError`;
-the server then drops the record, and the next downlink is whole. After the last round it is whole for every device.
+difference between the two sides is detected before noise is averaged. A device whose kept values are lost or old raises
+`LostError`; the server then drops the record, and the next downlink is whole. After the last round it is whole for
+every device.
 """
 
 from __future__ import annotations
