@@ -135,19 +135,42 @@ def _gradient(
     s: Any,
     out: Any,
 ) -> None:
-    width = tanh.size if columns is None else columns.size
-    for low in range(0, tanh.size, max(width, 1)):
-        for k in range(width):
-            j = low + k
-            soft, pull = _HALF + _HALF * tanh[j], g[j] * w[j]
-            if rows is not None:
-                pull += soft * (rows[low // width] + columns[k])
-            slope = gain * (_ONE - tanh[j] * tanh[j])
-            v[j] = carry * v[j] + pull * slope * (soft if ref else _ONE)
-            if s is not None:
-                s[j] -= lr * v[j]
-            if out is not None:
-                out[j] = w[j] if s[j] >= _ZERO else _ZERO
+    if columns is None:
+        _gradient_of_row(g, w, tanh, gain, ref, None, None, carry, v, lr, s, out)
+    else:
+        n = columns.size
+        for i in range(rows.size):
+            own = slice(i * n, (i + 1) * n)
+            moved = None if s is None else s[own]
+            written = None if out is None else out[own]
+            _gradient_of_row(g[own], w[own], tanh[own], gain, ref, rows[i], columns, carry, v[own], lr, moved, written)
+
+
+@njit(error_model="numpy")
+def _gradient_of_row(
+    g: Any,
+    w: Any,
+    tanh: Any,
+    gain: Any,
+    ref: Any,
+    row: Any,
+    columns: Any,
+    carry: Any,
+    v: Any,
+    lr: Any,
+    s: Any,
+    out: Any,
+) -> None:
+    for j in range(tanh.size):
+        soft, pull = _HALF + _HALF * tanh[j], g[j] * w[j]
+        if row is not None:
+            pull += soft * (row + columns[j])
+        slope = gain * (_ONE - tanh[j] * tanh[j])
+        v[j] = carry * v[j] + pull * slope * (soft if ref else _ONE)
+        if s is not None:
+            s[j] -= lr * v[j]
+        if out is not None:
+            out[j] = w[j] if s[j] >= _ZERO else _ZERO
 
 
 @njit(error_model="numpy")
