@@ -4,9 +4,10 @@ For each model, on one thread and one batch of noise: a PyTorch eager step (forw
 gradient, the plain step (gradient and SGD with momentum), FedMask's step at its default settings (gate, gradient,
 gate's backward, SGD on the scores) without and with group lasso, the plain step with Adam, and the Bernoulli methods'
 step (draw, gradient, gate's backward, Adam on the scores). Masked steps are compiled (extra `fast`), or by numpy alone
-(`_numpy`). All variants are interleaved in bursts of a few steps. The first step of a burst is not counted: in training
-too, a step finds the state of the previous one in the cache. The clock is the process's CPU time, so another process's
-share is not counted. Figures are medians, and what counts are the ratios:
+(`_numpy`). The variants take turns in bursts. A burst of the MLP has 45 steps from fresh scores, as many as a HAR
+device makes in a round. The first step of a burst is not counted: in training too, a step finds the state of the
+previous one in the cache. The clock is the process's CPU time, so another process's share is not counted. Figures are
+medians, and what counts are the ratios:
 
     onnxruntime_over_eager   gradient by ONNX Runtime / PyTorch eager step
     mask_over_plain          masked step / plain step of the same backend, and the same with lasso
@@ -32,28 +33,27 @@ from torch import nn
 
 from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
-from types import SimpleNamespace as FedMask_
+from edge_client.methods.fedmask import FedMask
+from edge_client.targets import Classification
 from edge_client.training import open_trainer
 from edge_client.training.gates import Bernoulli, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import MaskedStep, masked_step
 
-ROUND = 45  # steps between two fresh starts of the scores, as many as a HAR device makes in a round
-BURST = 45
-FEDMASK = FedMask_(group_lasso=2e-4, radius=0.1, lr=10.0, momentum=0.9)
+FEDMASK = FedMask()
 MASKED = {"mask": 0.0, "mask_lasso": FEDMASK.group_lasso}  # strength of the lasso
 WAYS = {"": True, "_numpy": False}  # compiled or not
 BACKENDS = ("onnxruntime", "torch")
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
-    # name: module, one sample, classes, batch, bursts measured
-    "mlp 1152-300-100-6": (models.har_mlp, (1152,), 6, 32, 8),
-    "mlp 1152-300-100-6, batch 128": (models.har_mlp, (1152,), 6, 128, 40),
-    "small cnn": (models.small_cnn, (1, 28, 28), 10, 32, 12),
-    "vgg9": (models.vgg9, (1, 32, 32), 10, 32, 2),
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int, int]] = {
+    # name: module, one sample, classes, batch, steps of a burst, bursts measured
+    "mlp 1152-300-100-6": (models.har_mlp, (1152,), 6, 32, 45, 8),
+    "mlp 1152-300-100-6, batch 128": (models.har_mlp, (1152,), 6, 128, 45, 3),
+    "small cnn": (models.small_cnn, (1, 28, 28), 10, 32, 8, 6),
+    "vgg9": (models.vgg9, (1, 32, 32), 10, 32, 4, 2),
 }
 
 
-def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[], object]]:
+def steps(bundle: Bundle, backend: str, x: Any, y: Any, burst: int) -> dict[str, Callable[[], object]]:
     """The variants of one backend, each a call that does one whole step."""
     trainer, model = open_trainer(backend, bundle), bundle.model()
     m, frozen = bundle.manifest, model.parameters
@@ -69,7 +69,7 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
             penalty = GroupLasso(t.shape, lasso) if lasso else None
             return masked_step(SigmoidThreshold(), frozen[t.span], scores, sgd, penalty, compiled)
 
-        return masked(lambda: [(t.span, layer(t)) for t in layers])
+        return masked(lambda: [(t.span, layer(t)) for t in layers], draws=False)
 
     def sampled_step(compiled: bool) -> Callable[[], object]:
         span = slice(layers[0].span.start, layers[-1].span.stop)
@@ -78,21 +78,22 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
             scores = np.random.default_rng(0).standard_normal(span.stop - span.start).astype(np.float32)
             return masked_step(Bernoulli(), frozen[span], scores, Adam(scores.size, 0.1), compiled=compiled)
 
-        return masked(lambda: [(span, whole())])
+        return masked(lambda: [(span, whole())], draws=True)
 
-    def masked(fresh: Callable[[], list[tuple[slice, MaskedStep]]]) -> Callable[[], object]:
+    def masked(fresh: Callable[[], list[tuple[slice, MaskedStep]]], draws: bool) -> Callable[[], object]:
         values, current, done = frozen.copy(), fresh(), 0
 
         def step() -> None:
             nonlocal current, done
-            if done % ROUND == 0:
+            if done % burst == 0:
                 current = fresh()
-            done += 1
             for span, layer in current:
-                layer.effective(values[span], done)
+                if draws or done % burst == 0:
+                    layer.effective(values[span], done)
+            done += 1
             gradient = trainer.gradient(values, model.buffers, x, y).parameters
             for span, layer in current:
-                layer.step(gradient[span])
+                layer.step(gradient[span], None if draws else values[span])
 
         return step
 
@@ -107,13 +108,13 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any) -> dict[str, Callable[[]
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
     """Medians in milliseconds and ratios of one model."""
-    make, sample, classes, size, bursts = MODELS[name]
+    make, sample, classes, size, burst, bursts = MODELS[name]
     module = make().train()
     rng = np.random.default_rng(0)
     x = rng.standard_normal((size, *sample)).astype(np.float32)
     y = rng.integers(0, classes, size)
     batch, labels = torch.from_numpy(x), torch.from_numpy(y)
-    bundle = export_bundle(module, batch, folder, name=name, classes=classes, seed=0)
+    bundle = export_bundle(module, batch, folder, name=name, target=Classification(classes=classes), seed=0)
 
     def eager() -> None:
         module.zero_grad()
@@ -121,14 +122,14 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
     variants: dict[str, Callable[[], object]] = {"eager": eager}
     for backend in BACKENDS:
-        variants |= {f"{backend}.{k}": f for k, f in steps(bundle, backend, x, y).items()}
+        variants |= {f"{backend}.{k}": f for k, f in steps(bundle, backend, x, y, burst).items()}
     taken: dict[str, list[float]] = {k: [] for k in variants}
     for i in range(bursts + 1):
         for key, step in variants.items():
-            for j in range(BURST):
+            for j in range(burst):
                 start = time.process_time()
                 step()
-                if i and j > 4:  # the first round opens sessions, the first step of a burst fetches its own state
+                if i and j:  # the first round opens sessions, the first step of a burst fetches its own state
                     taken[key].append(time.process_time() - start)
     ms = {k: 1e3 * median(v) for k, v in taken.items()}
     ratios = {"onnxruntime_over_eager": ms["onnxruntime.gradient"] / ms["eager"]}
