@@ -1,6 +1,6 @@
-"""Training backends by name: which there are here, and which parts of a bundle ours open.
+"""Training backends by name: which are installed, and which parts of a bundle they open.
 
-Nothing of a backend is imported: the coordinator asks this too. What a backend does is in `edge_client.training`.
+No backend is imported here, because the coordinator uses this too. What a backend does is in `edge_client.training`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from edge_client.errors import ConfigError
 
 DEFAULT_BACKEND = "onnxruntime"
 PARTS = {"onnxruntime": ("train.onnx", "eval.onnx"), "torch": ("model.pt2",)}
-"""What our own backends open. A third party's is not known before it runs."""
+"""What this project's backends open. The parts that a third party's backend opens are known when it runs."""
 
 
 def installed(backend: str, advice: str = "") -> EntryPoint:
-    """The backend of this name, not loaded. Raises ConfigError, with the choices and `advice`, when there is none."""
+    """The entry point of a backend. Raises ConfigError with the choices and `advice` when there is none."""
     found = {e.name: e for e in entry_points(group="maskfleet.trainers")}
     if backend not in found:
         raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}{advice}")

@@ -7,6 +7,7 @@ d. `Target.craft` makes payloads that random changes do not reach: images with v
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import zlib
@@ -115,10 +116,18 @@ def container_targets(large: bool = False) -> list[Target]:
     }
     if large:
         made = {"large": container.Payload({"mask": np.ones(LARGE, np.uint8)}, meta)}
+    encoded = {name: container.encode(p) for name, p in made.items()} | ({} if large else {"foreign": _foreign(meta)})
     return [
-        Target(f"container {name}", container.decode, data := container.encode(p), len(data), PayloadError)
-        for name, p in made.items()
+        Target(f"container {name}", container.decode, data, len(data), PayloadError) for name, data in encoded.items()
     ]
+
+
+def _foreign(meta: dict[str, Any]) -> bytes:
+    """A payload as another language's writer spells it: spaces, other number formats, unescaped text, no padding."""
+    words = json.dumps({**meta, "text": "h\u00e9"}, indent=1, ensure_ascii=False).replace("0.25", "2.50E-1")
+    entry = {"shape": [3], "dtype": "U8", "data_offsets": [0, 3]}
+    header = json.dumps({"a": entry, "__metadata__": {container.FORMAT: words}}, ensure_ascii=False).encode()
+    return len(header).to_bytes(8, "little") + header + b"abc"
 
 
 GROUPS: dict[str, Callable[[bool], list[Target]]] = {

@@ -208,3 +208,17 @@ def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> N
 def test_no_text_from_a_coordinator_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     display.Log()(Event("info", "a \x1b[2J b\r\x07 \u00e9"))
     assert "a \ufffd[2J b\ufffd\ufffd \u00e9\n" in capsys.readouterr().out
+
+
+def test_the_public_names_load_when_they_are_used_and_importing_the_package_loads_nothing() -> None:
+    program = (
+        "import sys, edge_client\n"
+        "assert not {'numpy', 'pydantic', 'httpx', 'onnx'} & sys.modules.keys()\n"
+        "from edge_client import *\n"
+        "from edge_client import Bundle, Client, Method\n"
+        "from edge_client.client import Client as same\n"
+        "assert Client is same\n"
+        "assert not {'torch', 'onnx', 'fastapi'} & sys.modules.keys(), sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr

@@ -465,7 +465,7 @@ def bad(payload: Payload, arrays: Arrays | None = None, **meta: Any) -> Payload:
 GOOD = update([1, 1, 1, 0, 0, 0], [1, 0, 1])
 MALFORMED = {
     "an unused bit set": (bad(GOOD, {"changes.bits": np.array([0b1101], np.uint8)}), "unused"),
-    "too many bytes": (bad(GOOD, {"changes.bits": np.zeros(2, np.uint8)}), "take 1 bytes, not 2"),
+    "too many bytes": (bad(GOOD, {"changes.bits": np.zeros(2, np.uint8)}), "cannot be decoded"),
     "another dtype": (bad(GOOD, {"changes.bits": np.zeros(1, np.int8)}), "int8"),
     "a greedy structure": (update([1, 1, 1, 1, 0, 0], [1, 0, 1]), r"keeps \[4\] elements, \[3\] are due"),
     "a structure of another size": (bad(GOOD, {"structure.bits": np.zeros(2, np.uint8)}), r"uint8\[2\]"),

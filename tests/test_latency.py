@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
+from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError
 from edge_client.measure.latency import latency, peak_memory_bytes
-from edge_client.compaction.personal import write_dense
 
 
 def model(folder: Path, width: int) -> Path:

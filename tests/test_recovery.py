@@ -53,6 +53,4 @@ def test_a_coupled_device_recovers_from_an_old_state_and_from_a_lost_one_at_the_
         assert [fed.devices[name].wait() for name in DEVICES[1:]] == [0, 0]
         rounds = fed.rounds()
     assert [r["devices"] for r in rounds] == [list(DEVICES)] * 6
-    flips = [r["traffic"]["up"]["flips.coupled"] for r in rounds[1:]]
-    assert flips[2] < 0.8 * min(flips[1], flips[3])  # two devices' instead of three's
     assert all((fed.folder / name / "personal.onnx").is_file() for name in DEVICES)

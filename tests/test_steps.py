@@ -44,8 +44,10 @@ def test_one_step_of_two_weights_by_hand(compiled: bool) -> None:
     np.testing.assert_allclose(scores, [-1, np.log(3) + 9 / 32], rtol=1e-6)
     step.effective(out)
     assert out.tolist() == [0, 3]
-    step.step(np.zeros(2, np.float32))  # half of the last velocity
+    out[:] = np.nan
+    step.step(np.zeros(2, np.float32), out)  # half of the last velocity
     np.testing.assert_allclose(scores, [-1.5, np.log(3) + 27 / 64], rtol=1e-6)
+    assert out.tolist() == [0, 3]
 
 
 @WAYS
@@ -137,7 +139,10 @@ def test_the_step_is_gate_lasso_and_optimiser_one_after_another(
         gradient = rng.standard_normal(n).astype(np.float32)
         pulled = by_hand(gate, weights, scores, gradient, lasso)
         np.testing.assert_allclose(step.gradient_of_scores(gradient), pulled, rtol=1e-4, atol=1e-6)
-        step.step(gradient)
+        samples = isinstance(gate, Bernoulli)
+        step.step(gradient, None if samples else out)
+        if not samples:
+            np.testing.assert_array_equal(out, weights * gate.forward(scores, None))
         optimiser.step(apart, pulled.astype(np.float32))
         clear = np.abs(pulled) > 1e-3  # Adam divides what is left of a vanishing gradient by its own size
         np.testing.assert_allclose(scores[clear], apart[clear], rtol=1e-4, atol=1e-4)

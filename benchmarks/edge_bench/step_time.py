@@ -69,7 +69,7 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any, burst: int) -> dict[str,
             penalty = GroupLasso(t.shape, lasso) if lasso else None
             return masked_step(SigmoidThreshold(), frozen[t.span], scores, sgd, penalty, compiled)
 
-        return masked(lambda: [(t.span, layer(t)) for t in layers])
+        return masked(lambda: [(t.span, layer(t)) for t in layers], draws=False)
 
     def sampled_step(compiled: bool) -> Callable[[], object]:
         span = slice(layers[0].span.start, layers[-1].span.stop)
@@ -78,21 +78,22 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any, burst: int) -> dict[str,
             scores = np.random.default_rng(0).standard_normal(span.stop - span.start).astype(np.float32)
             return masked_step(Bernoulli(), frozen[span], scores, Adam(scores.size, 0.1), compiled=compiled)
 
-        return masked(lambda: [(span, whole())])
+        return masked(lambda: [(span, whole())], draws=True)
 
-    def masked(fresh: Callable[[], list[tuple[slice, MaskedStep]]]) -> Callable[[], object]:
+    def masked(fresh: Callable[[], list[tuple[slice, MaskedStep]]], draws: bool) -> Callable[[], object]:
         values, current, done = frozen.copy(), fresh(), 0
 
         def step() -> None:
             nonlocal current, done
             if done % burst == 0:
                 current = fresh()
-            done += 1
             for span, layer in current:
-                layer.effective(values[span], done)
+                if draws or done % burst == 0:
+                    layer.effective(values[span], done)
+            done += 1
             gradient = trainer.gradient(values, model.buffers, x, y).parameters
             for span, layer in current:
-                layer.step(gradient[span])
+                layer.step(gradient[span], None if draws else values[span])
 
         return step
 

@@ -215,7 +215,7 @@ class FedMask(PrunedMasks):
         return np.where(live, scores, np.float32(-np.inf))
 
     def prune(self, task: Task, values: F32, buffers: F32, share: F32) -> Packed:
-        """The structure of the largest |W (s_after - s_before)| of an epoch, which trains `values` and `buffers` too."""
+        """The structure of the largest |W (s_after - s_before)| of an epoch. `values` and `buffers` are trained too."""
         model = task.assignment.model
         division = self.division(model)
         if not division.groups:
@@ -237,14 +237,14 @@ class FedMask(PrunedMasks):
             )
         free = Part(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()
+        for span, layer in layers:
+            layer.effective(values[span])
         for batch in task.batches(epochs, self.batch, phase):
-            for span, layer in layers:
-                layer.effective(values[span])
             g = task.gradient(values, buffers, batch)
             loss.add(batch, g)
             buffers[:] = g.buffers
             for span, layer in layers:
-                layer.step(g.parameters[span])
+                layer.step(g.parameters[span], values[span])
             sgd.step(own, free.gather(g.parameters))
             free.scatter(own, values)
         return loss.mean

@@ -47,25 +47,28 @@ class CompiledStep(MaskedStep):
         self._accumulate(gradient, self._moved)
         return self._moved
 
-    def step(self, gradient: F32) -> None:
+    def step(self, gradient: F32, out: F32 | None = None) -> None:
         """See `MaskedStep.step`."""
         o = self.optimiser
-        if isinstance(o, Sgd):
-            self._accumulate(gradient, o.velocity, _F(o.momentum), _F(o.lr), self.scores)
-        elif isinstance(o, Adam):
+        if isinstance(o, Sgd) and (out is None or isinstance(self.gate, SigmoidThreshold)):
+            self._accumulate(gradient, o.velocity, _F(o.momentum), _F(o.lr), self.scores, out)
+            return
+        if isinstance(o, Adam):
             _adam(self.scores, self.gradient_of_scores(gradient), o.mean, o.square, *map(_F, o.advance()))
         else:
-            super().step(gradient)
+            o.step(self.scores, self.gradient_of_scores(gradient))
+        if out is not None:
+            self.effective(out)
 
     def _accumulate(
-        self, gradient: F32, out: F32, carry: Any = _ZERO, lr: Any = _ZERO, moved: F32 | None = None
+        self, gradient: F32, v: F32, carry: Any = _ZERO, lr: Any = _ZERO, s: F32 | None = None, out: F32 | None = None
     ) -> None:
-        """``out = carry * out + dL/ds``, then ``moved -= lr * out``."""
-        shape, lasso = (self.lasso.shape[0] if self.lasso else 1, -1), self.lasso
-        g, w, tanh, v = (x.reshape(shape) for x in (gradient, self.weights, self._tanh(), out))
-        s = None if moved is None else moved.reshape(shape)
-        rows, columns = _scales(tanh, lasso.shape[1], _F(lasso.strength)) if lasso else (None, None)
-        _gradient(g, w, tanh, self._inner**2, self._ref, rows, columns, carry, v, lr, s)
+        """``v = carry * v + dL/ds``, then ``s -= lr * v``, then the effective weights under `s` to `out`."""
+        rows = columns = None
+        tanh = self._tanh()
+        if self.lasso:
+            rows, columns = _scales(tanh.reshape(self.lasso.shape[0], -1), self.lasso.shape[1], _F(self.lasso.strength))
+        _gradient(gradient, self.weights, tanh, self._inner**2, self._ref, rows, columns, carry, v, lr, s, out)
 
     def _tanh(self) -> F32:
         np.multiply(self.scores, self._inner, out=self._soft)
@@ -119,17 +122,55 @@ def _scales(tanh: Any, channels: Any, strength: Any) -> Any:
 
 @njit(error_model="numpy")
 def _gradient(
-    g: Any, w: Any, tanh: Any, gain: Any, ref: Any, rows: Any, columns: Any, carry: Any, v: Any, lr: Any, s: Any
+    g: Any,
+    w: Any,
+    tanh: Any,
+    gain: Any,
+    ref: Any,
+    rows: Any,
+    columns: Any,
+    carry: Any,
+    v: Any,
+    lr: Any,
+    s: Any,
+    out: Any,
 ) -> None:
-    for i in range(tanh.shape[0]):
-        for j in range(tanh.shape[1]):
-            soft, pull = _HALF + _HALF * tanh[i, j], g[i, j] * w[i, j]
-            if rows is not None:
-                pull += soft * (rows[i] + columns[j])
-            slope = gain * (_ONE - tanh[i, j] * tanh[i, j])
-            v[i, j] = carry * v[i, j] + pull * slope * (soft if ref else _ONE)
-            if s is not None:
-                s[i, j] -= lr * v[i, j]
+    if columns is None:
+        _gradient_of_row(g, w, tanh, gain, ref, None, None, carry, v, lr, s, out)
+    else:
+        n = columns.size
+        for i in range(rows.size):
+            own = slice(i * n, (i + 1) * n)
+            moved = None if s is None else s[own]
+            written = None if out is None else out[own]
+            _gradient_of_row(g[own], w[own], tanh[own], gain, ref, rows[i], columns, carry, v[own], lr, moved, written)
+
+
+@njit(error_model="numpy")
+def _gradient_of_row(
+    g: Any,
+    w: Any,
+    tanh: Any,
+    gain: Any,
+    ref: Any,
+    row: Any,
+    columns: Any,
+    carry: Any,
+    v: Any,
+    lr: Any,
+    s: Any,
+    out: Any,
+) -> None:
+    for j in range(tanh.size):
+        soft, pull = _HALF + _HALF * tanh[j], g[j] * w[j]
+        if row is not None:
+            pull += soft * (row + columns[j])
+        slope = gain * (_ONE - tanh[j] * tanh[j])
+        v[j] = carry * v[j] + pull * slope * (soft if ref else _ONE)
+        if s is not None:
+            s[j] -= lr * v[j]
+        if out is not None:
+            out[j] = w[j] if s[j] >= _ZERO else _ZERO
 
 
 @njit(error_model="numpy")

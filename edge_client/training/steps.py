@@ -3,6 +3,7 @@
     step = masked_step(SigmoidThreshold(), weights, scores, Sgd(scores.size, lr, momentum))
     step.effective(out)     # out = weights * g(scores), for the trainer
     step.step(gradient)     # scores move against (gradient * weights + dR/dsoft) * slope
+    step.step(gradient, out)  # and the next effective weights in the same pass
 
 With numba installed (extra `fast`) the same step runs compiled, equal to rounding.
 """
@@ -47,9 +48,11 @@ class MaskedStep:
         out *= scratch
         return out
 
-    def step(self, gradient: F32) -> None:
-        """Move the scores against dL/ds."""
+    def step(self, gradient: F32, out: F32 | None = None) -> None:
+        """Move the scores against dL/ds. A gate that does not sample then writes the effective weights to `out`."""
         self.optimiser.step(self.scores, self.gradient_of_scores(gradient))
+        if out is not None:
+            self.effective(out)
 
 
 def masked_step(
