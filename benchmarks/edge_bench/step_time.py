@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace as FedMask_
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch import nn
 
 from edge_bench import models, provenance
 from edge_client.bundle import Bundle, Tensor
-from types import SimpleNamespace as FedMask_
+from edge_client.targets import Classification
 from edge_client.training import open_trainer
 from edge_client.training.gates import Bernoulli, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Adam, Sgd
@@ -113,7 +114,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     x = rng.standard_normal((size, *sample)).astype(np.float32)
     y = rng.integers(0, classes, size)
     batch, labels = torch.from_numpy(x), torch.from_numpy(y)
-    bundle = export_bundle(module, batch, folder, name=name, classes=classes, seed=0)
+    bundle = export_bundle(module, batch, folder, name=name, target=Classification(classes=classes), seed=0)
 
     def eager() -> None:
         module.zero_grad()
