@@ -42,13 +42,13 @@ def test_an_attempt_never_has_more_time_left_than_it_was_given(now: float, meanw
     assert 0.0 <= before <= CONFIG.deadline_seconds
     if meanwhile == "tick":
         state, said = apply(CONFIG, state, Tick(now))
-        if Draw(1, 2) in said:
-            state, _ = apply(CONFIG, state, Present(now, ("a", "b")))
     else:
         state, _ = apply(CONFIG, state, Paused(now))
         assert state.remaining is not None
         assert 0.0 <= state.remaining <= CONFIG.deadline_seconds
-        state, _ = apply(CONFIG, state, Resumed(now))
+        state, said = apply(CONFIG, state, Resumed(now))
+    if Draw(1, 2) in said:  # the deadline had passed
+        state, _ = apply(CONFIG, state, Present(now, ("a", "b")))
     assert state.deadline is not None
     assert state.deadline <= now + CONFIG.deadline_seconds
 

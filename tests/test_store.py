@@ -292,14 +292,14 @@ def test_ready_devices_are_counted_once_and_listed_while_they_are_present(tmp_pa
     for name in "abc":
         data.enrol("fed", name, name * 64, "u" * 64, 2.0, valid=True)
     assert data.save_seen("fed", {"a": Seen(10.0), "b": Seen(20.0)}, ["a", "b"]) == 2
-    assert data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)}, ["a"]) == 0
+    assert data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)}, ["a"]) == 2
     assert (data.head("fed").ready, data.versions()) == (2, {"fed": (0, 2)})
     assert sorted(data.present("fed", 10.0)) == [("a", 10.0), ("b", 20.0)]
     assert data.present("fed", 10.5) == [("b", 20.0)]
     for n in range(2):  # removed once, however often it is said
         data.commit("fed", n, "s", "x", [lambda rows: rows.remove_device("b")])
     assert (data.head("fed").ready, data.present("fed", 0.0)) == (1, [("a", 10.0)])
-    assert data.save_seen("fed", {}, ["b"]) == 0
+    assert data.save_seen("fed", {}, ["b"]) == 1
 
 
 def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -149,6 +150,9 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
         raise Refusal("unauthorized", "this needs the device's credential: send Authorization: Bearer CREDENTIAL")
     credential = auth.hashed(given.credentials)
     live = next((f for f in served.federations() if f.id == federation), None)
+    if live is None:
+        with suppress(Refusal):  # another coordinator on the same data folder may have just made it
+            live = await served.find(federation)
     device = await live.device_of(credential) if live is not None else None
     if live is None or device is None:
         if await served.unloaded_of(credential) == federation:

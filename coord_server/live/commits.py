@@ -118,9 +118,9 @@ class Commits:
         """
         return await self._enqueue(_Waiting(event, write, adopt))
 
-    async def refresh(self) -> bool:
-        """Bring memory up to date; whether another process had committed. Raises StateError."""
-        before = self.version
+    async def refresh(self, since: int | None = None) -> bool:
+        """Bring memory up to date; whether it then differs from version `since`, None: from now. Raises StateError."""
+        before = self.version if since is None else since
         await self._enqueue(_Waiting(None, None, lambda: None))
         return self.version != before
 

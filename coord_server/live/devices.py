@@ -69,7 +69,7 @@ class Devices:
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
         self._arrived: set[str] = set()
         self._unwritten: dict[str, _Unwritten] = {}
-        self._newcomers: dict[str, asyncio.Future[None]] = {}
+        self._arrivals: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -140,41 +140,42 @@ class Devices:
     async def arrive(self, device: str) -> bool:
         """A device asks for work: from now on it may be drawn. Whether it was not present before. Raises StateError.
 
-        The first time is written down; devices that come together are written together.
+        An arrival is written down at once, so that every process can draw the device; devices that arrive together are
+        written together.
         """
-        arrived = device in self._arrived
-        self._arrived.discard(device)
-        if device in self._ready:
-            return arrived
-        waiting = self._newcomers.get(device)
+        if device in self._ready and device not in self._arrived:
+            return False
+        waiting = self._arrivals.get(device)
         if waiting is None:
-            waiting = self._newcomers[device] = asyncio.get_running_loop().create_future()
-            if len(self._newcomers) == 1:
-                self._spawn(self._admit())
+            waiting = self._arrivals[device] = asyncio.get_running_loop().create_future()
+            if len(self._arrivals) == 1:
+                self._spawn(self._write_arrivals())
         await asyncio.shield(waiting)
         return True
 
-    async def _admit(self) -> None:
-        """Write down the devices that ask for work for the first time."""
-        while self._newcomers:
-            newcomers = dict(self._newcomers)
-            seen = {d: self.take(d) for d in newcomers}
+    async def _write_arrivals(self) -> None:
+        while self._arrivals:
+            arrivals = dict(self._arrivals)
+            seen = {device: self.take(device) for device in arrivals}
+            failure: Exception | None = None
             try:
-                new = await asyncio.to_thread(self._metadata.save_seen, self.id, seen, sorted(newcomers))
+                self.ready_count = await asyncio.to_thread(self._metadata.save_seen, self.id, seen, sorted(arrivals))
             except Exception as error:
-                for device, future in newcomers.items():
+                failure = error
+            for device, future in arrivals.items():
+                del self._arrivals[device]
+                if failure is None:
+                    self._ready.add(device)
+                    self._arrived.discard(device)
+                else:
                     self.give_back(device, seen[device])
-                    del self._newcomers[device]
-                    if not future.cancelled():
-                        future.set_exception(error)
-                        future.exception()  # a caller that has gone reads it no more
-                continue
-            self.ready_count += new
-            for device, future in newcomers.items():
-                self._ready.add(device)
-                del self._newcomers[device]
-                if not future.done():
+                if future.done():
+                    continue
+                if failure is None:
                     future.set_result(None)
+                else:
+                    future.set_exception(failure)
+                    future.exception()  # the caller may have gone: then nothing else retrieves it
 
     async def present(self, now: float, fresh: bool = False) -> tuple[str, ...]:
         """The devices that can be drawn at `now`, sorted by name. Raises StateError.

@@ -136,9 +136,11 @@ class LiveFederation:
 
     async def look(self, version: int, ready: int) -> None:
         """The database has this version and number of ready devices. Raises StateError."""
-        self._devices.ready_count = ready
+        more, self._devices.ready_count = ready > self._devices.ready_count, ready
         if version != self._commits.version:
             await self._commits.refresh()
+        if more:
+            await self._call()
 
     # --- devices
 
@@ -218,6 +220,7 @@ class LiveFederation:
             log.error("%s: %s", self.id, error)
 
     async def _due(self, device: str, waited: bool) -> Work:
+        fresh = False
         for _ in range(LOOKS):
             s = self._commits.state
             if s.phase == "stopped":
@@ -228,6 +231,10 @@ class LiveFederation:
                 why = reason(self.config, s, device, self._devices.ready_count, self._closing)
                 return Wait(reason=why, poll_after=POLL_AGAIN if waited else POLL_AFTER)
             round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
+            if asked and not fresh:  # its update may just have been accepted by another process: train no round twice
+                fresh = True
+                await self._commits.refresh()
+                continue
             try:
                 down = await self._downlinks.get(round_, device)
             except StaleError:
@@ -247,8 +254,8 @@ class LiveFederation:
     async def payload(self, device: str, sha256: str) -> Downlink:
         """The downlink with this digest, when `device` has to fetch it now. Raises Refusal, StateError."""
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its downlink"):
-            for _ in range(2):
-                s = self._commits.state
+            for _ in range(LOOKS):
+                s, version = self._commits.state, self._commits.version
                 if s.phase != "recruiting":
                     try:
                         round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
@@ -257,7 +264,7 @@ class LiveFederation:
                             return down
                     except StaleError:
                         pass
-                if not await self._commits.refresh():
+                if not await self._commits.refresh(version):
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 

@@ -61,10 +61,11 @@ class MethodState:
         if self._course is None:
             model = await asyncio.to_thread(load_model, self._store, config.bundle)
             self._course = Course(model, config.seed, config.rounds, config.cohort)
+        version = self._commits.version
         try:
             round_, data = await asyncio.to_thread(self._stored)
         except StorageDamagedError:  # perhaps another process has replaced it, then swept it
-            if not await self._commits.refresh():
+            if not await self._commits.refresh(version):
                 raise
             return
         if round_ != self.closed:

@@ -105,7 +105,8 @@ class Rounds:
                 break
             except Exception as error:
                 try:
-                    if await self._commits.refresh() and not self._due(decision):
+                    await self._commits.refresh()
+                    if not self._due(decision):
                         break
                 except MaskfleetError as unread:
                     log.debug("%s: %s", self.id, unread)

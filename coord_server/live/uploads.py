@@ -134,12 +134,12 @@ class Uploads:
     async def _check(self, upload: Upload) -> None:
         """Check the body against its claims and its round. Raises Refusal, StateError."""
         for _ in range(3):
-            values = await self._values.values()
+            version, values = self._commits.version, await self._values.values()
             try:
                 await asyncio.to_thread(self._check_now, upload, values)
             except PayloadError as error:
                 fault = f"the update of {upload.event.device!r} for round {upload.event.round}: {error}"
-                if not await self._commits.refresh():
+                if not await self._commits.refresh(version):
                     raise Refusal("bad-payload", fault) from None
             if upload.checked is not None:
                 return

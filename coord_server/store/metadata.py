@@ -263,14 +263,14 @@ class Metadata:
             return [(row[0], row[1]) for row in c.execute(query)]
 
     def save_seen(self, federation: str, seen: Mapping[str, Seen], ready: Sequence[str] = ()) -> int:
-        """Store what happened to devices; those of `ready` have asked for work. How many did so for the first time."""
+        """Store what happened to devices; those of `ready` have asked for work. The number of all ready devices."""
         with self.writing() as c:
             if seen:
                 c.execute(SAVE_SEEN, [seen_values(federation, device, s) for device, s in seen.items()])
             first = update(devices).where(*MINE, ~devices.c.ready, ~devices.c.removed).values(ready=True)
             new = sum(c.execute(first, {"b_federation": federation, "b_device": d}).rowcount for d in ready)
             add_ready(c, federation, new)
-            return new
+            return int(c.scalars(select(federations.c.ready).where(federations.c.id == federation)).one())
 
     def save_report(self, federation: str, device: str, report: str, seen: Seen) -> None:
         """Store a device's report, and what happened to the device."""
