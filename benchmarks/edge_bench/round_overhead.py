@@ -180,7 +180,7 @@ def run_bare(folder: Path, size: int, cohort: int, rounds: int) -> Figures:
     port, at_server, at_devices = free_port(), tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
     url = f"http://127.0.0.1:{port}"
     with process(folder, *ME, "bare-server", str(port), str(size), str(cohort), at_server) as server:
-        wait_until_up(url)
+        wait_until_up(url, server)
         return ran(folder, Meter(server.pid), cohort, "bare-devices", url, str(rounds), at_devices)
 
 
