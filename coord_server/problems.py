@@ -48,9 +48,7 @@ PROBLEMS: dict[str, Kind] = {
     "round-closed": Kind(409, "round 3 is closed; drop this update and ask for work"),
     "wrong-lease": Kind(409, "lease '0c61' is not the one pi-07 has in round 3; ask for work"),
     "not-in-cohort": Kind(409, "pi-07 was not asked in round 3; ask for work"),
-    "conflicting-update": Kind(
-        409, "pi-07 already sent another update of round 3; the first counts, drop this one"
-    ),
+    "conflicting-update": Kind(409, "pi-07 already sent another update of round 3; the first counts, drop this one"),
     "wrong-phase": Kind(409, "the federation is finished; it cannot be paused now"),
     "no-devices": Kind(409, "no device has asked for work yet; hand out a join token first"),
     "name-taken": Kind(409, "there is already a federation 'har'; choose another name"),

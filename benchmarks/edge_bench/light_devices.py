@@ -5,8 +5,8 @@
 One coordinator, one federation, rounds of 50 devices, a model of 1,000 bits (`idle_plugin`). The devices are coroutines
 of one other process. Each has its own address and one kept connection, and no journal. They enrol in steps while the
 federation is idle. Then some of them poll for work, and cohorts are drawn from these; the others stay away. Each
-setting runs for a fixed time. Messages are requests answered (work, downlink, update); CPU seconds are the
-coordinator's.
+setting runs until a number of updates is in. Messages are requests answered (work, downlink, update); CPU seconds are
+the coordinator's.
 
 The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: what a member costs. The last ones
 have 2,000 and 8,000 devices polling at once: what a waiting device costs.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_bench import provenance
-from edge_bench.loopback import Meter, Running, coordinator, install_plugin, process
+from edge_bench.loopback import PATIENCE, Meter, Running, coordinator, install_plugin, process
 from edge_client.errors import ConfigError
 from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
 from edge_client.transport import content_digest
@@ -35,7 +35,7 @@ from edge_client.transport import content_digest
 KIND, D, COHORT = "mask", 1000, 50
 SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 2_000), (10_000, 8_000))  # enrolled, polling
 HOLD = 30.0  # seconds a request for work may be held
-SETTLE = 2.0  # seconds before a setting is measured: polls reach the coordinator, devices that left count as away
+LOOK = 0.2  # seconds between two looks at how many updates are in
 AT_ONCE = 64  # enrolments under way together
 BUSY = (429, 503)  # statuses that ask for another try
 ME = ("-m", "edge_bench.light_devices", "--as-devices")
@@ -133,17 +133,22 @@ class Fleet:
         self.devices += await asyncio.gather(*(one(i) for i in range(len(self.devices), count)))
 
     async def poll(self, count: int) -> None:
-        """Have `count` devices poll, those that do already and others."""
+        """Have `count` devices poll, those that do already and others; returns once each has asked for work."""
         for task in self.polling[count:]:
             task.cancel()
         del self.polling[count:]
-        for device in self.devices[len(self.polling) : count]:
-            self.polling.append(asyncio.create_task(self._take_part(device)))
+        arrived = [asyncio.Event() for _ in range(len(self.polling), count)]
+        for device, event in zip(self.devices[len(self.polling) : count], arrived, strict=True):
+            self.polling.append(asyncio.create_task(self._take_part(device, event)))
+        for event in arrived:
+            await event.wait()
 
-    async def _take_part(self, device: Device) -> None:
+    async def _take_part(self, device: Device, arrived: asyncio.Event) -> None:
         where, work = f"/v1/federations/{KIND}", None
         try:
             await asyncio.sleep(random.uniform(0.0, 1.0))  # not all at once
+            await self.message(device, "GET", f"{where}/work")
+            arrived.set()
             while True:
                 if work is None or work["status"] == "wait":
                     work = json.loads(await self.message(device, "GET", f"{where}/work?wait={HOLD}"))
@@ -155,6 +160,7 @@ class Fleet:
             self.stopped += 1
             print(f"{device.name} stopped: {error}", file=sys.stderr, flush=True)
         finally:
+            arrived.set()
             device.close()
 
     async def _round(self, device: Device, where: str, work: dict[str, Any]) -> dict[str, Any] | None:
@@ -190,7 +196,7 @@ async def obey(host: str, port: int, token: str) -> None:
 # --- the measurement
 
 
-def measure(settings: list[tuple[int, int]], seconds: float) -> list[dict[str, Any]]:
+def measure(settings: list[tuple[int, int]], updates: int) -> list[dict[str, Any]]:
     """One row for each setting."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -205,14 +211,14 @@ def measure(settings: list[tuple[int, int]], seconds: float) -> list[dict[str, A
                 meter = Meter(running.server.pid)
                 for enrolled, polling in settings:
                     action = "resume" if rows else "start"
-                    rows.append(_one(running, action, devices, meter, enrolled, polling, seconds))
+                    rows.append(_one(running, action, devices, meter, enrolled, polling, updates))
                     print(_said(rows[-1], rows[0]), flush=True)
                 meter.stop()
     return rows
 
 
 def _one(
-    running: Running, action: str, devices: Any, meter: Meter, enrolled: int, polling: int, seconds: float
+    running: Running, action: str, devices: Any, meter: Meter, enrolled: int, polling: int, updates: int
 ) -> dict[str, Any]:
     def tell(**command: int) -> dict[str, Any]:
         devices.stdin.write(json.dumps(command) + "\n")
@@ -224,17 +230,21 @@ def _one(
         return said
 
     tell(enrol=enrolled)
-    tell(poll=polling)
-    time.sleep(SETTLE)
+
+    def wait_for(updates: int) -> dict[str, Any]:
+        end = time.monotonic() + PATIENCE
+        while (said := tell())["updates"] < updates:
+            if time.monotonic() > end:
+                raise ConfigError(f"{said['updates']} of {updates} updates arrived within {PATIENCE:.0f} s")
+            time.sleep(LOOK)
+        return said
+
+    started = tell(poll=polling)["updates"]
     running.operate(KIND, action)
-    time.sleep(SETTLE)
-    before = tell()
-    time.sleep(seconds)
-    after = tell()
+    before = wait_for(started + 1)
+    after = wait_for(before["updates"] + updates)
     running.operate(KIND, "pause")
     updates, elapsed = after["updates"] - before["updates"], after["at"] - before["at"]
-    if not updates:
-        raise ConfigError(f"no update arrived in {elapsed:.0f} s with {enrolled} devices enrolled, {polling} polling")
     cpu = meter.seconds(before["at"], after["at"])
     return {
         "enrolled": enrolled,
@@ -265,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     text = ",".join(f"{enrolled}:{polling}" for enrolled, polling in SETTINGS)
     parser.add_argument("--settings", default=text, help=f"enrolled:polling, in rising order (default {text})")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each setting (default 12)")
+    parser.add_argument("--updates", type=int, default=1500, help="of each setting (default 1500)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--as-devices", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -275,9 +285,9 @@ def main() -> None:
         return
     settings = [(int(a), int(b)) for a, b in (pair.split(":") for pair in given.settings.split(","))]
     origin = provenance.origin(
-        f"python -m edge_bench.light_devices --settings {given.settings} --seconds {given.seconds:g}"
+        f"python -m edge_bench.light_devices --settings {given.settings} --updates {given.updates}"
     )
-    rows = measure(settings, given.seconds)
+    rows = measure(settings, given.updates)
     if given.json:
         record = {**origin, "cohort": COHORT, "parameters": D, "results": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n")

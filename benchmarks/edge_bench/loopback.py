@@ -66,16 +66,16 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def wait_until_up(url: str) -> None:
-    """Wait until a server answers anything at all. Raises ConfigError."""
+def wait_until_up(url: str, server: subprocess.Popen[str]) -> None:
+    """Wait until a server answers anything at all. Raises ConfigError, at once when its process has ended."""
     end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
+    while time.monotonic() < end and server.poll() is None:
         try:
             httpx.get(url, trust_env=False)
             return
         except httpx.TransportError:
             time.sleep(0.05)
-    raise ConfigError(f"no server at {url} after {PATIENCE:.0f} s")
+    raise ConfigError(f"no server at {url} within {PATIENCE:.0f} s, or it has ended; see what it printed")
 
 
 def answer_of(running: subprocess.Popen[str]) -> Any:
@@ -178,7 +178,7 @@ def coordinator(folder: Path) -> Iterator[Running]:
     url = f"http://127.0.0.1:{port}"
     place = ["--port", str(port), "--data", str(folder / f"coordinator-{port}"), "--log-level", "warning"]
     with process(folder, "-m", "edge_client.cli", "serve", *place) as server:
-        wait_until_up(f"{url}/v1/health")
+        wait_until_up(f"{url}/v1/health", server)
         running = Running(url, server)
         try:
             yield running

@@ -54,6 +54,7 @@ from edge_client.data import DeviceData
 from edge_client.events import Event
 
 KINDS = {"float32": 4, "mask": 1 / 8}  # bytes a parameter
+TICK = 0.01  # seconds: the system's clock of a process's CPU time is no finer
 WORKERS = 2  # processes that the devices are threads of
 ME = ("-m", "edge_bench.round_overhead", "--as")
 Figures = dict[str, float]
@@ -161,7 +162,7 @@ def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
     meter.stop()
     over = [max(round_) for round_ in zip(*times, strict=True)]
     durations = [b - a for a, b in pairwise(over)]
-    cpu = meter.seconds(over[0], over[-1]) / len(durations)
+    cpu = max(meter.seconds(over[0], over[-1]), TICK) / len(durations)
     return {"seconds": statistics.median(durations), "cpu": cpu, "memory": meter.peak()}
 
 
@@ -179,7 +180,7 @@ def run_bare(folder: Path, size: int, cohort: int, rounds: int) -> Figures:
     port, at_server, at_devices = free_port(), tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
     url = f"http://127.0.0.1:{port}"
     with process(folder, *ME, "bare-server", str(port), str(size), str(cohort), at_server) as server:
-        wait_until_up(url)
+        wait_until_up(url, server)
         return ran(folder, Meter(server.pid), cohort, "bare-devices", url, str(rounds), at_devices)
 
 

@@ -179,7 +179,13 @@ class Enrolled(Message):
     """What the device needs to take part."""
 
     model_config = _example(
-        federation="har", device="pi-07", bundle=_BUNDLE, method=_METHOD, rounds=20, cohort=3, seed=7,
+        federation="har",
+        device="pi-07",
+        bundle=_BUNDLE,
+        method=_METHOD,
+        rounds=20,
+        cohort=3,
+        seed=7,
         backend=None,
     )
 

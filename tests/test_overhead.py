@@ -1,0 +1,31 @@
+"""The benchmarks of the coordinator's overhead, at a size that shows only that they run and what they report."""
+
+from __future__ import annotations
+
+import pytest
+from edge_bench import light_devices, round_overhead
+
+pytest.importorskip("fastapi")
+
+
+@pytest.mark.parametrize("kind", list(round_overhead.KINDS))
+def test_a_round_is_compared_with_the_durable_loop_in_seconds_cpu_and_memory(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_overhead, "KINDS", {kind: round_overhead.KINDS[kind]})
+    (row,) = round_overhead.measure(d=1000, cohorts=[3], updates=12, repeats=1)
+    assert (row["kind"], row["cohort"], row["rounds"]) == (kind, 3, 4)
+    for figure in ("seconds", "cpu", "memory"):
+        pair = row[figure]
+        assert pair["maskfleet"] > 0
+        assert pair["ratio"] == pytest.approx(pair["maskfleet"] / pair["bare"])
+    assert min(row["memory"]["maskfleet"], row["memory"]["bare"]) > 2**20
+
+
+def test_devices_enrol_in_steps_and_those_that_poll_send_updates() -> None:
+    rows = light_devices.measure([(5, 5), (9, 5), (9, 9)], updates=20)
+    assert [(row["enrolled"], row["polling"]) for row in rows] == [(5, 5), (9, 5), (9, 9)]
+    for row in rows:
+        assert row["updates"] >= 20
+        assert row["messages_per_second"] > 2 * row["updates_per_second"]  # a downlink and an update, and polls
+        assert row["devices_that_stopped"] == 0
