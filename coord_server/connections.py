@@ -1,9 +1,9 @@
 """Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
-At the limit, a new connection replaces one whose request has shown no valid credential, or that has no request: the
-oldest of the address with most of those, so that a caller who opens many displaces its own. When every connection
-serves a known caller, the oldest long poll is answered at once and closed. When no long poll is left, new callers get a
-503, except the operator.
+At the limit, a new connection replaces one that has no request, or whose request has shown no valid credential: the
+oldest of the address with most of those, so that a caller who opens many displaces its own. Connections that are only
+just there are spared while there are long polls: the oldest of them is answered at once and closed. When neither is
+left, new callers get a 503, except the operator.
 
 uvicorn has no time limit for a request's head, and answers its own limit on connections to every caller alike; hence
 the small subclass of its connection.
@@ -12,6 +12,7 @@ the small subclass of its connection.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from coord_server.problems import MEDIA_TYPE, message
 
 MOST = 8192  # connections at once; each takes some ten kilobytes
 SPARE = 64  # connections beyond the limit whose request is still read, in case it is the operator's
+YOUNG = 5.0  # seconds that a connection has to show its credential before a long poll is preferred to it
 PATIENCE = 20.0  # seconds until a request's head must be complete
 
 T = TypeVar("T")
@@ -36,12 +38,17 @@ class Places:
     def __init__(self, most: int = MOST) -> None:
         self.most = most
         self.open: set[Connection] = set()
-        self._unproven: dict[str, dict[Connection, None]] = {}  # by address; the oldest first
+        self._unproven: dict[str, dict[Connection, float]] = {}  # since when, by address; the oldest first
         self._polls: dict[Poll, tuple[asyncio.Future[Any], Connection | None]] = {}  # the oldest first
 
-    def full(self) -> bool:
-        """Whether there are more connections than places, and none that can be closed."""
-        return len(self.open) > self.most and not self._make_room()
+    def full(self, connection: Connection | None) -> bool:
+        """Whether there are more connections than places, and none beside `connection` that can be closed."""
+        if connection is None or len(self.open) <= self.most:
+            return False
+        self.proven(connection)
+        full = not self._make_room()
+        self.unproven(connection)
+        return full
 
     def enter(self, connection: Connection) -> bool:
         """Take a place for a connection, closing another one if need be; False when it has to be closed itself."""
@@ -58,7 +65,7 @@ class Places:
     def unproven(self, connection: Connection) -> None:
         """The connection has no request, or one of an unknown caller: it may be closed."""
         if connection in self.open:
-            self._unproven.setdefault(connection.address, {}).setdefault(connection)
+            self._unproven.setdefault(connection.address, {}).setdefault(connection, time.monotonic())
 
     def proven(self, connection: Connection) -> None:
         """The request under way is the operator's or a device's."""
@@ -96,10 +103,12 @@ class Places:
     def _make_room(self) -> bool:
         if self._unproven:
             address = max(self._unproven, key=lambda a: len(self._unproven[a]))
-            connection = next(iter(self._unproven[address]))
-            self.leave(connection)
-            connection.transport.abort()
-            return True
+            connection, since = next(iter(self._unproven[address].items()))
+            many, old = len(self._unproven[address]) > SPARE, time.monotonic() - since > YOUNG
+            if many or old or not self._polls:
+                self.leave(connection)
+                connection.transport.abort()
+                return True
         if self._polls:
             self._let_go(next(iter(self._polls)))
             return True
@@ -153,6 +162,7 @@ class Connection(H11Protocol):
         self._stop_timer()
         self._places.leave(self)
         super().connection_lost(exc)
+        self.app_state = {}  # which refers to this connection
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with a problem, and close."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from coordination import (
+    LIMIT,
     D,
     Fleet,
     bearer,
@@ -185,3 +186,21 @@ def test_a_device_removed_from_one_federation_still_reads_the_bundle_of_another(
         refused(await fleet.http.get(path, headers=bearer(credential("a"))), "device-removed")
 
     play(tmp_path, script)
+
+
+def test_what_one_coordinator_does_is_seen_through_another_on_the_same_folder(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as one, served(tmp_path) as other:
+            await one.federation("a")
+            other.join = one.join
+            assert (await other.operator("GET", "/v1/federations/fed")).json()["devices"] == 1
+            assert (await other.enrol("b")).status_code == 200
+            assert (await other.work("b", LIMIT))["status"] == "train"  # neither saw two devices arrive
+            assert (await one.work("a", LIMIT))["status"] == "train"
+            assert (await other.train("a")).status_code == 201
+            assert (await one.train("b")).status_code == 201
+            for fleet in (one, other):
+                found = await until(fleet, lambda f: f["round"] == 2)
+                assert found["devices"] == 2
+
+    asyncio.run(main())

@@ -47,25 +47,71 @@ def test_a_new_connection_replaces_the_oldest_silent_one_of_the_address_with_mos
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def polling(folder: Path, *devices: str, more: int = 0) -> AsyncIterator[tuple[Served, list[Streams]]]:
+    """A coordinator with a place for each device, all of them in long polls, and `more` free places."""
+    async with listening(folder, most=len(devices) + more) as here:
+
+        async def script(fleet: Fleet) -> None:
+            await fleet.federation(*devices, min_devices=len(devices) + 1)
+
+        await here.fleet(script)
+        await until(lambda: not here.places.open)
+        polls: list[Streams] = []
+        for device in devices:
+            head = "GET /v1/federations/fed/work?wait=60 HTTP/1.1\r\nHost: x\r\n"
+            polls.append(await here.busy(f"{head}Authorization: Bearer {credential(device)}\r\n\r\n".encode()))
+            await until(lambda: len(here.places._polls) == len(polls))
+        yield here, polls
+        for _, writer in polls:
+            writer.close()
+
+
 def test_when_all_places_hold_long_polls_the_oldest_is_answered_and_makes_room(tmp_path: Path) -> None:
     async def main() -> None:
-        async with listening(tmp_path, most=3) as here:
-            polls: list[Streams] = []
-
-            async def script(fleet: Fleet) -> None:
-                await fleet.federation("a", "b", "c", min_devices=4)
-
-            await here.fleet(script)
-            await until(lambda: not here.places.open)
-            for device in ("a", "b", "c"):
-                path = f"GET /v1/federations/fed/work?wait={LIMIT} HTTP/1.1\r\nHost: x\r\n"
-                polls.append(await here.busy(f"{path}Authorization: Bearer {credential(device)}\r\n\r\n".encode()))
-            await until(lambda: len(here.places._polls) == 3)
+        async with polling(tmp_path, "a", "b", "c") as (here, polls):
             assert (await ask(await here.connect(), LIST))[0] == 200
             status, headers, said = await answer(polls[0][0])
             assert (status, said["status"], headers["connection"]) == (200, "wait", "close")
             await closed(polls[0][0])
             assert len(here.places._polls) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("young", [True, False])
+def test_a_long_poll_is_let_go_before_a_connection_that_is_only_just_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, young: bool
+) -> None:
+    monkeypatch.setattr(connections, "YOUNG", 10 * LIMIT if young else 0.0)
+
+    async def main() -> None:
+        async with polling(tmp_path, "a", "b", "c") as (here, polls):
+            first, second = await here.connect(), await here.connect()
+            assert len(here.places._polls) == (1 if young else 2)
+            assert (await answer(polls[0][0]))[2]["status"] == "wait"
+            if young:
+                assert (await answer(polls[1][0]))[2]["status"] == "wait"
+                assert (await ask(first, HEALTH))[0] == 200
+            else:
+                await closed(first[0])
+            assert (await ask(second, HEALTH))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_one_address_does_not_displace_long_polls_with_many_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "YOUNG", 10 * LIMIT)
+    monkeypatch.setattr(connections, "SPARE", 1)
+
+    async def main() -> None:
+        async with polling(tmp_path, "a", "b", "c", more=2) as (here, _):
+            held = [await here.connect(source="127.0.0.2") for _ in range(20)]
+            assert len(here.places._polls) == 3
+            for reader, _ in held[:18]:
+                await closed(reader)
 
     asyncio.run(main())
 
@@ -144,7 +190,7 @@ def test_beyond_the_spare_places_a_connection_is_closed_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "SPARE", 2)
-    monkeypatch.setattr(connections.Places, "full", lambda _: False)  # so that the spare places have uploads too
+    monkeypatch.setattr(connections.Places, "full", lambda *_: False)  # so that the spare places have uploads too
 
     async def main() -> None:
         async with uploading(tmp_path, 3, "a", "b", "c", "d", "e") as (here, held):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -77,9 +76,10 @@ class Admission:
         address = scope["client"][0] if scope.get("client") else ""
         shown = Headers(scope=scope).get("authorization", "").partition(" ")[2]
         operator = self._coordinator.is_operator(shown)
+        connection: Connection | None = scope.get("state", {}).get("connection")
         if not operator:
             refused = None
-            if self._places.full():
+            if self._places.full(connection):
                 text = f"all {self._places.most} connections are in use; try again in a few seconds"
                 refused = problem("too-busy", text)
             elif self._counted[address] >= OF_ADDRESS:
@@ -87,7 +87,7 @@ class Admission:
             if refused is not None:
                 await refused(scope, receive, send)
                 return
-        call = scope[CALL] = Call(self._counted, address, self._places, scope.get("state", {}).get("connection"))
+        call = scope[CALL] = Call(self._counted, address, self._places, connection)
         if operator:
             call.of_operator()
         try:
@@ -148,14 +148,15 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
     if given is None:
         raise Refusal("unauthorized", "this needs the device's credential: send Authorization: Bearer CREDENTIAL")
     credential = auth.hashed(given.credentials)
-    live = next((f for f in served.federations() if f.id == federation), None)
-    if live is None:
-        with suppress(Refusal):  # another coordinator on the same data folder may have just made it
-            live = await served.find(federation)
-    device = await live.device_of(credential) if live is not None else None
-    if live is None or device is None:
+    live = device = None
+    try:
+        live = await served.find(federation)
+    except Refusal:  # it does not exist, or could not be loaded: only its own devices get to see which
         if await served.unloaded_of(credential) == federation:
-            served.federation(federation)  # raises what is wrong with it
+            raise
+    else:
+        device = await live.device_of(credential)
+    if live is None or device is None:
         raise Refusal(
             "unauthorized",
             f"there is no federation {federation!r} with this credential; check its id, or enrol with a join token",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -111,11 +112,13 @@ async def get_federations(served: Operated) -> list[Federation]:
 @router.get("/federations/{federation}", summary="Show a federation", responses=documented(*_COMMON))
 async def get_federation(served: Operated, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
+    with suppress(Refusal):  # one that could not be loaded has a summary all the same
+        await served.find(federation)
     return served.summary(federation)
 
 
 async def _operate(served: Coordinator, federation: str, make: Callable[[float], events.Event]) -> Federation:
-    live = served.federation(federation)
+    live = await served.find(federation)
     await live.operate(make(live.now()))
     return live.summary()
 
@@ -169,7 +172,7 @@ async def post_token(
 @router.get("/federations/{federation}/devices", summary="List devices", responses=documented(*_OF_ONE))
 async def get_devices(served: Operated, federation: FederationId) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes, its last failure and its report."""
-    return await served.federation(federation).listed()
+    return await (await served.find(federation)).listed()
 
 
 @router.delete(
@@ -180,7 +183,7 @@ async def get_devices(served: Operated, federation: FederationId) -> list[Device
 )
 async def delete_device(served: Operated, federation: FederationId, device: Name) -> None:
     """The round no longer waits for it, and it cannot come back. Its acknowledged updates still count."""
-    await served.federation(federation).remove(device)
+    await (await served.find(federation)).remove(device)
 
 
 @router.get(
@@ -194,7 +197,7 @@ async def get_rounds(served: Operated, federation: FederationId) -> Any:
 
     The last round's `traffic.last_down` grows as devices fetch the downlink after it.
     """
-    records = await served.federation(federation).rounds()
+    records = await (await served.find(federation)).rounds()
     return Response("[" + ",".join(records) + "]", media_type="application/json")
 
 
@@ -210,7 +213,7 @@ async def get_round(
     round_: Annotated[int, Path(alias="round", ge=1, lt=2**31, examples=[3])],
 ) -> Any:
     """One closed round's record."""
-    record = await served.federation(federation).round(round_)
+    record = await (await served.find(federation)).round(round_)
     if record is None:
         raise Refusal("not-found", f"round {round_} of {federation} is not closed; GET .../rounds lists those that are")
     return Response(record, media_type="application/json")
@@ -224,4 +227,4 @@ async def get_round(
 )
 async def get_state(served: Operated, federation: FederationId) -> Response:
     """The same seed and updates give the same bytes, here and in the simulator."""
-    return Response(await served.federation(federation).exported(), media_type=MEDIA_TYPE)
+    return Response(await (await served.find(federation)).exported(), media_type=MEDIA_TYPE)
