@@ -162,6 +162,7 @@ class Connection(H11Protocol):
         self._stop_timer()
         self._places.leave(self)
         super().connection_lost(exc)
+        self.app_state = {}  # which refers to this connection
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with a problem, and close."""

@@ -1,6 +1,6 @@
-"""What is refused where it is said: a federation's settings that can only fail, a coordinator's answers that cannot be.
+"""What is refused where it is said: settings of a federation that can only fail, answers of a coordinator out of range.
 
-The device takes an answer out of range for one that it does not understand, as it does an error page of a proxy.
+A device treats an answer out of range like any answer that it does not understand, such as a proxy's error page.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ SECONDS: tuple[object, ...] = (-1.0, 1e30, NAN, INFINITE, -INFINITE)
 LIES = [
     (answer, true, field, lie)
     for answer, true, lies in (
-        (Enrolled, ENROLLED, {"federation": NAMES, "device": NAMES, "rounds": ROUNDS, "backend": NAMES[:-2],
-                              "seed": (-1, 2**63, HUGE, 1.5, "1", True)}),
+        (Enrolled, ENROLLED, {"federation": NAMES, "device": NAMES, "rounds": ROUNDS, "cohort": ROUNDS,
+                              "backend": NAMES[:-2], "seed": (-1, 2**63, HUGE, 1.5, "1", True)}),
         (Work, TRAIN, {"round": ROUNDS, "lease": NAMES, "downlink_size": SIZES, "deadline_in": SECONDS}),
         (Work, FINISH, {"round": (*ROUNDS, 1), "downlink_size": SIZES}),
         (Work, WAIT, {"poll_after": SECONDS}),
@@ -98,6 +98,8 @@ def test_a_whole_device_ends_with_an_ordinary_error(tmp_path: Path, lie: dict[st
         ("min_devices", HUGE), ("min_devices", 1_000_001), ("min_devices", True), ("min_updates", HUGE),
         ("cohort", "2"), ("cohort", True), ("rounds", True), ("rounds", 2.0), ("seed", "7"), ("seed", True),
         ("deadline_seconds", 1e-300), ("deadline_seconds", 0.4), ("deadline_seconds", True), ("deadline_seconds", "9"),
+        ("max_attempts", 0), ("max_attempts", 1001), ("max_attempts", True), ("presence_seconds", 0.9),
+        ("presence_seconds", NAN), ("presence_seconds", HUGE), ("guard", "other"), ("guard", None),
         ("deadline_seconds", HUGE), ("deadline_seconds", NAN), ("backend", "../x"), ("backend", "x" * 100_000),
     ],
 )  # fmt: skip

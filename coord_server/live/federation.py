@@ -136,10 +136,10 @@ class LiveFederation:
 
     async def look(self, version: int, ready: int) -> None:
         """The database has this version and number of ready devices. Raises StateError."""
-        more, self._devices.ready_count = ready > self._devices.ready_count, ready
+        grown, self._devices.ready_count = ready > self._devices.ready_count, ready
         if version != self._commits.version:
             await self._commits.refresh()
-        if more:
+        if grown:  # the devices that came to other coordinators may be enough to start
             await self._call()
 
     # --- devices

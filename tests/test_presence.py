@@ -1,0 +1,236 @@
+"""Who is drawn: devices that asked for work and made a request lately; what they sent is written once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordination import Fleet, credential, served, until
+
+from coord_server.live import commits
+from coord_server.live.devices import Devices
+from coord_server.live.faults import Faults
+from coord_server.store.metadata import Metadata
+from coord_server.store.tables import Seen
+from edge_client.errors import StorageFullError, StorageUnreachableError
+from edge_client.protocol.messages import Enrol
+
+FED = "/v1/federations/fed"
+
+
+class Clock:
+    """The real clock, which a test can set ahead."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is set ahead is noticed soon."""
+    monkeypatch.setattr(commits, "LOOK_MOST", 0.02)
+
+
+def room(fleet: Fleet) -> Devices:
+    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed")._devices  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as fleet:
+            await fleet.federation("a", "b", "c", cohort=3, min_devices=3, rounds=3, presence_seconds=100.0)
+            for device in "abc":
+                assert (await fleet.train(device)).status_code == 201
+            await until(fleet, lambda f: f["round"] == 2)
+            clock.ahead = 90.0
+            for device in "bc":
+                assert (await fleet.train(device)).status_code == 201
+            clock.ahead = 150.0  # a was last here 150 s ago
+            await fleet.work("b")
+            await fleet.work("c")
+            clock.ahead = 4000.0  # the deadline closes round 2 without it
+            await fleet.work("b")
+            await fleet.work("c")
+            found = await until(fleet, lambda f: f["round"] == 3)
+            assert found["expected"] == 2
+            assert (await fleet.work("a"))["status"] == "wait"
+            for device in "bc":
+                assert (await fleet.train(device)).status_code == 201
+            await until(fleet, lambda f: f["phase"] == "finished")
+            records = (await fleet.operator("GET", f"{FED}/rounds")).json()
+            assert [r["devices"] for r in records] == [["a", "b", "c"], ["b", "c"], ["b", "c"]]
+
+    asyncio.run(main())
+
+
+def test_a_round_that_waits_for_devices_opens_when_one_returns(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as fleet:
+            await fleet.federation("a", "b", min_updates=2, presence_seconds=100.0)
+            clock.ahead = 4000.0  # both are away when the deadline passes
+            await until(fleet, lambda f: f["expected"] == 0 and f["attempt"] == 1)
+            assert "that are present" in (await fleet.work("a"))["reason"]
+            assert (await fleet.work("b"))["status"] == "train"
+            assert (await fleet.train("a")).status_code == 201
+
+    asyncio.run(main())
+
+
+def test_presence_outlives_a_restart(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b", min_devices=3)
+        async with served(tmp_path) as again:
+            again.join = fleet.join
+            assert (await again.enrol("c")).status_code == 200
+            assert (await again.work("c"))["status"] in ("train", "wait")
+            found = await until(again, lambda f: f["phase"] == "running")
+            assert found["devices"] == 3
+
+    asyncio.run(main())
+
+
+def test_counts_that_could_not_be_written_are_written_later_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+            devices = room(fleet)
+            await devices.flush()
+            before = (await devices.listed())[0].messages_down["work"]
+            devices.count("a", "down", "work", 7)
+            devices.fetched("a", 11)
+
+            def fails(*_: object) -> int:
+                raise StorageFullError("full")
+
+            with monkeypatch.context() as m:
+                m.setattr(Metadata, "save_seen", fails)
+                with pytest.raises(StorageFullError):
+                    await devices.flush()
+            for _ in range(2):
+                shown = (await devices.listed())[0]
+                assert (shown.messages_down["work"], shown.bytes_down) == (before + 7, 11)
+                await devices.flush()
+            with pytest.raises(ValueError, match="no message"):
+                devices.count("a", "up", "work", 1)
+
+    asyncio.run(main())
+
+
+def test_only_devices_that_changed_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+            devices = room(fleet)
+            await devices.flush()
+            written: list[set[str]] = []
+            save = Metadata.save_seen
+
+            def noted(self: Metadata, federation: str, seen: dict[str, Seen], *more: Any) -> int:
+                written.append(set(seen))
+                return save(self, federation, seen, *more)
+
+            monkeypatch.setattr(Metadata, "save_seen", noted)
+            devices.note("b")
+            await devices.flush()
+            await devices.flush()
+            assert written == [{"b"}]
+
+    asyncio.run(main())
+
+
+def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation(min_devices=50)
+            live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+            devices, names = room(fleet), [f"d{i}" for i in range(20)]
+            for name in names:
+                assert (await fleet.enrol(name)).status_code == 200
+            calls: list[int] = []
+            save = Metadata.save_seen
+
+            def noted(self: Metadata, *given: Any) -> int:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise StorageUnreachableError("no answer")
+                return save(self, *given)
+
+            monkeypatch.setattr(Metadata, "save_seen", noted)
+            said = await asyncio.gather(*(devices.arrive(name) for name in names), return_exceptions=True)
+            assert all(isinstance(s, StorageUnreachableError) for s in said[:1])
+            assert len(calls) <= 3
+            for name in names:
+                devices.note(name)
+            assert all(isinstance(s, bool) for s in await asyncio.gather(*(devices.arrive(n) for n in names)))
+            assert live.summary().devices == 20
+            assert await devices.present(time.time(), fresh=True) == tuple(sorted(names))
+
+    asyncio.run(main())
+
+
+def test_a_credential_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a")
+            asked: list[str] = []
+            member = Metadata.member
+
+            def noted(self: Metadata, federation: str, credential_: str) -> Any:
+                asked.append(credential_)
+                return member(self, federation, credential_)
+
+            monkeypatch.setattr(Metadata, "member", noted)
+            for _ in range(3):
+                await fleet.work("a")
+            assert asked == []
+            assert (await fleet.operator("DELETE", f"{FED}/devices/a")).status_code == 204
+            for _ in range(2):
+                with pytest.raises(AssertionError, match="device-removed"):
+                    await fleet.work("a")
+            assert len(asked) == 1
+
+    asyncio.run(main())
+
+
+def test_a_thing_that_fails_is_a_fault_until_it_succeeds() -> None:
+    faults = Faults()
+    with pytest.raises(StorageFullError), faults.watch("updates", "the update of 'a' was not accepted"):
+        raise StorageFullError("full")
+    assert faults.text == "the update of 'a' was not accepted: full"
+    with pytest.raises(ValueError), faults.watch("updates", "x"):
+        raise ValueError
+    assert faults.text is not None
+    with faults.watch("other", "x"):
+        pass
+    assert faults.text is not None
+    with faults.watch("updates", "x"):
+        pass
+    assert faults.text is None
+
+
+def test_an_enrolment_carries_the_digest_of_the_credential_only(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a")
+            Enrol(token=fleet.join, device="a", credential=credential("a"))
+        stored = b"".join(p.read_bytes() for p in tmp_path.rglob("coordinator.db*"))
+        assert credential("a").encode() not in stored
+        assert fleet.join.encode() not in stored
+
+    asyncio.run(main())
