@@ -72,7 +72,7 @@ class Coordinator:
     async def start(self) -> None:
         """Load every federation and go on where the database stands; again is harmless. Raises StateError.
 
-        One that cannot be loaded (its method is not installed any more, its row is damaged) is listed with its fault;
+        One that cannot be loaded (its method is no longer installed, its row is damaged) is listed with its fault;
         the others run.
         """
         if self._watching is None:

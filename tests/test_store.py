@@ -72,7 +72,7 @@ def test_a_blob_whose_byte_was_flipped_on_disk_is_refused_with_its_address(tmp_p
         blobs.read("fed/state", sha256)
 
 
-def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_whoever_made_it(
+def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_however_it_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []

@@ -19,7 +19,7 @@ class Faults:
         self._found[thing] = sentence
 
     def clear(self, thing: str) -> None:
-        """`thing` does not fail any more."""
+        """`thing` works again."""
         self._found.pop(thing, None)
 
     @contextmanager

@@ -207,7 +207,10 @@ class Rounds:
 
     async def _sweep_later(self, devices: Iterable[str] | None = None) -> None:
         async with self._sweeping:
-            await asyncio.to_thread(self._sweep, devices)
+            try:
+                await asyncio.to_thread(self._sweep, devices)
+            except (MaskfleetError, OSError) as error:  # what stays is swept after the next round
+                log.warning("%s: old blobs were not swept: %s", self.id, error)
 
     def _sweep(self, devices: Iterable[str] | None) -> None:
         """Drop the blobs that no process can ask for; records only of `devices`, None: of all. Blocks.

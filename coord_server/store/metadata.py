@@ -316,13 +316,6 @@ class Metadata:
             row = c.execute(select(records.c.round, records.c.sha256, records.c.content).where(*mine)).first()
             return None if row is None else (row[0], Content(row[1], row[2]))
 
-    def large_records(self, federation: str) -> dict[str, int]:
-        """Devices whose record is a blob, and the round that wrote it."""
-        query = select(records.c.device, records.c.round)
-        with self._reading() as c:
-            rows = c.execute(query.where(records.c.federation == federation, records.c.content.is_(None)))
-            return {row[0]: row[1] for row in rows}
-
     def all_rounds(self, federation: str) -> list[str]:
         """The records of all closed rounds as JSON, in order."""
         with self._reading() as c:
