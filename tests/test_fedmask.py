@@ -617,6 +617,25 @@ def test_a_downlink_against_another_update_than_the_devices_last_is_lost(down: s
     assert np.array_equal(fleet.records["a"].held.bits, fleet.kept["a"]["held.bits"])
 
 
+def test_a_downlink_for_another_structure_is_lost() -> None:
+    fleet = Fleet(FedMask())
+    fleet.play("a")
+    division = fleet.method.division(model(M))
+    other = division.choose(-division.expand(fleet.kept["a"]["held.structure"]).astype(np.float32))
+    fleet.kept["a"] = {**fleet.kept["a"], "held.structure": other}
+    with pytest.raises(LostError, match="structure"):
+        fleet.personal("a")
+
+
+def test_a_device_without_a_record_keeps_its_structure() -> None:
+    fleet = Fleet(FedMask())
+    fleet.play("a")
+    fleet.records.clear()
+    division = fleet.method.division(model(M))
+    mask = division.masked.gather(fleet.personal("a").mask)
+    assert np.array_equal(mask, division.expand(fleet.kept["a"]["held.structure"]))  # all ones arrive, within it
+
+
 def test_a_personal_model_without_training_is_the_downlink_within_the_structure() -> None:
     fleet = Fleet(FedMask())
     t = fleet.task("a")
