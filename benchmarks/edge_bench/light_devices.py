@@ -8,8 +8,8 @@ federation is idle. Then some of them poll for work, and cohorts are drawn from 
 setting runs until a number of updates is in. Messages are requests answered (work, downlink, update); CPU seconds are
 the coordinator's.
 
-The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: what a member costs. The last ones
-have 2,000 and 8,000 devices polling at once: what a waiting device costs.
+The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: the cost of a member. The last ones
+have 1,000 and 2,000 devices polling at once: the cost of a waiting device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
 from edge_client.transport import content_digest
 
 KIND, D, COHORT = "mask", 1000, 50
-SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 2_000), (10_000, 8_000))  # enrolled, polling
+SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 1_000), (10_000, 2_000))  # enrolled, polling
 HOLD = 30.0  # seconds a request for work may be held
 LOOK = 0.2  # seconds between two looks at how many updates are in
 AT_ONCE = 64  # enrolments under way together
@@ -275,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     text = ",".join(f"{enrolled}:{polling}" for enrolled, polling in SETTINGS)
     parser.add_argument("--settings", default=text, help=f"enrolled:polling, in rising order (default {text})")
-    parser.add_argument("--updates", type=int, default=1500, help="of each setting (default 1500)")
+    parser.add_argument("--updates", type=int, default=1000, help="of each setting (default 1000)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--as-devices", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
