@@ -1,7 +1,7 @@
 """The masked step with numba (extra `fast`): one pass over the vectors where numpy needs several.
 
 numpy computes tanh, which it vectorises and LLVM does not; kernels do the rest, with sigmoid(s) = (1 + tanh(s/2)) / 2.
-Nothing imports this module unless numba is installed. A kernel compiles at its first call in every process.
+Nothing imports this module unless numba is installed. numba keeps compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class CompiledStep(MaskedStep):
         return self._soft
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _threshold(w: Any, s: Any, out: Any) -> None:
     for j in range(s.size):
         out[j] = w[j] if s[j] >= _ZERO else _ZERO
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _draw(stream: Any, tanh: Any, w: Any, out: Any) -> None:
     """The weights whose uniform, of `gates.draw`, is below the probability."""
     for i in range(out.size // 2):
@@ -94,7 +94,7 @@ def _draw(stream: Any, tanh: Any, w: Any, out: Any) -> None:
         out[j] = w[j] if out[j] < _HALF + _HALF * tanh[j] else _ZERO
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _number(stream: Any, i: Any) -> Any:
     """Number i of a stream; see counter.py."""
     z = stream + _U(i + 1) * _GAMMA
@@ -103,7 +103,7 @@ def _number(stream: Any, i: Any) -> Any:
     return z ^ (z >> _U(31))
 
 
-@njit(error_model="numpy", fastmath={"reassoc"})
+@njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 def _scales(tanh: Any, channels: Any, strength: Any) -> Any:
     """`strength` over the norm of the sigmoids of each row, and of each channel of columns; 0 where all are dead."""
     rows, columns = np.zeros(tanh.shape[0], np.float32), np.zeros(tanh.shape[1], np.float32)
@@ -120,7 +120,7 @@ def _scales(tanh: Any, channels: Any, strength: Any) -> Any:
     return rows, columns
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _gradient(
     g: Any,
     w: Any,
@@ -146,7 +146,7 @@ def _gradient(
             _gradient_of_row(g[own], w[own], tanh[own], gain, ref, rows[i], columns, carry, v[own], lr, moved, written)
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _gradient_of_row(
     g: Any,
     w: Any,
@@ -173,7 +173,7 @@ def _gradient_of_row(
             out[j] = w[j] if s[j] >= _ZERO else _ZERO
 
 
-@njit(error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _adam(
     s: Any, g: Any, mean: Any, square: Any, b1: Any, c1: Any, b2: Any, c2: Any, root: Any, eps: Any, rate: Any
 ) -> None:

@@ -1,8 +1,8 @@
 """Codec `fuse8-png`: an 8-bit fuse filter as a grayscale PNG, the payload of the DeltaMask paper.
 
 The pixels, row by row, are the bytes of the `fuse8` payload, then zeros up to a full rectangle. The width is the least
-w with w * w >= the number of bytes. Pillow (extra `fuse`) writes and reads the pixels. Before Pillow reads a payload,
-this module checks the chunks and their checksums, the image size against the largest filter of d keys, and the length
+w with w * w >= the number of bytes. Pillow, imported when it is needed, writes and
+reads the pixels. Before that this module checks the chunks and their checksums, the image size against the largest filter of d keys, and the length
 of the inflated data. A file holds no chunks but IHDR, IDAT and IEND, so Pillow decompresses nothing else.
 """
 
@@ -13,7 +13,6 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator
-from types import ModuleType
 
 from edge_kernels.codecs import fuse
 from edge_kernels.codecs.sets import CodecError, Positions, check_size
@@ -23,14 +22,16 @@ _MODE = bytes([8, 0, 0, 0, 0])  # bit depth 8, gray, deflate, adaptive row filte
 
 
 def encode(positions: Positions, d: int) -> bytes:
-    """The set's `fuse8` filter as a PNG file. Raises CodecError when Pillow is not installed."""
+    """The set's `fuse8` filter as a PNG file."""
     return encode_filter(fuse.encode(positions, d, 8))
 
 
 def encode_filter(data: bytes) -> bytes:
     """A serialised filter as a PNG file."""
     width, height = _shape(len(data))
-    image = _pillow().frombytes("L", (width, height), data.ljust(width * height, b"\0"))
+    from PIL import Image
+
+    image = Image.frombytes("L", (width, height), data.ljust(width * height, b"\0"))
     out = io.BytesIO()
     image.save(out, "PNG", compress_level=9)
     return out.getvalue()
@@ -51,11 +52,12 @@ def filter_bytes(data: bytes, d: int) -> memoryview:
     if not height or not 0 <= width - height <= 1 or width * (height - 1) >= most:
         raise CodecError(f"an image of {width} x {height} pixels does not hold a filter of {d} positions")
     _check_rows(data, width, height)
-    pillow = _pillow()
+    from PIL import Image
+
     try:
-        with pillow.open(io.BytesIO(data), formats=["PNG"]) as image:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             pixels = memoryview(image.tobytes())
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise CodecError(f"the PNG image cannot be decoded: {error}") from None
     used = fuse.HEADER.size + fuse.fields(pixels, d)[-1]
     if (width, height) != _shape(used):
@@ -121,11 +123,3 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
             raise CodecError("a PNG chunk's checksum is wrong; the file is damaged")
         yield kind, body
         at += 12 + length
-
-
-def _pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise CodecError("codec fuse8-png needs Pillow; run pip install 'maskfleet[fuse]'") from None
-    return Image
