@@ -12,7 +12,7 @@ from numpy_mlp import clusters, course, mlp, model, secret, task
 
 from edge_client.bundle import F32, Manifest
 from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods.bernoulli import BernoulliMasks, Bits, MaskUpdate
+from edge_client.methods.bernoulli import BernoulliMasks, Bits, HeadUpdate
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient
@@ -79,8 +79,8 @@ class Fleet:
             limit = self.method.update_limit(t.assignment.model)
             assert sum(x.nbytes for x in update.arrays.values()) <= limit
             read = self.method.read_update(t.assignment, self.state, record, update)
-            if isinstance(read, MaskUpdate):
-                self.masks[d] = bits.unpack(read.mask, self.method.exchanged(t.assignment.model))
+            if not isinstance(read, HeadUpdate):
+                self.masks[d] = bits.unpack(read, self.method.exchanged(t.assignment.model))
             total, self.records[d] = self.method.fold(t.assignment, self.state, total, read, record)
         self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
         self.state = stored(self.state)

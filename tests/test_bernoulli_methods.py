@@ -16,7 +16,7 @@ from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Kept, MaskUpdate, Posterior
+from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Posterior
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
@@ -163,7 +163,7 @@ def test_a_head_has_an_influence_and_can_be_limited_and_a_mask_has_none() -> Non
     limited = method.limited(a, state, update, 0.25, 3.0)
     assert np.allclose(limited.head, state.head + 0.5, atol=1e-6)
     assert limited.samples == 3.0
-    assert method.influence(a, state, MaskUpdate(np.zeros(1, np.uint8))) is None
+    assert method.influence(a, state, np.zeros(1, np.uint8)) is None
 
 
 def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
@@ -208,12 +208,12 @@ def test_adam_goes_on_where_it_stopped_when_it_is_persistent(persistent: bool) -
     way = np.sign(method.masked(M).gather(model(M).parameters))
     first = method.train(steady_task(steady(value=1.0)), None, theta, head)
     assert np.allclose(logit(first.theta), -0.1 * way, rtol=1e-4)
-    kept = stored(Kept(first.buffers, first.adam))
+    kept = stored(first.kept)
     second = method.train(steady_task(steady(value=3.0)), kept, theta, head)
     # m = (.9 * .1 + .1 * 3) g, v = (.999 * .001 + .001 * 9) g^2, each over one less the decay to the second power.
     step = 0.39 / (1 - 0.9**2) / ((0.000999 + 0.009) / (1 - 0.999**2)) ** 0.5 if persistent else 1.0
     assert np.allclose(logit(second.theta), -0.1 * step * way, rtol=1e-4)
-    assert (second.adam is not None) == persistent
+    assert (second.kept.adam is not None) == persistent
 
 
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])

@@ -12,7 +12,7 @@ from numpy_mlp import assignment, course, mlp, secret
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import MaskUpdate
+from edge_client.methods.bernoulli import HeadUpdate
 from edge_client.methods.fedpm import FedPM
 from edge_client.protocol.payload import Payload
 from edge_client.training.gates import sigmoid
@@ -54,8 +54,8 @@ def test_devices_and_rounds_draw_their_uploads_from_the_devices_own_secret() -> 
         read = method.read_update(
             t.assignment, method.start(course(M)), None, local_round(method, t, None, down).update
         )
-        assert isinstance(read, MaskUpdate)
-        mask = bits.unpack(read.mask, MASKED)
+        assert not isinstance(read, HeadUpdate)
+        mask = bits.unpack(read, MASKED)
         u = counter.uniform(counter.key(secret(device), "uploaded mask", round_), MASKED)
         assert (mask == (u < sigmoid(scores))).all()
         masks[device, round_] = mask.tobytes()

@@ -17,6 +17,7 @@ round. The common parts are here.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,17 +30,20 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Influence, Method, bits_digest
-from edge_client.methods.fedavg import distance, read_samples, toward
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.parts import Part, tensors
-from edge_client.protocol.payload import Payload
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Bernoulli, sigmoid
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import masked_step
 
 Bits = NDArray[np.bool_]
+Packed = NDArray[np.uint8]
 F64 = NDArray[np.float64]
+MOST_MASKS = 2**32 - 1  # of one posterior
 
 
 @dataclass(frozen=True)
@@ -71,21 +75,6 @@ class HeadUpdate:
 
 
 @dataclass(frozen=True)
-class MaskUpdate:
-    """A device's mask, packed bool[masked]."""
-
-    mask: NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class HeadTotal:
-    """Sums of n_k head_k in float64, and of n_k. The total of masks is a `Tally`."""
-
-    head: F64
-    samples: float
-
-
-@dataclass(frozen=True)
 class Moments:
     """Adam's moments, float32[masked] each, after `steps` steps."""
 
@@ -112,12 +101,11 @@ class Received:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the local epochs leave: probabilities float32[masked], the loss, the statistics, Adam's moments."""
+    """What the local epochs leave: probabilities float32[masked], the loss, what the device keeps."""
 
     theta: F32
     loss: float
-    buffers: F32
-    adam: Moments | None
+    kept: Any
 
 
 class BernoulliMasks(Method):
@@ -244,19 +232,38 @@ class BernoulliMasks(Method):
         none = self.counted(np.zeros(self.exchanged(course.model), np.uint32), 0)
         return State(none, self.probed(course.model.manifest).gather(course.model.parameters))
 
-    def read_head(self, a: Assignment, payload: Payload) -> HeadUpdate:
-        """The update of a probing round: array `head` and metadata `samples`. Raises PayloadError."""
-        due = self.probed(a.model.manifest).size
-        head = payload.arrays.get("head")
-        if set(payload.arrays) != {"head"} or head is None or head.dtype != np.float32 or head.shape != (due,):
-            raise PayloadError(f"round {a.round} trains the head: send the one array head, float32[{due}]")
-        if not np.isfinite(head).all():
-            raise PayloadError("the head holds NaN or infinity; lower probe_lr")
-        return HeadUpdate(head, read_samples(payload))
+    def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
+        """A probed head and, after the probing rounds, theta; float32."""
+        head = {"head": state.head} if self.head == "probe" else {}
+        if round_ <= self.probing:
+            return Payload(head)
+        return Payload({**head, "theta": self.theta(course, state.posterior).astype(np.float32)})
 
-    def influence(self, a: Assignment, state: Any, update: HeadUpdate | MaskUpdate) -> Influence | None:
+    def update_limit(self, model: Model) -> int:
+        """A head or a mask."""
+        return max(4 * self.probed(model.manifest).size, self.mask_limit(self.exchanged(model)) + 4096)
+
+    @abstractmethod
+    def mask_limit(self, n: int) -> int:
+        """The most bytes that a mask of `n` elements may take, small constants apart."""
+        ...
+
+    def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> HeadUpdate | Packed:
+        """A head, or a mask packed bool[masked]. Raises PayloadError."""
+        if a.round > self.probing:
+            return bits.pack(self.read_mask(a, state, record, payload))
+        allow_only(payload, "head")
+        head = vector(payload, "head", self.probed(a.model.manifest).size)
+        return HeadUpdate(head, count(payload, "samples", MAX_SAMPLES))
+
+    @abstractmethod
+    def read_mask(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Bits:
+        """The mask that an update stands for, bool[masked]. Raises PayloadError."""
+        ...
+
+    def influence(self, a: Assignment, state: Any, update: HeadUpdate | Packed) -> Influence | None:
         """Of a head the norm of its change and its samples. A mask adds 0 or 1 to each count, so it has no need."""
-        if isinstance(update, MaskUpdate):
+        if not isinstance(update, HeadUpdate):
             return None
         return Influence(distance(update.head, state.head), update.samples)
 
@@ -264,41 +271,59 @@ class BernoulliMasks(Method):
         """The head with its change multiplied by `scale`."""
         return HeadUpdate(toward(state.head, update.head, scale), weight)
 
-    def fold(self, a: Assignment, state: Any, total: Any, update: HeadUpdate | MaskUpdate, record: Any) -> Any:
+    def fold(self, a: Assignment, state: Any, total: Any, update: HeadUpdate | Packed, record: Any) -> tuple[Any, Any]:
         """Add a head weighted by its samples, or a mask."""
         if isinstance(update, HeadUpdate):
-            return add_head(total, update), record
-        total = Tally(self.exchanged(a.model)) if total is None else total
-        total.add(update.mask)
+            total = total or Mean(update.head.size)
+            total.add(update.samples, update.head)
+        else:
+            total = Tally(self.exchanged(a.model)) if total is None else total
+            total.add(update)
         return total, record
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Any
     ) -> tuple[Any, Mapping[str, Any]]:
         """The averaged head, or the posterior with the round's masks in it."""
-        if isinstance(total, HeadTotal):
-            return replace(state, head=(total.head / total.samples).astype(np.float32)), {}
+        if isinstance(total, Mean):
+            return replace(state, head=total.value), {}
         return replace(state, posterior=self.tallied(round_, state.posterior, total.counts(), total.total)), {}
 
     # --- client half
 
+    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
+        """theta and the head. Raises PayloadError."""
+        allow_only(downlink, "head", "theta")
+        head = self.sent_head(a, downlink)
+        if a.round <= self.probing:
+            return Received(self.first_theta(a.course), head)
+        theta = vector(downlink, "theta", self.exchanged(a.model))
+        if not ((theta > 0) & (theta < 1)).all():
+            raise PayloadError("the downlink's theta leaves the interval (0, 1)")
+        return Received(theta.astype(np.float64), head)
+
     def sent_head(self, a: Assignment, downlink: Payload) -> F32:
         """The head of a downlink, float32; empty when the head is not probed. Raises PayloadError."""
-        due = self.probed(a.model.manifest).size
-        head = downlink.arrays.get("head", np.zeros(0, np.float32))
-        if head.dtype != np.float32 or head.shape != (due,) or not np.isfinite(head).all():
-            raise PayloadError(f"the downlink's head is {head.dtype}{list(head.shape)}; finite float32[{due}] was due")
-        return head
+        size = self.probed(a.model.manifest).size
+        return vector(downlink, "head", size) if size else np.zeros(0, np.float32)
 
-    def sent_theta(self, a: Assignment, downlink: Payload) -> F64:
-        """theta of a downlink, float32[masked] within (0, 1). Raises PayloadError."""
-        due, theta = self.exchanged(a.model), downlink.arrays.get("theta", np.zeros(0))
-        if theta.dtype != np.float32 or theta.shape != (due,) or not ((theta > 0) & (theta < 1)).all():
-            raise PayloadError(
-                f"the downlink's theta is {theta.dtype}{list(theta.shape)}; float32[{due}] in (0, 1) was due"
-            )
-        wide: F64 = theta.astype(np.float64)
-        return wide
+    def local_round(self, task: Task, kept: Any, received: Any) -> Local:
+        """Probe, or train the probabilities and send a mask drawn from them."""
+        a = task.assignment
+        if a.round <= self.probing:
+            return self.probe(task, kept, received.head)
+        own = self.train(task, kept, received.theta, received.head)
+        mask, update = self.upload(task, received, own.theta)
+        return Local(own.kept, update, self.under(a.model, received.head, mask, own.kept.buffers), own.loss)
+
+    @abstractmethod
+    def upload(self, task: Task, received: Any, theta: F32) -> tuple[Bits, Payload]:
+        """The mask bool[masked] that a device with probabilities `theta` sends, and its update."""
+        ...
+
+    def personal(self, task: Task, kept: Any, received: Any) -> Personal:
+        """The global model, with the device's own batch-norm statistics."""
+        return self.global_model(task.assignment, kept, received.theta, received.head)
 
     def probe(self, task: Task, kept: Any, head: F32) -> Local:
         """One round of linear probing: SGD with momentum on the head, in front of it the dense frozen network."""
@@ -333,7 +358,7 @@ class BernoulliMasks(Method):
             buffers[:] = g.buffers
             step.step(part.gather(g.parameters))
         moments = Moments(adam.mean, adam.square, adam.steps) if self.persistent else None
-        return Trained(sigmoid(scores), loss.mean, buffers, moments)
+        return Trained(sigmoid(scores), loss.mean, self.kept_type(buffers, moments))
 
     def dense(self, model: Model, head: F32) -> F32:
         """The frozen parameters with a head, float32[d]."""
@@ -363,14 +388,6 @@ class BernoulliMasks(Method):
         return Personal(values, buffers)
 
 
-def add_head(total: HeadTotal | None, update: HeadUpdate) -> HeadTotal:
-    """The total with one more head, weighted by its samples."""
-    head = update.head.astype(np.float64) * update.samples
-    if total is not None:
-        head += total.head
-    return HeadTotal(head, update.samples + (0.0 if total is None else total.samples))
-
-
 def own_statistics(model: Model, kept: Any) -> F32:
     """The device's own batch-norm statistics, at first the bundle's; a copy to train on."""
     own: F32 = (model.buffers if kept is None else kept.buffers).copy()
@@ -379,22 +396,3 @@ def own_statistics(model: Model, kept: Any) -> F32:
 
 def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
-
-
-def check_reference(a: Assignment, update: Payload, reference: Bits) -> None:
-    """Raise PayloadError unless the update changes the reference mask bool[masked] that the server has."""
-    said, named = update.meta.get("reference"), bits_digest(bits.pack(reference))
-    if said != named:
-        raise PayloadError(
-            f"the changes of device {a.device!r} in round {a.round} were computed against reference mask {said!r}, the "
-            f"server has {named!r}: restart the client to repeat the round; if that does not help, update maskfleet on "
-            "the device"
-        )
-
-
-def count(payload: Payload, name: str) -> int:
-    """A positive number in a payload's metadata. Raises PayloadError."""
-    value = payload.meta.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**32:
-        raise PayloadError(f"metadata {name} = {value!r}; a positive number was due")
-    return value

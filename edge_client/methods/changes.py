@@ -43,6 +43,16 @@ def named(known: Bits) -> dict[str, str]:
     return {"reference": bits_digest(bitset.pack(known))}
 
 
+def check(payload: Payload, known: Bits, what: str) -> None:
+    """Raise LostError unless the payload was computed against these known bits; `what` names it in errors."""
+    said, held = payload.meta.get("reference"), named(known)["reference"]
+    if said != held:
+        raise LostError(
+            f"{what} was computed against reference mask {said!r}, but {held!r} is held here; restart the client to "
+            "repeat the round"
+        )
+
+
 def encode(codec: str, bits: Bits, known: Bits, contexts: Contexts | None = None) -> Payload:
     """bool[n] as its changes to bool[n] known bits."""
     return Payload({array_name(codec): u8(codecs.encode(codec, bits ^ known, known.size, contexts))}, named(known))
@@ -53,21 +63,10 @@ def decode(
 ) -> Bits:
     """bool[n] from its changes to bool[n] known bits; the payload may hold the arrays `others` beside them.
 
-    `what` names the payload in errors. Raises LostError when the changes are to other bits, PayloadError when they are
-    malformed.
+    Raises LostError when the changes are to other bits, PayloadError when they are malformed.
     """
     check(payload, known, what)
     try:
         return known ^ codecs.decode_mask(codec, coded(payload, array_name(codec), others), known.size, contexts)
     except CodecError as error:
         raise PayloadError(f"{what} cannot be decoded: {error}; fetch or send it again") from None
-
-
-def check(payload: Payload, known: Bits, what: str) -> None:
-    """Raise LostError unless the payload was computed against these known bits."""
-    said, held = payload.meta.get("reference"), named(known)["reference"]
-    if said != held:
-        raise LostError(
-            f"{what} was computed against reference {said!r}, but {held!r} is held here; repeat the round from a new "
-            "downlink"
-        )

@@ -27,11 +27,11 @@ every device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from edge_kernels import bits, counter, coupling
+from edge_kernels import counter, coupling
 from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from edge_kernels.folding import Tally
@@ -40,20 +40,11 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import bits_digest
-from edge_client.methods.bernoulli import (
-    F64,
-    BernoulliMasks,
-    HeadTotal,
-    HeadUpdate,
-    MaskUpdate,
-    Moments,
-    Posterior,
-    check_reference,
-    count,
-)
-from edge_client.protocol.payload import Arrays, Payload, coded, u8
-from edge_client.task import Assignment, Course, Local, Personal, Task
+from edge_client.methods import bernoulli, changes
+from edge_client.methods.bernoulli import F64, MOST_MASKS, BernoulliMasks, Bits, HeadUpdate, Packed, Posterior
+from edge_client.methods.fedavg import Mean
+from edge_client.protocol.payload import Arrays, Payload, coded, count, u8
+from edge_client.task import Assignment, Course, Local, Task
 
 # A coded array is named after what it holds and its codec.
 FLIPS = "flips.coupled"
@@ -87,11 +78,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class State:
-    """The server's global values. `head` float32 is empty when the head is masked; `step` None before any mask."""
+class State(bernoulli.State):
+    """The server's global values; `step` is None before any mask."""
 
-    posterior: Posterior
-    head: F32
     step: Step | None = None
 
 
@@ -113,21 +102,17 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A device's own statistics, Adam's moments when they are persistent, and what it received last."""
+class Kept(bernoulli.Kept):
+    """What every such device keeps, and what it received last."""
 
-    buffers: F32
-    adam: Moments | None = None
     held: Held | None = None
 
 
 @dataclass(frozen=True)
-class Received:
-    """A downlink decoded: the posterior and its theta float64[masked], the head, the last round's net flips."""
+class Received(bernoulli.Received):
+    """A downlink decoded: theta and the head, the posterior, the last round's net flips."""
 
     posterior: Posterior
-    theta: F64
-    head: F32
     net: Flips | None
 
 
@@ -205,30 +190,26 @@ class Coupled(BernoulliMasks):
             return Payload({**arrays, CHANGE: data}, {**meta, "crc": coupling.checksum([posterior.ones])})
         return Payload({**arrays, COUNTS: u8(counts.encode(posterior.ones, posterior.masks))}, meta)
 
-    def update_limit(self, model: Model) -> int:
-        """A head, or flips at a little over one bit a parameter, the cost under a useless prediction."""
-        return max(4 * self.probed(model.manifest).size, self.exchanged(model) // 7 + 4096)
+    def mask_limit(self, n: int) -> int:
+        """Flips at a little over one bit a parameter, the cost under a useless prediction."""
+        return n // 7
 
-    def read_update(
-        self, a: Assignment, state: State, record: Record | None, payload: Payload
-    ) -> HeadUpdate | MaskUpdate:
-        """A head, or the mask that the flips make of the reference. Raises PayloadError."""
-        if a.round <= self.probing:
-            return self.read_head(a, payload)
+    def read_mask(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Bits:
+        """The mask that the flips make of the reference. Raises PayloadError."""
         theta = self.theta(a.course, state.posterior)
         u = counter.uniform(self.stream(a), theta.size)
         reference = u < theta
-        check_reference(a, payload, reference)
+        what = f"the update of device {a.device!r} in round {a.round}"
+        changes.check(payload, reference, what)
         net = state.step.net if state.step is not None and holds_net(a, record) else None
         try:
             past = self.history(a.model, None if net is None else net.flips)
-            flips = coupling.decode_flips(coded(payload, FLIPS), theta, u, past)
+            return reference ^ coupling.decode_flips(coded(payload, FLIPS), theta, u, past)
         except CodecError as error:
-            raise PayloadError(f"the flips of device {a.device!r} in round {a.round}: {error}") from None
-        return MaskUpdate(bits.pack(reference ^ flips))
+            raise PayloadError(f"{what} cannot be decoded: {error}") from None
 
     def fold(
-        self, a: Assignment, state: State, total: Any, update: HeadUpdate | MaskUpdate, record: Record | None
+        self, a: Assignment, state: State, total: Any, update: HeadUpdate | Packed, record: Record | None
     ) -> tuple[Any, Record]:
         """Add a head; or a mask to the counts, and the device's uniforms to what devices will know of the round."""
         if isinstance(update, HeadUpdate):
@@ -240,14 +221,14 @@ class Coupled(BernoulliMasks):
         if len(total.streams) < self.references:
             total.cohort.add(total.theta, counter.uniform(stream, total.theta.size))
         total.streams.append(stream)
-        total.masks.add(update.mask)
+        total.masks.add(update)
         return total, Record(a.round, "long" if holds_net(a, record) else "short")
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Any
     ) -> tuple[State, Mapping[str, Record]]:
         """The averaged head, or the new counts with what the round's devices need to follow them."""
-        if isinstance(total, HeadTotal):
+        if isinstance(total, Mean):
             return super().finish(course, round_, took_part, state, total)
         ones = total.masks.counts()
         posterior = self.tallied(round_, state.posterior, ones, total.masks.total)
@@ -271,11 +252,11 @@ class Coupled(BernoulliMasks):
                 ones, net = self._advanced(a, required(a, held, size, LONG in arrays), downlink)
                 streams = len(arrays["streams"])
                 posterior = self.tallied(a.round - 1, required(a, held, size).posterior, ones, streams)
-                return Received(posterior, self.theta(a.course, posterior), head, net)
+                return Received(self.theta(a.course, posterior), head, posterior, net)
             if CHANGE in arrays:
                 posterior = self._changed(a, required(a, held, size).posterior, downlink)
             elif COUNTS in arrays:
-                masks = count(downlink, "masks")
+                masks = count(downlink, "masks", MOST_MASKS)
                 posterior = self.counted(counts.decode(coded(downlink, COUNTS, ("head",)), size, masks), masks)
             elif set(arrays) - {"head"}:
                 raise PayloadError(f"the payload holds arrays {sorted(arrays)}, none of which this method sends")
@@ -283,7 +264,7 @@ class Coupled(BernoulliMasks):
                 posterior = self.counted(np.zeros(size, np.uint32), 0)
         except CodecError as error:
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
-        return Received(posterior, self.theta(a.course, posterior), head, None)
+        return Received(self.theta(a.course, posterior), head, posterior, None)
 
     def _head(self, a: Assignment, held: Held | None, downlink: Payload) -> F32:
         """The head: sent, held, or in round 1 the bundle's."""
@@ -318,7 +299,7 @@ class Coupled(BernoulliMasks):
 
     def _changed(self, a: Assignment, before: Posterior, downlink: Payload) -> Posterior:
         """The counts, coded against the last round's."""
-        masks = count(downlink, "masks")
+        masks = count(downlink, "masks", MOST_MASKS)
         try:
             ones = counts.decode(coded(downlink, CHANGE, ("head",)), before.ones.size, masks, scaled(before, masks))
         except CodecError as error:
@@ -328,21 +309,20 @@ class Coupled(BernoulliMasks):
         return self.counted(ones, masks)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
-        """Probe, or train the probabilities and send the flips of the reference."""
-        a, theta, head = task.assignment, received.theta, received.head
-        if a.round <= self.probing:
-            return self.probe(task, kept, head)
-        own = self.train(task, kept, theta, head)
-        u = counter.uniform(self.stream(a), theta.size)
-        reference, mask = u < theta, u < own.theta
-        flips = u8(coupling.encode_flips(mask ^ reference, theta, u, self.history(a.model, received.net)))
-        update = Payload({FLIPS: flips}, {"reference": bits_digest(bits.pack(reference))})
-        keep = Kept(own.buffers, own.adam, Held(received.posterior, head, received.net))
-        return Local(keep, update, self.under(a.model, head, mask, own.buffers), own.loss)
+        """As every such device; after a round of masks it also keeps what it received."""
+        local = super().local_round(task, kept, received)
+        if task.assignment.round <= self.probing:
+            return local
+        held = Held(received.posterior, received.head, received.net)
+        return replace(local, kept=replace(local.kept, held=held))
 
-    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        """The global model, with the device's own batch-norm statistics."""
-        return self.global_model(task.assignment, kept, received.theta, received.head)
+    def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
+        """The mask ``u < theta``, sent as the flips of the reference."""
+        a, before = task.assignment, received.theta
+        u = counter.uniform(self.stream(a), theta.size)
+        reference, mask = u < before, u < theta
+        flips = coupling.encode_flips(mask ^ reference, before, u, self.history(a.model, received.net))
+        return mask, Payload({FLIPS: u8(flips)}, changes.named(reference))
 
 
 def required(a: Assignment, held: Held | None, size: int, net: bool = False) -> Held:

@@ -22,28 +22,16 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from edge_kernels import bits, codecs, counter
-from edge_kernels.codecs import CodecError
+from edge_kernels import counter
 from edge_kernels.coupling import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import Model
-from edge_client.errors import PayloadError
-from edge_client.methods import SetCodecName, bits_digest
-from edge_client.methods.bernoulli import (
-    F64,
-    BernoulliMasks,
-    Bits,
-    HeadUpdate,
-    Kept,
-    MaskUpdate,
-    Received,
-    State,
-    check_reference,
-)
-from edge_client.protocol.payload import Payload, coded, u8
-from edge_client.task import Assignment, Course, Local, Personal, Task
+from edge_client.bundle import F32
+from edge_client.methods import SetCodecName, changes
+from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, Received, State
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Task
 
 
 class DeltaMask(BernoulliMasks):
@@ -57,11 +45,6 @@ class DeltaMask(BernoulliMasks):
     """The share of the changes that is sent."""
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None
     """kappa moves from `kappa` to this along half a cosine over the rounds; None keeps it."""
-
-    @property
-    def changes(self) -> str:
-        """The name of the array of changes: what it holds, and the codec."""
-        return f"changes.{self.codec}"
 
     def kappa_at(self, a: Assignment) -> float:
         """The share of round `a.round`."""
@@ -84,60 +67,28 @@ class DeltaMask(BernoulliMasks):
 
     # --- server half
 
-    def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
-        """theta and the probed head, float32."""
-        head = {"head": state.head} if self.head == "probe" else {}
-        if round_ <= self.probing:
-            return Payload(head)
-        return Payload({**head, "theta": self.theta(course, state.posterior).astype(np.float32)})
+    def mask_limit(self, n: int) -> int:
+        """A filter with a 32-bit fingerprint for every parameter."""
+        return 5 * n
 
-    def update_limit(self, model: Model) -> int:
-        """A head, or a filter with a 32-bit fingerprint for every parameter."""
-        return max(4 * self.probed(model.manifest).size, 5 * self.exchanged(model) + 4096)
-
-    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> HeadUpdate | MaskUpdate:
-        """A head, or a mask: the reference, flipped at every position that the filter names. Raises PayloadError."""
-        if a.round <= self.probing:
-            return self.read_head(a, payload)
+    def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
+        """The reference, flipped at every position that the filter names. Raises PayloadError."""
         theta = self.theta(a.course, state.posterior).astype(np.float32).astype(np.float64)  # as it travels
         u = self.uniforms(a, theta.size)
-        reference = u < theta
-        check_reference(a, payload, reference)
-        try:
-            flips = codecs.decode_mask(self.codec, coded(payload, self.changes), theta.size, self.contexts(theta, u))
-        except CodecError as error:
-            raise PayloadError(f"the changes of device {a.device!r} in round {a.round}: {error}") from None
-        return MaskUpdate(bits.pack(reference ^ flips))
+        what = f"the update of device {a.device!r} in round {a.round}"
+        return changes.decode(self.codec, payload, u < theta, what, contexts=self.contexts(theta, u))
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        """theta and the head. Raises PayloadError."""
-        head = self.sent_head(a, downlink)
-        if a.round <= self.probing:
-            return Received(self.first_theta(a.course), head)
-        return Received(self.sent_theta(a, downlink), head)
-
-    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
-        """Probe, or train the probabilities, draw a mask and send the changes that matter most."""
-        a, theta = task.assignment, received.theta
-        if a.round <= self.probing:
-            return self.probe(task, kept, received.head)
-        own = self.train(task, kept, theta, received.head)
+    def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
+        """Of the changes from the reference to a mask drawn from `theta` those that matter most."""
+        a, before, trained = task.assignment, received.theta, theta.astype(np.float64)
         u = self.uniforms(a, theta.size)
-        reference, drawn = u < theta, u
+        reference, drawn = u < before, u
         if self.sampling == "independent":
             drawn = counter.uniform(counter.key(task.secret, "uploaded mask", a.round), theta.size)
-        trained = own.theta.astype(np.float64)
-        flips = most_telling((drawn < trained) ^ reference, trained, theta, self.kappa_at(a))
-        coded_flips = u8(codecs.encode(self.codec, flips, flips.size, self.contexts(theta, u)))
-        model = self.under(a.model, received.head, reference ^ flips, own.buffers)
-        update = Payload({self.changes: coded_flips}, {"reference": bits_digest(bits.pack(reference))})
-        return Local(Kept(own.buffers, own.adam), update, model, own.loss)
-
-    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        """The global model, with the device's own batch-norm statistics."""
-        return self.global_model(task.assignment, kept, received.theta, received.head)
+        mask = reference ^ most_telling((drawn < trained) ^ reference, trained, before, self.kappa_at(a))
+        return mask, changes.encode(self.codec, mask, reference, self.contexts(before, u))
 
 
 def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
-from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Method, ValueCodecName
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Arrays, Payload, coded, u8
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
@@ -53,13 +52,29 @@ class Update:
     samples: float
 
 
-@dataclass
-class Total:
-    """Sums of n_k w_k in float64, and of n_k."""
+class Mean:
+    """A weighted mean of float32[size] vectors: the sum of weight * values in float64, and of the weights."""
 
-    parameters: NDArray[np.float64]
-    buffers: NDArray[np.float64]
-    samples: float = 0.0
+    def __init__(self, size: int) -> None:
+        self.sum, self.weight = np.zeros(size), 0.0
+
+    def add(self, weight: float, values: F32) -> None:
+        """Add one vector, a block that stays in the cache at a time."""
+        product = np.empty(min(BLOCK, len(values)), np.float64)
+        for low in range(0, len(values), BLOCK):
+            block = values[low : low + BLOCK]
+            part = np.multiply(block, weight, out=product[: len(block)], dtype=np.float64)
+            self.sum[low : low + BLOCK] += part
+        self.weight += weight
+
+    @property
+    def value(self) -> F32:
+        """The mean, float32[size]."""
+        return (self.sum / self.weight).astype(np.float32)
+
+
+Total = tuple[Mean, Mean]
+"""The means of parameters and of statistics."""
 
 
 class FedAvg(Method):
@@ -110,7 +125,7 @@ class FedAvg(Method):
                 model = State(state.parameters + change.parameters, change.buffers)
             if not np.isfinite(model.parameters).all():
                 raise PayloadError("the change makes a parameter infinite; lower the learning rate")
-        return Update(model.parameters, model.buffers, read_samples(payload))
+        return Update(model.parameters, model.buffers, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The norms of the changes, and the samples."""
@@ -126,18 +141,17 @@ class FedAvg(Method):
         self, a: Assignment, state: State, total: Total | None, update: Update, record: None
     ) -> tuple[Total, None]:
         """Add n_k w_k and n_k, in float64: with the fixed order of devices the mean is the same everywhere."""
-        if total is None:
-            total = Total(np.zeros(state.parameters.size), np.zeros(state.buffers.size))
-        add_weighted(total.parameters, update.samples, update.parameters)
-        add_weighted(total.buffers, update.samples, update.buffers)
-        return replace(total, samples=total.samples + update.samples), None
+        parameters, buffers = total or (Mean(state.parameters.size), Mean(state.buffers.size))
+        parameters.add(update.samples, update.parameters)
+        buffers.add(update.samples, update.buffers)
+        return (parameters, buffers), None
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, None]]:
         """The weighted mean."""
-        means = (total.parameters / total.samples, total.buffers / total.samples)
-        return State(*(m.astype(np.float32) for m in means)), {}
+        parameters, buffers = total
+        return State(parameters.value, buffers.value), {}
 
     # --- client half
 
@@ -184,38 +198,16 @@ def update_stream(a: Assignment) -> int:
 
 
 def read_state(model: Model, payload: Payload, name: str = "parameters", codec: str = PLAIN, stream: int = 0) -> State:
-    """What `packed` wrote of float32[d], and `buffers` float32[buffers_d], all finite, and nothing else.
-
-    Raises PayloadError.
-    """
-    d, coded_name = model.manifest.d, name if codec == PLAIN else f"{name}.{codec}"
-    due = {coded_name, "buffers"}
-    if set(payload.arrays) != due:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; FedAvg sends {sorted(due)}")
-    buffers = _floats(payload, "buffers", model.manifest.buffers_d)
+    """What `packed` wrote of float32[d], and `buffers` float32[buffers_d], and nothing else. Raises PayloadError."""
+    d, array = model.manifest.d, name if codec == PLAIN else f"{name}.{codec}"
+    allow_only(payload, array, "buffers")
+    buffers = vector(payload, "buffers", model.manifest.buffers_d)
     if codec == PLAIN:
-        return State(_floats(payload, name, d), buffers)
+        return State(vector(payload, name, d), buffers)
     try:
-        return State(values.decode(codec, coded(payload, coded_name, ("buffers",)), d, stream), buffers)
+        return State(values.decode(codec, coded(payload, array, ("buffers",)), d, stream), buffers)
     except CodecError as error:
-        raise PayloadError(f"array {coded_name!r}: {error}") from None
-
-
-def _floats(payload: Payload, name: str, size: int) -> F32:
-    a = payload.arrays[name]
-    if a.dtype != np.float32 or a.shape != (size,):
-        raise PayloadError(f"array {name!r} is {a.dtype}{list(a.shape)}; the model has float32[{size}]")
-    if not np.isfinite(a).all():
-        raise PayloadError(f"array {name!r} holds NaN or infinity; lower the learning rate")
-    return a
-
-
-def read_samples(payload: Payload) -> int:
-    """The samples a device says it trained on. Raises PayloadError when it is not a count."""
-    samples = payload.meta.get("samples")
-    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= MAX_SAMPLES:
-        raise PayloadError(f"samples = {samples!r}; send how many samples were trained on, 1..{MAX_SAMPLES}")
-    return samples
+        raise PayloadError(f"array {array!r}: {error}") from None
 
 
 def distance(a: F32, b: F32) -> float:
@@ -229,17 +221,4 @@ def distance(a: F32, b: F32) -> float:
 
 def toward(start: F32, end: F32, scale: float) -> F32:
     """``start + scale * (end - start)`` for a scale in 0..1, computed in float64."""
-    out = np.empty_like(start)
-    for low in range(0, len(start), BLOCK):
-        s = slice(low, low + BLOCK)
-        out[s] = start[s] + scale * np.subtract(end[s], start[s], dtype=np.float64)
-    return out
-
-
-def add_weighted(total: NDArray[np.float64], weight: float, values: F32) -> None:
-    """``total += weight * values`` in float64, a block that stays in the cache at a time."""
-    product = np.empty(min(BLOCK, len(values)), np.float64)
-    for low in range(0, len(values), BLOCK):
-        block = values[low : low + BLOCK]
-        part = np.multiply(block, weight, out=product[: len(block)], dtype=np.float64)
-        total[low : low + BLOCK] += part
+    return (start + scale * np.subtract(end, start, dtype=np.float64)).astype(np.float32)

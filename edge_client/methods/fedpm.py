@@ -17,17 +17,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
-from edge_kernels import bits, codecs, counter
+from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, counts
 from pydantic import model_validator
 
-from edge_client.bundle import Model
+from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods import SetCodecName
-from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Kept, MaskUpdate, Received, State, count
-from edge_client.protocol.payload import Payload, coded, u8
-from edge_client.task import Assignment, Course, Local, Personal, Task
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, Kept, Received, State
+from edge_client.protocol.payload import Payload, allow_only, coded, count, u8
+from edge_client.task import Assignment, Course, Task
 
 COUNTS = "counts.counts"  # a coded array is named after what it holds and its codec
 
@@ -55,61 +54,46 @@ class FedPM(BernoulliMasks):
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         """theta in either form (no counts before the first masks), and a probed head."""
+        if self.down == "float32" or round_ <= self.probing:
+            return super().downlink(course, round_, state, record)
         head = {"head": state.head} if self.head == "probe" else {}
         posterior = state.posterior
-        if round_ <= self.probing:
-            return Payload(head)
-        if self.down == "float32":
-            return Payload({**head, "theta": self.theta(course, posterior).astype(np.float32)})
         if not posterior.masks:
             return Payload(head)
         ones = u8(counts.encode(posterior.ones, posterior.masks))
         return Payload({**head, COUNTS: ones}, {"masks": posterior.masks})
 
-    def update_limit(self, model: Model) -> int:
-        """A head, or a mask: little more than a bit a parameter by entropy, at most five bytes by another codec."""
-        n = self.exchanged(model)
-        mask = n // 7 if self.codec == "entropy" else 5 * n
-        return max(4 * self.probed(model.manifest).size, mask + 4096)
+    def mask_limit(self, n: int) -> int:
+        """Little more than a bit a parameter by entropy, at most five bytes by another codec."""
+        return n // 7 if self.codec == "entropy" else 5 * n
 
-    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> HeadUpdate | MaskUpdate:
-        """A head or a mask. Raises PayloadError."""
-        if a.round <= self.probing:
-            return self.read_head(a, payload)
+    def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
+        """The mask as sent. Raises PayloadError."""
         try:
-            mask = codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
+            return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
         except CodecError as error:
             raise PayloadError(f"the mask of device {a.device!r} in round {a.round}: {error}") from None
-        return MaskUpdate(bits.pack(mask))
 
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """theta and the head. Raises PayloadError."""
+        if self.down == "float32" or a.round <= self.probing:
+            received: Received = super().receive(a, kept, downlink)
+            return received
+        allow_only(downlink, "head", COUNTS)
         head = self.sent_head(a, downlink)
-        if "theta" in downlink.arrays:
-            return Received(self.sent_theta(a, downlink), head)
         if COUNTS not in downlink.arrays:
             return Received(self.first_theta(a.course), head)
-        masks = count(downlink, "masks")
-        data = coded(downlink, COUNTS, ("head",) if self.head == "probe" else ())
+        masks = count(downlink, "masks", MOST_MASKS)
         try:
-            ones = counts.decode(data, self.exchanged(a.model), masks)
+            ones = counts.decode(coded(downlink, COUNTS, ("head",)), self.exchanged(a.model), masks)
         except CodecError as error:
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
         return Received(self.theta(a.course, self.counted(ones, masks)), head)
 
-    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
-        """Probe, or train the probabilities, draw one mask from them and send it."""
-        a = task.assignment
-        if a.round <= self.probing:
-            return self.probe(task, kept, received.head)
-        own = self.train(task, kept, received.theta, received.head)
-        mask = counter.uniform(counter.key(task.secret, "uploaded mask", a.round), own.theta.size) < own.theta
-        update = Payload({self.mask: u8(codecs.encode(self.codec, mask, mask.size))})
-        model = self.under(a.model, received.head, mask, own.buffers)
-        return Local(Kept(own.buffers, own.adam), update, model, own.loss)
-
-    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        """The global model, with the device's own batch-norm statistics."""
-        return self.global_model(task.assignment, kept, received.theta, received.head)
+    def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
+        """One mask drawn with the device's secret randomness."""
+        key = counter.key(task.secret, "uploaded mask", task.assignment.round)
+        mask: Bits = counter.uniform(key, theta.size) < theta
+        return mask, Payload({self.mask: u8(codecs.encode(self.codec, mask, mask.size))})

@@ -58,6 +58,31 @@ class Payload:
     meta: Mapping[str, Meta] = field(default_factory=dict)
 
 
+def vector(payload: Payload, name: str, size: int) -> NDArray[np.float32]:
+    """The array `name`, finite float32[size]. Raises PayloadError."""
+    found = payload.arrays.get(name)
+    said = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
+    if found is None or found.dtype != np.float32 or found.shape != (size,):
+        raise PayloadError(f"array {name!r} is {said}; {size} finite float32 values are due")
+    if not np.isfinite(found).all():
+        raise PayloadError(f"array {name!r} holds NaN or infinity; lower the learning rate")
+    return found
+
+
+def count(payload: Payload, name: str, most: int) -> int:
+    """The integer 1..`most` in metadata `name`. Raises PayloadError."""
+    value = payload.meta.get(name)
+    if type(value) is not int or not 1 <= value <= most:
+        raise PayloadError(f"metadata {name} = {value!r}; an integer from 1 to {most} is due")
+    return value
+
+
+def allow_only(payload: Payload, *names: str) -> None:
+    """Raise PayloadError for an array of another name."""
+    if set(payload.arrays) - set(names):
+        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; only {sorted(names)} are used here")
+
+
 def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
     """The bytes of the array `name`, uint8[n]; beside it only `others` are allowed. Raises PayloadError."""
     data = payload.arrays.get(name)
