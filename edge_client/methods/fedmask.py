@@ -1,43 +1,39 @@
 """FedMask: frozen random weights, a personal binary mask, at most one bit per element both ways.
 
 Li, Sun, Zeng, Zhang, Li, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated
-Learning via Heterogeneous Masks", SenSys 2021. Where the paper is silent or contradicts itself, the default is the
-reading argued in docs/methods/fedmask.md, and a setting selects the other one.
+Learning via Heterogeneous Masks", SenSys 2021. Where the paper is silent or contradicts itself, docs/methods/fedmask.md argues for the default and a setting selects
+the other reading.
 
 - The weights W never change; both sides have them from the bundle. A device learns one bit per weight,
   ``1[sigmoid(s) >= 1/2]`` of a real score s (eq. 3-8). The group lasso pulls whole rows and columns to zero (eq. 9).
 - In its first round a device prunes once: after one epoch of score SGD it keeps, of the last layers, the share `keep`
-  with the largest ``|W * (s_after - s_before)|``. The result is its STRUCTURE, which stays and is sent once. From then
-  on only live elements travel, as changes to bits that both sides hold (fedmask_wire.py): up, to the bits received;
-  down, to the device's last update. A device without a record receives all elements, as changes to the first mask.
-- The server averages an element over the devices of the round that have it in their structure, when there are at least
-  two. Every other element stays as each device has it.
-- An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device. So do
-  the head (`head="local"`) and the tensors outside the masked layers (`biases="local"`).
-
-structure.py divides the model, fedmask_values.py has what is stored and exchanged. A random first mask is the top bits
-of the counter stream of (federation seed, "fedmask", "first mask").
+  with the largest ``|W * (s_after - s_before)|``. The result is its STRUCTURE (structure.py), which is sent once. From
+  then on only live elements travel (fedmask_wire.py): up, as changes to the bits received; down, as changes to the
+  device's last update. A device without a record receives all elements, as changes to the first mask.
+- The server averages an element over the devices of the round that have it in their structure, if there are two or
+  more. Every other element stays as each device has it.
+- An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels import counter
 from edge_kernels.folding import Tally
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
+from pydantic import Field
 
 from edge_client.bundle import F32, Model, digest
 from edge_client.flat import to_arrays
 from edge_client.methods import Influence
 from edge_client.methods.changes import ExactCodecName
-from edge_client.methods.fedavg import distance, toward
-from edge_client.methods.fedmask_values import Held, Kept, Received, Record, State, Total, Update
-from edge_client.methods.fedmask_wire import STRUCTURE, Wire
+from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.fedmask_wire import STRUCTURE, Held, Received, Update, Wire
 from edge_client.methods.structure import Bits, Packed, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
@@ -45,6 +41,40 @@ from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Tas
 from edge_client.training.gates import GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
+
+Total = tuple[Tally, Tally, Mean]  # ones and holders of every element, the `real` values
+
+
+@dataclass(frozen=True)
+class State:
+    """The averages: `share` float32[masked] in 0..1, `averaged` uint32[masked] the round an element last got one.
+
+    `levels` is the largest cohort so far: every share is a multiple of one over a cohort. `real` is the mean of the
+    float32 parameters that are sent.
+    """
+
+    share: F32
+    averaged: NDArray[np.uint32]
+    levels: int
+    real: F32
+
+
+@dataclass(frozen=True)
+class Record:
+    """A device's last update and its round."""
+
+    held: Held
+    round: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device keeps: its last update, its own float32 parameters and statistics, latent scores."""
+
+    held: Held
+    local: F32
+    buffers: F32
+    scores: F32 | None = None
 
 
 class FedMask(PrunedMasks):
@@ -66,8 +96,6 @@ class FedMask(PrunedMasks):
     """The set codec of changed bits; `bits` takes one bit an element, like the paper."""
     down: Literal["bit", "count"] = "bit"
     """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
-    state: Literal["global", "client"] = "global"
-    """`global`: one tensor that every holder reads; `client`: a device sees only the averages it took part in."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
@@ -76,31 +104,22 @@ class FedMask(PrunedMasks):
     """Learning rate of everything trained as float32."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    @model_validator(mode="after")
-    def _client_state_is_bits(self) -> FedMask:
-        if self.state == "client" and self.down == "count":
-            raise ValueError('state="client" keeps one bit per element and device; use down="bit"')
-        return self
-
     def wire(self, model: Model) -> Wire:
-        """How this configuration codes its payloads."""
         return Wire(self.codec, self.down == "count", self.division(model))
 
     def first_mask(self, course: Course) -> Bits:
-        """The bits of all mask elements before round 1, bool[masked]."""
+        """The bits of all mask elements before round 1, bool[masked]; random ones are the top bits of a stream."""
         n, key = self.division(course.model).masked.size, counter.key(course.seed, "fedmask", "first mask")
         return np.ones(n, np.bool_) if self.initial_mask == "ones" else counter.uint64(key, n) >= 2**63
 
     # --- server half
 
     def start(self, course: Course) -> State:
-        """The first mask, and the real gates as drawn."""
         share = self.first_mask(course).astype(np.float32)
         real = self.division(course.model).real.gather(course.model.parameters)
         return State(share, np.zeros(share.size, np.uint32), 1, real)
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
-        """All devices without a record, or those with equal records."""
         return "new" if record is None else digest(b"".join(a.tobytes() for a in to_arrays(record).values()))
 
     def due(self, course: Course, state: State, record: Record | None) -> tuple[F32, Bits]:
@@ -110,21 +129,17 @@ class FedMask(PrunedMasks):
             division = self.division(course.model)
             known, live = bitset.unpack(record.held.bits, division.live), division.expand(record.held.structure)
             share = np.where(state.averaged[live] >= record.round, share[live], np.float32(known))
-            share = share if record.own is None else np.float32(bitset.unpack(record.own, division.live))
         levels = state.levels if self.down == "count" else 1
         return (np.floor(share.astype(np.float64) * levels + 0.5) / levels).astype(np.float32), known
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
-        """The shares that are due, for the structure of the record."""
-        (share, known), structure = self.due(course, state, record), record.held.structure if record else None
-        return self.wire(course.model).downlink(share, known, state.levels, structure, state.real)
+        structure = record.held.structure if record else None
+        return self.wire(course.model).downlink(*self.due(course, state, record), state.levels, structure, state.real)
 
     def update_limit(self, model: Model) -> int:
-        """Live bits, the structure, the real gates."""
         return self.wire(model).update_limit()
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
-        """A device's structure, its bits of live elements and its real gates. Raises PayloadError."""
         share, _ = self.due(a.course, state, record)
         what, structure = f"the update of {a.device!r} in round {a.round}", record.held.structure if record else None
         return self.wire(a.model).read_update(payload, structure, share >= 0.5, what)
@@ -134,51 +149,39 @@ class FedMask(PrunedMasks):
         return Influence(distance(update.real, state.real), 1.0) if state.real.size else None
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
-        """The real gates with their change multiplied by `scale`."""
         return replace(update, real=toward(state.real, update.real, scale))
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
-        """Count ones and holders of every element; the record is the update."""
         division = self.division(a.model)
         live = division.expand(update.held.structure)
         ones = np.zeros(live.size, np.bool_)
         ones[live] = bitset.unpack(update.held.bits, division.live)
-        total = total or Total(Tally(live.size), Tally(live.size), np.zeros(state.real.size))
-        total.ones.add(bitset.pack(ones))
-        total.holders.add(bitset.pack(live))
-        total.real += update.real
-        total.records[a.device] = Record(update.held, a.round)
-        return total, total.records[a.device]
+        if total is None:
+            total = Tally(live.size), Tally(live.size), Mean(state.real.size)
+        total[0].add(bitset.pack(ones))
+        total[1].add(bitset.pack(live))
+        total[2].add(1.0, update.real)
+        return total, Record(update.held, a.round)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        """Average what two or more devices hold; with ``state="client"`` for them alone."""
-        holders = total.holders.counts()
-        shared, mean = holders >= 2, total.ones.counts() / np.maximum(holders, 1)
-        real, levels = (total.real / len(took_part)).astype(np.float32), max(state.levels, len(took_part))
-        if self.state == "global":
-            share = np.where(shared, mean, state.share).astype(np.float32)
-            averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
-            return State(share, averaged, levels, real), {}
-        division, records = self.division(course.model), dict(total.records)
-        for device, record in records.items():
-            live, bits = division.expand(record.held.structure), bitset.unpack(record.held.bits, division.live)
-            records[device] = replace(record, own=bitset.pack(np.where(shared[live], mean[live] >= 0.5, bits)))
-        return replace(state, levels=levels, real=real), records
+        ones, holders, real = total[0].counts(), total[1].counts(), total[2].value
+        shared = holders >= 2
+        share = np.where(shared, ones / np.maximum(holders, 1), state.share).astype(np.float32)
+        averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
+        return State(share, averaged, max(state.levels, len(took_part)), real), {}
 
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        """The shares of the device's live elements, or of all. Raises LostError, PayloadError."""
         return self.wire(a.model).receive(downlink, kept.held if kept else None, self.first_mask(a.course))
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Prune if the device has no structure yet, then a few epochs of score SGD from the received bits."""
-        model = task.assignment.model
-        wire = self.wire(model)
+        model, wire = task.assignment.model, self.wire(task.assignment.model)
         values, buffers = self.own_values(model, kept, received)
         structure = kept.held.structure if kept else self.prune(task, values, buffers, received.share)
         live = wire.division.expand(structure)
@@ -192,8 +195,8 @@ class FedMask(PrunedMasks):
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The frozen weights under the received mask, within the device's structure when it has one."""
-        model = task.assignment.model
-        division, mask = self.division(model), received.share >= 0.5
+        model, mask = task.assignment.model, received.share >= 0.5
+        division = self.division(model)
         if kept:
             mask &= division.expand(kept.held.structure)
         values, buffers = self.own_values(model, kept, received)
@@ -231,10 +234,8 @@ class FedMask(PrunedMasks):
         division = self.division(model)
         for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
             lasso = GroupLasso(b.shape, self.group_lasso) if self.group_lasso else None
-            sgd = Sgd(b.size, self.lr, self.momentum)
-            layers.append(
-                (b.span, masked_step(SigmoidThreshold(), model.parameters[b.span], scores[place], sgd, lasso))
-            )
+            frozen, sgd = model.parameters[b.span], Sgd(b.size, self.lr, self.momentum)
+            layers.append((b.span, masked_step(SigmoidThreshold(), frozen, scores[place], sgd, lasso)))
         free = Part(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()
         for span, layer in layers:

@@ -14,13 +14,37 @@ from edge_kernels import bits as bitset
 from edge_client.bundle import F32
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bits_digest, changes
-from edge_client.methods.fedmask_values import Held, Received, Update
 from edge_client.methods.structure import Bits, Division, Packed
-from edge_client.protocol.payload import Arrays, Meta, Payload
+from edge_client.protocol.payload import Arrays, Meta, Payload, allow_only, count, vector
 
 STRUCTURE, PLANES, REAL = "structure.bits", "mask.planes", "real"
-MOST_LEVELS = 2**20  # devices of a cohort
+MOST_LEVELS = 2**20 - 1  # devices of a cohort
 CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
+
+
+@dataclass(frozen=True)
+class Held:
+    """A structure and bits of its live elements, packed, that both sides should hold."""
+
+    structure: Packed
+    bits: Packed
+
+
+@dataclass(frozen=True)
+class Received:
+    """A downlink: `share` float32[masked], 0 at elements that it leaves out; `real`; whether it names a structure."""
+
+    share: F32
+    real: F32
+    structured: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's structure, the bits of its live elements, and its `real` float32 parameters."""
+
+    held: Held
+    real: F32
 
 
 @dataclass(frozen=True)
@@ -63,9 +87,10 @@ class Wire:
         if not self.counts:
             return changes.decode(self.codec, payload, known, what, others).astype(np.float32)
         changes.check(payload, known, what)
-        levels, planes = payload.meta.get("levels"), payload.arrays.get(PLANES)
-        if type(levels) is not int or not 1 <= levels < MOST_LEVELS or planes is None:
-            raise PayloadError(f"{what} has levels {levels!r} and arrays {sorted(payload.arrays)}; fetch it again")
+        allow_only(payload, PLANES, *others)
+        levels, planes = count(payload, "levels", MOST_LEVELS), payload.arrays.get(PLANES)
+        if planes is None:
+            raise PayloadError(f"{what} has no array {PLANES!r}; fetch it again")
         try:
             steps = bitset.unpack_planes(planes, levels.bit_length(), known.size)
         except ValueError as error:
@@ -104,9 +129,5 @@ class Wire:
         return Update(Held(structure, bitset.pack(bits)), self._real(payload))
 
     def _real(self, payload: Payload) -> F32:
-        real = payload.arrays.get(REAL, np.zeros(0, np.float32))
-        if real.dtype != np.float32 or real.shape != (self.division.real.size,) or not np.isfinite(real).all():
-            raise PayloadError(
-                f"`{REAL}` is {real.dtype}{list(real.shape)}; {self.division.real.size} finite float32 values are due"
-            )
-        return real
+        size = self.division.real.size
+        return vector(payload, REAL, size) if size else np.zeros(0, np.float32)

@@ -84,8 +84,6 @@ class PrunedMasks(Method):
     """Share of the pruned layers' weights that a device keeps (the paper's p_r)."""
     prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
     """The last so many masked layers, or layers by name."""
-    rank: Literal["layer", "together"] = "layer"
-    """Keep the largest of each layer, or of all pruned layers together."""
     head: Literal["masked", "local"] = "masked"
     """`local`: the last layer is float32, trained and kept on the device."""
     biases: Literal["frozen", "local"] = "local"
@@ -103,7 +101,6 @@ class PrunedMasks(Method):
             raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some")
         every, masked = weights(m, layers), weights(m, layers, self.real_gates)
         groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned]
-        groups = [np.concatenate(groups)] if groups and self.rank == "together" else groups
         groups = [g for g in groups if g.size]
         head = {*m.layers[-1].weights, *m.layers[-1].biases} if self.head == "local" else set()
         local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b.name in head))
