@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +33,24 @@ Classes = Annotated[int, Field(gt=1, le=_MOST)]
 
 
 class Target(BaseModel):
-    """Base of every target: its fields are what the manifest holds."""
+    """Base of every target: its fields are what the manifest holds.
+
+    `shape` names the fields that give the shape of one sample's outputs, in order.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    shape: ClassVar[tuple[str, ...]] = ()
     kind: str
 
     @classmethod
     def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
         """The settings that follow from the shape of one sample's outputs; none when the shape does not suit."""
-        return {}
+        return dict(zip(cls.shape, output, strict=True)) if len(output) == len(cls.shape) else {}
 
     @property
-    @abstractmethod
     def output(self) -> tuple[int, ...]:
         """The shape of one sample's outputs."""
-        ...
+        return tuple(getattr(self, name) for name in self.shape)
 
     @abstractmethod
     def labels(self, n: int) -> Labels:
@@ -70,91 +73,63 @@ class Target(BaseModel):
         ...
 
 
-class Classification(Target):
+class _Labels(Target):
+    """A label from 0 up for each row of outputs: the last axis of the outputs has one value for each class."""
+
+    def labels(self, n: int) -> Labels:
+        """int64, the shape of the outputs less the last axis."""
+        return np.zeros((n, *self.output[:-1]), np.int64)
+
+    def check(self, y: Labels, what: str) -> Labels:
+        """The labels as int64. Raises DataError."""
+        *due, classes = self.output
+        if not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{classes - 1}")
+        if y.ndim == 0 or y.shape[1:] != tuple(due):
+            raise DataError(f"{what}: labels have shape {y.shape}; give {(*y.shape[:1], *due)}, samples first")
+        bad = (y < 0) | (y >= classes)
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            where = ", ".join(map(str, at))
+            raise DataError(f"{what}: label {y[at]} at index {where} is outside 0..{classes - 1}")
+        return y.astype(np.int64)
+
+    def score(self, outputs: NDArray[Any], y: Labels) -> float:
+        """The share of labels that are the largest output."""
+        return float((outputs.argmax(axis=-1) == y).mean())
+
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """Cross-entropy, the mean over labels; the last axis holds the logits."""
+        truth = (y.unsqueeze(-1) == y.new_tensor(range(self.output[-1]))).to(outputs.dtype)
+        return -(outputs.log_softmax(-1) * truth).sum(-1).mean()
+
+
+class Classification(_Labels):
     """One of `classes` labels a sample. Labels int64[n], outputs float32[n, classes]."""
 
+    shape: ClassVar[tuple[str, ...]] = ("classes",)
     kind: Literal["classification"] = "classification"
     classes: Classes
     loss: Literal["cross_entropy"] = "cross_entropy"
 
-    @classmethod
-    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
-        """The classes."""
-        return {"classes": output[0]} if len(output) == 1 else {}
 
-    @property
-    def output(self) -> tuple[int, ...]:
-        """A logit for each class."""
-        return (self.classes,)
-
-    def labels(self, n: int) -> Labels:
-        """int64[n]."""
-        return np.zeros(n, np.int64)
-
-    def check(self, y: Labels, what: str) -> Labels:
-        """The labels as int64[n]. Raises DataError."""
-        return _classes(y, self.classes, (), what)
-
-    def score(self, outputs: NDArray[Any], y: Labels) -> float:
-        """The share of samples whose largest output is the label's."""
-        return _accuracy(outputs, y)
-
-    def torch_loss(self, outputs: Any, y: Any) -> Any:
-        """Cross-entropy, the mean over samples."""
-        return _cross_entropy(outputs, y, self.classes)
-
-
-class Sequence(Target):
+class Sequence(_Labels):
     """One of `classes` labels for each of `steps`. Labels int64[n, steps], outputs float32[n, steps, classes]."""
 
+    shape: ClassVar[tuple[str, ...]] = ("steps", "classes")
     kind: Literal["sequence"] = "sequence"
     steps: Size
     classes: Classes
     loss: Literal["cross_entropy"] = "cross_entropy"
 
-    @classmethod
-    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
-        """The steps and the classes."""
-        return dict(zip(("steps", "classes"), output, strict=True)) if len(output) == 2 else {}
-
-    @property
-    def output(self) -> tuple[int, ...]:
-        """A logit for each step and class."""
-        return self.steps, self.classes
-
-    def labels(self, n: int) -> Labels:
-        """int64[n, steps]."""
-        return np.zeros((n, self.steps), np.int64)
-
-    def check(self, y: Labels, what: str) -> Labels:
-        """The labels as int64[n, steps]. Raises DataError."""
-        return _classes(y, self.classes, (self.steps,), what)
-
-    def score(self, outputs: NDArray[Any], y: Labels) -> float:
-        """The share of steps whose largest output is the label's."""
-        return _accuracy(outputs, y)
-
-    def torch_loss(self, outputs: Any, y: Any) -> Any:
-        """Cross-entropy, the mean over samples and steps."""
-        return _cross_entropy(outputs, y, self.classes)
-
 
 class Regression(Target):
     """`outputs` numbers a sample. Labels and outputs float32[n, outputs]."""
 
+    shape: ClassVar[tuple[str, ...]] = ("outputs",)
     kind: Literal["regression"] = "regression"
     outputs: Size
     loss: Literal["mean_squared_error"] = "mean_squared_error"
-
-    @classmethod
-    def sizes(cls, output: tuple[int, ...]) -> Mapping[str, int]:
-        """The number of outputs."""
-        return {"outputs": output[0]} if len(output) == 1 else {}
-
-    @property
-    def output(self) -> tuple[int, ...]:
-        """The numbers."""
-        return (self.outputs,)
 
     def labels(self, n: int) -> Labels:
         """float32[n, outputs]."""
@@ -196,29 +171,6 @@ class Regression(Target):
     def torch_loss(self, outputs: Any, y: Any) -> Any:
         """The squared error, the mean over samples and outputs."""
         return (outputs - y).square().mean()
-
-
-def _classes(y: Labels, classes: int, each: tuple[int, ...], what: str) -> Labels:
-    """The labels as int64[n, *each]. Raises DataError."""
-    if not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{classes - 1}")
-    if y.ndim == 0 or y.shape[1:] != each:
-        raise DataError(f"{what}: labels have shape {y.shape}; give {(*y.shape[:1], *each)}, samples first")
-    bad = (y < 0) | (y >= classes)
-    if bad.any():
-        at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise DataError(f"{what}: label {y[at]} at index {', '.join(map(str, at))} is outside 0..{classes - 1}")
-    return y.astype(np.int64)
-
-
-def _accuracy(outputs: NDArray[Any], y: Labels) -> float:
-    return float((outputs.argmax(axis=-1) == y).mean())
-
-
-def _cross_entropy(outputs: Any, y: Any, classes: int) -> Any:
-    """Mean over all axes but the last, which holds the logits."""
-    truth = (y.unsqueeze(-1) == y.new_tensor(range(classes))).to(outputs.dtype)
-    return -(outputs.log_softmax(-1) * truth).sum(-1).mean()
 
 
 def target_type(kind: object) -> type[Target]:

@@ -478,10 +478,10 @@ def test_fedmask_refuses_a_real_gate_that_is_not_a_number(wrong: float) -> None:
     assert method.read_update(a, state, None, sent).real.shape == (10,)
     broken = sent.arrays["real"].copy()
     broken[7] = wrong
-    with pytest.raises(PayloadError, match="10 finite float32|NaN"):
+    with pytest.raises(PayloadError, match=r"10 finite float32|NaN"):
         method.read_update(a, state, None, bad(sent, {"real": broken}))
     down = method.downlink(a.course, 1, state, None)
-    with pytest.raises(PayloadError, match="10 finite float32|NaN"):
+    with pytest.raises(PayloadError, match=r"10 finite float32|NaN"):
         method.receive(a, None, bad(down, {"real": broken}))
 
 
@@ -507,7 +507,7 @@ def test_an_update_for_another_structure_than_the_records_is_refused_with_what_t
 )
 def test_malformed_counts_are_refused_by_the_device(codec: str, arrays: Arrays, meta: dict[str, Any]) -> None:
     method = FedMask(codec=codec, down="count")
-    with pytest.raises(PayloadError, match="fetch it again|is due|only"):
+    with pytest.raises(PayloadError, match=r"fetch it again|is due|only"):
         method.receive(assignment(M), None, bad(first_downlink(method), arrays, **meta))
 
 

