@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edge_client.display import Log, Terminal, shown
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.events import Log, Terminal, shown
 from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.stopping import STOPPED, Terminated, ending_promptly
+from edge_client.stopping import end_on_signals
 
 EXTRA_OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench"}
 EXTRA_OF_MODULE = {"sklearn": "bench"}  # imported under another name than it is installed by
@@ -66,30 +66,26 @@ def join(
 
     Can be stopped at any time, by Ctrl-C or by pulling the plug: the same command resumes.
     """
+    end_on_signals()
     from edge_client.client import Client  # numpy and httpx only now: --help stays fast
 
     say = Terminal() if sys.stdout.isatty() else Log()
+    client = Client(
+        url,
+        token,
+        data,
+        device=device,
+        state=state,
+        backend=backend,
+        threads=threads,
+        patience=patience,
+        poll=poll,
+        personal=personal,
+        max_parameters=max_parameters,
+        secret=secret,
+    )
     try:
-        with ending_promptly():
-            result = Client(
-                url,
-                token,
-                data,
-                device=device,
-                state=state,
-                backend=backend,
-                threads=threads,
-                patience=patience,
-                poll=poll,
-                personal=personal,
-                max_parameters=max_parameters,
-                secret=secret,
-            ).run(rounds, once, say)
-    except KeyboardInterrupt as stop:
-        say.close()
-        print(STOPPED, file=sys.stderr, flush=True)
-        code = ExitCode.TERMINATED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
-        raise typer.Exit(code) from None
+        result = client.run(rounds, once, say)
     finally:
         say.close()
     if result.report is not None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -27,25 +28,21 @@ from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
 from edge_client.errors import ConfigError, LostError, PayloadError, ServerError
 from edge_client.events import Event, OnEvent
-from edge_client.failures import failure_of
 from edge_client.journal import Identity, Journal, Pending, Secret
-from edge_client.local import Outcome, personal, run_round
+from edge_client.local import Outcome, failure_of, personal, run_round
 from edge_client.protocol.messages import Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote import Remote
 from edge_client.remote_bundle import MAX_PARAMETERS, check_downlink
 from edge_client.retry import Retry
 from edge_client.session import Session, enrol, open_session, try_out
-from edge_client.task import Personal
 from edge_client.transport import Transport
 
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
-SENDS = 3  # times an update is sent that arrives damaged
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
 NO_LEASE = "none"  # after the last round there is none, but the header is due
-LOST_ENDS = 3  # last downlinks that may build on lost values before the device ends with the model it trained last
 
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
 log = logging.getLogger("maskfleet")
@@ -71,8 +68,9 @@ def default_state(token: str) -> Path:
     return Path(home) / "maskfleet" / digest(token.encode())[:16]
 
 
+@dataclass(kw_only=True)
 class Client:
-    """One device in one federation.
+    """One device in one federation: `Client(url, token, data, **settings)`.
 
     `data` is the path of an .npz file (see `edge_client.data`) or a DeviceData. `state` is the folder of the
     journal; a run that was interrupted there is resumed. `backend` None takes the federation's choice, else ONNX
@@ -83,36 +81,42 @@ class Client:
     repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        data: str | Path | DeviceData,
-        *,
-        device: str | None = None,
-        state: str | Path | None = None,
-        backend: str | None = None,
-        threads: int = 1,
-        patience: float = 3600.0,
-        poll: float = HOLD,
-        personal: str | Path | None = None,
-        max_parameters: int = MAX_PARAMETERS,
-        secret: int | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        if not token:
+    url: str = field(kw_only=False)
+    token: str = field(kw_only=False, repr=False)
+    data: str | Path | DeviceData = field(kw_only=False, repr=False)
+    device: str | None = None
+    state: str | Path | None = None
+    backend: str | None = None
+    threads: int = 1
+    patience: float = 3600.0
+    poll: float = HOLD
+    personal: str | Path | None = None
+    max_parameters: int = MAX_PARAMETERS
+    secret: int | None = field(default=None, repr=False)
+    transport: httpx.BaseTransport | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token:
             raise ConfigError("the join token is empty; ask the federation's operator for one")
-        if device is not None:
-            _check_name(device)
-        if secret is not None:
-            _check_secret(secret)
-        if backend is not None:
-            installed(backend)
-        self.url, self.token, self.data, self.device, self.secret = url, token, data, device, secret
-        self.state = default_state(token) if state is None else Path(state)
-        self.backend, self.threads, self.patience, self.poll = backend, threads, patience, poll
-        self.personal = self.state / "personal.onnx" if personal is None else Path(personal)
-        self.max_parameters, self._transport = max_parameters, transport
+        if self.device is not None and not _valid(Name, self.device):
+            raise ConfigError(
+                f"{self.device!r} is not a device name; give 1 to 64 letters, digits, '.', '_' or '-' that begin with "
+                "a letter or digit"
+            )
+        if self.secret is not None and not _valid(Secret, self.secret):
+            raise ConfigError(f"{self.secret!r} is not a secret; give an integer from 0 to 2**64 - 1, or none")
+        if self.backend is not None:
+            installed(self.backend)
+
+    @property
+    def folder(self) -> Path:
+        """The state folder."""
+        return default_state(self.token) if self.state is None else Path(self.state)
+
+    @property
+    def model(self) -> Path:
+        """Where the personal model goes."""
+        return self.folder / "personal.onnx" if self.personal is None else Path(self.personal)
 
     def run(self, rounds: int | None = None, once: bool = False, on_event: OnEvent | None = None) -> Result:
         """Take part until the federation ends, or `rounds` rounds are acknowledged.
@@ -121,9 +125,9 @@ class Client:
         `edge_client.exit_codes` says what each kind means to a shell.
         """
         say: OnEvent = on_event or (lambda _: None)
-        transport = Transport(self.url, self._transport)
+        transport = Transport(self.url, self.transport)
         try:
-            with Journal(self.state) as journal:
+            with Journal(self.folder) as journal:
                 remote = Remote(transport, Retry(transport.url, self.patience, say))
                 return _Run(self, journal, remote, say).go(1 if once and rounds is None else rounds, once)
         finally:
@@ -135,17 +139,16 @@ class _Run:
 
     def __init__(self, client: Client, journal: Journal, remote: Remote, say: OnEvent) -> None:
         self.client, self.journal, self.remote, self.say = client, journal, remote, say
-        self.trained: Personal | None = None  # the model of the last round trained in this run
         self.failures = 0  # rounds that failed in a row
-        self.lost_ends = 0
+        self.lost_end = False
 
     def go(self, rounds: int | None, once: bool) -> Result:
         client = self.client
         identity = self.journal.identity(client.token, client.device, client.secret)
         report = self.journal.done()
         if report is not None:
-            self.say(Event("done", f"the federation was finished before; the model is {client.personal}"))
-            return Result(identity.device, 0, "finished", report, client.personal)
+            self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
+            return Result(identity.device, 0, "finished", report, client.model)
         session = self._begin(identity)
         done = 0
         receipt: Receipt | None = None
@@ -164,7 +167,7 @@ class _Run:
             if isinstance(work, Finish):
                 report = self._finish(session, work)
                 if report is not None:
-                    return Result(identity.device, done, "finished", report, client.personal)
+                    return Result(identity.device, done, "finished", report, client.model)
             elif isinstance(work, Train):
                 goes_on = not once and (rounds is None or done + 1 < rounds)
                 receipt = self._round(session, work, min(LINGER, client.poll) if goes_on else None)
@@ -221,7 +224,7 @@ class _Run:
         outcome = self._train(session, work)
         if outcome is None:
             return None
-        self.failures, self.trained = 0, outcome.trained
+        self.failures = 0
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
@@ -273,26 +276,19 @@ class _Run:
         path = f"{session.path}/rounds/{pending.round}/updates/{session.enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
         what = f"sending the update of round {pending.round}"
-        for attempt in range(1, SENDS + 1):
-            try:
-                receipt = self.remote.put(
-                    path, pending.update, headers, Receipt, what, sha256_hex=pending.sha256, wait=linger
-                )
-            except ServerError as error:
-                if error.kind == "bad-digest" and attempt < SENDS:
-                    self.say(Event("info", f"the update arrived damaged; sending it again: {error}", pending.round))
-                    continue
-                self._refused(pending, error)
-                return None
-            if receipt.sha256 != pending.sha256:
-                raise PayloadError(
-                    f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
-                    f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
-                )
-            self.journal.acknowledge(pending.round)
-            self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
-            return receipt
-        raise AssertionError("the loop returns or raises")
+        try:
+            receipt = self.remote.put(path, pending.update, headers, Receipt, what, linger)
+        except ServerError as error:
+            self._refused(pending, error)
+            return None
+        if receipt.sha256 != pending.sha256:
+            raise PayloadError(
+                f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
+                f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
+            )
+        self.journal.acknowledge(pending.round)
+        self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
+        return receipt
 
     def _refused(self, pending: Pending, error: ServerError) -> None:
         """Drop an update whose round went on without it; raise any other refusal."""
@@ -319,38 +315,27 @@ class _Run:
         try:
             model = personal(session.method, task, self.journal.kept(before=work.round), decode(downlink))
         except LostError as error:
-            self.lost_ends += 1
             failure = failure_of(error)
-            if self.lost_ends < LOST_ENDS and failure is not None:
-                self._fail(session, work.round, NO_LEASE, failure)
-                self.remote.retry.pause(1.0)
-                return None
-            if self.trained is None:
+            if self.lost_end or failure is None:
                 raise
-            self.say(Event("info", f"{error}; the personal model is the one this device trained last"))
-            model = self.trained
-        report = conclude(session.bundle, task, model, self.client.personal, self.client.threads)
+            self.lost_end = True  # the next one is whole
+            self._fail(session, work.round, NO_LEASE, failure)
+            self.remote.retry.pause(1.0)
+            return None
+        report = conclude(session.bundle, task, model, self.client.model, self.client.threads)
         path = f"{session.path}/devices/{session.enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
-        self.say(Event("done", f"finished: the personal model is {self.client.personal}"))
+        self.say(Event("done", f"finished: the personal model is {self.client.model}"))
         return report
 
 
-def _check_name(device: str) -> None:
+def _valid(kind: Any, value: object) -> bool:
+    """Whether `value` is what a message's field of this type takes."""
     try:
-        TypeAdapter(Name).validate_python(device)
+        TypeAdapter(kind).validate_python(value)
     except ValidationError:
-        raise ConfigError(
-            f"{device!r} is not a device name; give 1 to 64 letters, digits, '.', '_' or '-' that begin with a letter "
-            "or digit"
-        ) from None
-
-
-def _check_secret(secret: int) -> None:
-    try:
-        TypeAdapter(Secret).validate_python(secret)
-    except ValidationError:
-        raise ConfigError(f"{secret!r} is not a secret; give an integer from 0 to 2**64 - 1, or none") from None
+        return False
+    return True

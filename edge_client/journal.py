@@ -62,14 +62,13 @@ class Identity(_Stored):
 
 
 class _Header(_Stored):
-    """First line of a round's file: sizes and SHA-256 of what the method keeps and of the update."""
+    """First line of a round's file: what follows it is what the method keeps, in `kept` bytes, and the update."""
 
     round: int
     lease: str
     downlink: str
     kept: int
     kept_sha256: str
-    update: int
     update_sha256: str
 
 
@@ -89,15 +88,6 @@ class Pending:
 
 
 M = TypeVar("M", bound=BaseModel)
-
-
-def _header(line: bytes, round_: int) -> _Header | None:
-    """The header in a first line; None when it is not one of this round."""
-    try:
-        header = _Header.model_validate_json(line)
-    except ValidationError:
-        return None
-    return header if header.round == round_ else None
 
 
 class Journal:
@@ -179,9 +169,9 @@ class Journal:
         """
         rounds = sorted((r for r in self._rounds("kept") if r < before), reverse=True)
         for r in rounds:
-            found = self._read_kept(r)
+            found = self._read_round("kept", r)
             if found is not None:
-                return dict(decode(found, FILE_HEADER_BYTES).arrays)
+                return dict(decode(found[1], FILE_HEADER_BYTES).arrays)
             log.warning("%s is damaged; going on without it", self._path("kept", r))
         if rounds:
             self._drop(rounds, "kept")
@@ -197,7 +187,6 @@ class Journal:
             downlink=pending.downlink,
             kept=len(body),
             kept_sha256=digest(body),
-            update=len(pending.update),
             update_sha256=pending.sha256,
         )
         line = header.model_dump_json().encode() + b"\n"
@@ -207,9 +196,9 @@ class Journal:
     def pending(self) -> Pending | None:
         """The last update not yet acknowledged. A damaged one counts as missing: its round is trained again."""
         for round_ in sorted(self._rounds("pending"), reverse=True):
-            found = self._read_round(round_)
+            found = self._read_round("pending", round_)
             if found is not None:
-                header, update = found
+                header, _, update = found
                 return Pending(header.round, header.lease, header.downlink, update)
         return None
 
@@ -235,24 +224,18 @@ class Journal:
             for r in rounds:
                 self._path(kind, r).unlink(missing_ok=True)
 
-    def _read_kept(self, round_: int) -> bytes | None:
-        """What a round's file keeps, without reading the update; None when the file is damaged."""
-        path = self._path("kept", round_)
+    def _read_round(self, kind: str, round_: int) -> tuple[_Header, bytes, bytes] | None:
+        """A round's header, what the method keeps and the update; None when the file is damaged."""
+        path = self._path(kind, round_)
         with disk(path), path.open("rb") as file:
-            header = _header(file.readline(LINE_MOST), round_)
-            kept = b"" if header is None else file.read(header.kept)
-        return kept if header is not None and digest(kept) == header.kept_sha256 else None
-
-    def _read_round(self, round_: int) -> tuple[_Header, bytes] | None:
-        """A pending round's header and update; None when the file is damaged."""
-        path = self._path("pending", round_)
-        with disk(path), path.open("rb") as file:
-            header = _header(file.readline(LINE_MOST), round_)
-            if header is None:
-                return None
-            kept, update = file.read(header.kept), file.read()
-        whole = digest(kept) == header.kept_sha256 and digest(update) == header.update_sha256
-        return (header, update) if whole else None
+            line, rest = file.readline(LINE_MOST), file.read()
+        try:
+            header = _Header.model_validate_json(line)
+        except ValidationError:
+            return None
+        kept, update = rest[: header.kept], rest[header.kept :]
+        sound = header.round, header.kept_sha256, header.update_sha256
+        return (header, kept, update) if sound == (round_, digest(kept), digest(update)) else None
 
     # --- the end
 

@@ -1,4 +1,4 @@
-"""One round on a device: decode the downlink, train, score before and after, add the figures to the update.
+"""One round on a device: decode the downlink, train, score before and after, add the figures to the update; or why not.
 
 The HTTP client and the simulator call this same function. What travels between rounds is arrays here and typed
 values inside the method.
@@ -13,12 +13,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_client.errors import DivergedError, first_fault
+from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError, first_fault
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method, origin
-from edge_client.protocol.messages import DeviceMetrics
+from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Personal, Task
+
+REASON_MOST = 1000  # characters of `Failure.reason`
+OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory")  # in the engines' own words
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,29 @@ def run_round(method: Method, task: Task, kept: Mapping[str, Any], downlink: Pay
 def _short(value: float) -> float:
     """A figure as it travels, to six significant digits."""
     return float(f"{value:.6g}")
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """The failure behind an exception of a round; None for one that is not the round's (a full disk, a bad setting)."""
+    kind = _kind(error)
+    if kind is None:
+        return None
+    reason = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"
+    return Failure(kind=kind, reason=reason.encode(errors="replace").decode()[:REASON_MOST])
+
+
+def _kind(error: Exception) -> FailureKind | None:
+    if isinstance(error, LostError):
+        return "lost"
+    if isinstance(error, DivergedError):
+        return "downlink" if error.at_start else "diverged"
+    if isinstance(error, PayloadError):
+        return "downlink"
+    if isinstance(error, DataError):
+        return "data"
+    if isinstance(error, MaskfleetError):
+        return None
+    words = str(error).lower()
+    if isinstance(error, MemoryError) or any(phrase in words for phrase in OUT_OF_MEMORY):
+        return "out-of-memory"
+    return "backend"

@@ -14,7 +14,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from edge_client.bundle import Part, digest
-from edge_client.errors import UnreachableError, first_fault
+from edge_client.errors import ServerError, UnreachableError, first_fault
 from edge_client.files import append, check_room, digest_of, disk
 from edge_client.retry import Retry, backoff
 from edge_client.transport import Transient, Transport, body, content_digest
@@ -62,15 +62,13 @@ class Remote:
         headers: Mapping[str, str],
         answer: type[T],
         what: str,
-        *,
-        sha256_hex: str | None = None,
         wait: float | None = None,
     ) -> T:
-        """Upload `content` with its Content-Digest; it may be sent several times, so the request must be idempotent.
+        """Upload `content` with its digest; it may be sent several times, so the request must be idempotent.
 
-        `sha256_hex` is the content's digest where it is known; `wait` as in `ask`.
+        `wait` as in `ask`. An upload that arrived damaged is sent again.
         """
-        headers = {**headers, "Content-Digest": content_digest(content, sha256_hex)}
+        headers = {**headers, "Content-Digest": content_digest(content)}
         return self._answer("PUT", path, headers, content, answer, what, wait)
 
     def fetch(self, path: str, most: int, sha256_hex: str, what: str) -> bytes:
@@ -137,8 +135,13 @@ class Remote:
             path = f"{path}?wait={wait:.3f}"
 
         def attempt() -> T:
-            with self.transport.send(method, path, headers, content, wait or 0.0) as response:
-                data = body(response)
+            try:
+                with self.transport.send(method, path, headers, content, wait or 0.0) as response:
+                    data = body(response)
+            except ServerError as error:
+                if error.kind == "bad-digest":
+                    raise Transient(str(error)) from None
+                raise
             try:
                 return adapter.validate_json(data)
             except ValidationError as error:

@@ -38,10 +38,9 @@ class Transient(Exception):
         self.after = after
 
 
-def content_digest(data: bytes, sha256_hex: str | None = None) -> str:
-    """The `Content-Digest` header of RFC 9530; `sha256_hex` saves the hashing where the digest is known."""
-    raw = sha256(data).digest() if sha256_hex is None else bytes.fromhex(sha256_hex)
-    return f"sha-256=:{b64encode(raw).decode()}:"
+def content_digest(data: bytes) -> str:
+    """The `Content-Digest` header of RFC 9530."""
+    return f"sha-256=:{b64encode(sha256(data).digest()).decode()}:"
 
 
 class Transport:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client import cli, display
+from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.errors import ConfigError
 from edge_client.events import Event
@@ -184,9 +184,9 @@ def test_a_log_repeats_a_wait_only_after_a_while(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("edge_client.display.time.monotonic", lambda: now[0])
-    say = display.Log()
-    for after in (0.0, 5.0, 5.0, display.QUIET, 1.0):
+    monkeypatch.setattr("edge_client.events.time.monotonic", lambda: now[0])
+    say = events.Log()
+    for after in (0.0, 5.0, 5.0, events.QUIET, 1.0):
         now[0] += after
         say(Event("wait", f"waiting: nothing; asking again in {after} s"))
     say(Event("wait", "waiting: something else; asking again in 1 s"))
@@ -206,7 +206,7 @@ def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> N
 
 
 def test_no_text_from_a_coordinator_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    display.Log()(Event("info", "a \x1b[2J b\r\x07 \u00e9"))
+    events.Log()(Event("info", "a \x1b[2J b\r\x07 \u00e9"))
     assert "a \ufffd[2J b\ufffd\ufffd \u00e9\n" in capsys.readouterr().out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -94,7 +93,7 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
     result = device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)
     assert [e.text for e in said if "logits differ by 1" in e.text]
     monkeypatch.setattr(Client, "run", lambda *_: result)
-    monkeypatch.setattr("edge_client.cli.ending_promptly", nullcontext)
+    monkeypatch.setattr("edge_client.cli.end_on_signals", lambda: None)
     with pytest.raises(typer.Exit) as ended:
         join(URL, "good", tmp_path / "mine.npz")
     assert ended.value.exit_code == ExitCode.COMPACTION

@@ -1,4 +1,4 @@
-"""Latency of ONNX models in ONNX Runtime on this machine, one sample at a time, and the process's peak memory.
+"""Latency of ONNX models in ONNX Runtime on this machine, one sample at a time.
 
 Models to be compared are timed in turns, one call each, so that a busy moment or a change of clock meets all of them:
 their ratio is then far steadier than either figure. Energy meters are other modules of this package.
@@ -6,7 +6,6 @@ their ratio is then far steadier than either figure. Energy meters are other mod
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,15 +68,3 @@ def latency(
             if run >= 0:
                 times[index, run] = (time.perf_counter_ns() - start) / 1e6
     return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), runs) for t in times)
-
-
-def peak_memory_bytes() -> int:
-    """The most resident memory this process has had so far; run one model per process to compare models."""
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere else

@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
+from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
@@ -59,12 +60,8 @@ class Mean:
         self.sum, self.weight = np.zeros(size), 0.0
 
     def add(self, weight: float, values: F32) -> None:
-        """Add one vector, a block that stays in the cache at a time."""
-        product = np.empty(min(BLOCK, len(values)), np.float64)
-        for low in range(0, len(values), BLOCK):
-            block = values[low : low + BLOCK]
-            part = np.multiply(block, weight, out=product[: len(block)], dtype=np.float64)
-            self.sum[low : low + BLOCK] += part
+        """Add one vector."""
+        add_weighted(self.sum, weight, values)
         self.weight += weight
 
     @property
@@ -222,3 +219,10 @@ def distance(a: F32, b: F32) -> float:
 def toward(start: F32, end: F32, scale: float) -> F32:
     """``start + scale * (end - start)`` for a scale in 0..1, computed in float64."""
     return (start + scale * np.subtract(end, start, dtype=np.float64)).astype(np.float32)
+
+
+def add_weighted(total: NDArray[np.float64], weight: float, values: F32) -> None:
+    """``total += weight * values`` in float64, a block that stays in the cache at a time."""
+    for low in range(0, len(values), BLOCK):
+        s = slice(low, low + BLOCK)
+        total[s] += np.multiply(values[s], weight, dtype=np.float64)
