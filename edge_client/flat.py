@@ -1,7 +1,7 @@
 """Typed values as flat named arrays, and back: how a method's state, records and kept values are stored.
 
-A value is a dataclass whose fields are arrays, numbers, booleans, text, optional ones of these, dictionaries of arrays
-by name, or dataclasses of the same kind. `to_arrays` writes each field under its name, ``outer.inner`` for nested
+A value is a dataclass whose fields are arrays, numbers, booleans, text, dataclasses of the same kind, or optional ones
+of these. `to_arrays` writes each field under its name, ``outer.inner`` for nested
 ones. A field that is None is absent, so an optional dataclass has at least one field that is never None. `from_arrays`
 restores an equal value. The result is one safetensors file in the store of either side. What the values mean is the
 method's business.
@@ -58,9 +58,6 @@ def _write_field(item: Any, name: str, out: Arrays) -> None:
         out[name] = np.array(item, _SCALARS[type(item)])
     elif isinstance(item, str):
         out[name] = np.frombuffer(item.encode(), np.uint8)
-    elif isinstance(item, dict):
-        for key, array in item.items():
-            _write_field(array, f"{name}.{key}", out)
     elif is_dataclass(item):
         _write(item, f"{name}.", out)
     else:
@@ -81,9 +78,6 @@ def _read_field(hint: Any, name: str, left: Arrays) -> Any:
         (hint,) = (h for h in get_args(hint) if h is not types.NoneType)
         if not any(key == name or key.startswith(f"{name}.") for key in left):
             return None
-    if get_origin(hint) is dict:
-        names = [key for key in left if key.startswith(f"{name}.")]
-        return {key[len(name) + 1 :]: left.pop(key) for key in names}
     if is_dataclass(hint) and isinstance(hint, type):
         return _read(hint, f"{name}.", left)
     if name not in left:

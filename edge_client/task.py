@@ -62,12 +62,10 @@ class Assignment:
 
     @property
     def seed(self) -> int:
-        """The federation's seed."""
         return self.course.seed
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the federation."""
         return self.course.rounds
 
 
@@ -117,7 +115,6 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Number of training samples."""
         return len(self.data.y)
 
     def batches(self, epochs: int, size: int, phase: str = "train") -> Iterator[Batch]:

@@ -15,7 +15,6 @@ from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
 
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import make_method
 from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate, Posterior
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
@@ -58,40 +57,6 @@ def tally(*masks: int) -> Tally:
     for bit in masks:
         found.add(bits.pack(np.full(MASKED, bit)))
     return found
-
-
-def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
-    # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
-    method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
-    state = method.start(course(M))
-
-    def after(round_: int, *masks: int) -> set[float]:
-        nonlocal state
-        state = stored(method.finish(course(M), round_, DEVICES[: len(masks)], state, tally(*masks))[0])
-        return set(method.theta(course(M), state.posterior))
-
-    assert after(2, 1, 1, 1) == {2 / 5}
-    assert after(3, 0) == {2 / 6}
-    # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
-    after(4, 1, 0, 0)
-    assert after(5, 0, 1).pop() == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
-
-
-@pytest.mark.parametrize("table", [{"name": "coupled"}, {"name": "fedpm", "down": "counts"}])
-def test_counts_cannot_carry_rounds_of_unequal_weight(table: dict[str, Any]) -> None:
-    literal = {**table, "tally": "mean", "posterior": "mean"}
-    make_method(literal)
-    with pytest.raises(ConfigError, match="reset_every=1"):
-        make_method({**literal, "reset_every": 2})
-    make_method({**literal, "reset_every": 2, "tally": "sum"})
-
-
-@pytest.mark.parametrize("down", ["float32", "counts"])
-def test_the_literal_tally_is_the_same_on_both_sides(down: Any) -> None:
-    fleet = Fleet(FedPM(tally="mean", posterior="mean", down=down))
-    for _ in range(3):
-        fleet.play(*DEVICES)
-    assert (fleet.receive("a").theta.astype(np.float32) == fleet.theta().astype(np.float32)).all()
 
 
 def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
@@ -273,11 +238,6 @@ def test_first_scores_are_spread_as_set_around_the_first_theta() -> None:
         assert (theta * 4096 == np.round(theta * 4096)).all()
     z = sum(float(counter.uniform(counter.key(7, "first scores", i), 6)[5]) for i in range(12)) - 6
     assert theta[5] == round(4096 / (1 + math.exp(-0.5 * z) * 0.25)) / 4096
-
-
-def test_literal_algorithm_2_needs_its_own_mean() -> None:
-    with pytest.raises(ConfigError, match="posterior"):
-        make_method({"name": "deltamask", "tally": "mean"})
 
 
 @pytest.mark.parametrize(

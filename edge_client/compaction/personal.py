@@ -40,26 +40,18 @@ LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """How many channels of a group are left."""
-
-    name: str
-    channels_dense: int
-    channels_compact: int
-
-
-@dataclass(frozen=True)
 class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
-    `parameters_live` counts the dense model's parameters that are not zero. `max_abs_diff` is the largest difference of
-    two outputs on ordinary inputs, `max_scaled_diff` the largest on all probes, divided by the scale.
+    `parameters_live` counts the dense model's parameters that are not zero, `groups` each group's remaining channels.
+    `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
+    probes, divided by the scale.
     """
 
     parameters_dense: int
     parameters_live: int
     parameters_compact: int
-    groups: tuple[GroupReport, ...]
+    groups: Mapping[str, int]
     bytes_compact: int
     max_abs_diff: float
     max_scaled_diff: float
@@ -89,7 +81,7 @@ def write_personal(
         parameters_live=int(np.count_nonzero(personal.parameters)),
         parameters_compact=sum(t.size for name, t in result.tensors.items() if name not in statistics)
         + sum(b.size for b in result.biases.values()),
-        groups=tuple(GroupReport(g.name, g.size, len(result.kept[g.name])) for g in manifest.groups),
+        groups={g.name: len(result.kept[g.name]) for g in manifest.groups},
         bytes_compact=len(data),
         max_abs_diff=largest,
         max_scaled_diff=scaled,

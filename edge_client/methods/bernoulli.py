@@ -26,7 +26,7 @@ import numpy as np
 from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import ConfigError, PayloadError
@@ -48,14 +48,10 @@ MOST_MASKS = 2**32 - 1  # of one posterior
 
 @dataclass(frozen=True)
 class Posterior:
-    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one.
-
-    `shares` float64[masked] is the sum of the rounds' shares of ones; only with ``tally="mean"``.
-    """
+    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one."""
 
     ones: NDArray[np.uint32]
     masks: int
-    shares: F64 | None = None
 
 
 @dataclass(frozen=True)
@@ -137,27 +133,11 @@ class BernoulliMasks(Method):
     """The standard deviation of the first scores around logit(theta0) (FedPM: theta0 = 0.5, spread = 1)."""
     prior: Annotated[float, Field(ge=1, le=1000)] = 1.0
     posterior: Literal["mode", "mean"] = "mode"
-    tally: Literal["sum", "mean"] = "sum"
-    """`mean` adds a round's share of ones (to the zeros: the rest of its masks): DeltaMask's Algorithm 2 as printed."""
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
     evaluate: Literal["sample", "threshold", "expected"] = "sample"
     """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta."""
-
-    @model_validator(mode="after")
-    def _posterior_exists(self) -> BernoulliMasks:
-        if self.tally == "mean" and self.posterior == "mode" and self.prior == 1:
-            raise ValueError('tally="mean" needs posterior="mean": its mode is 0 almost everywhere')
-        return self
-
-    def require_counts_to_say_all(self) -> None:
-        """Raise ValueError when counts of ones do not determine theta, so that they cannot be sent in its place."""
-        if self.tally == "mean" and self.reset_every > 1:
-            raise ValueError(
-                f'tally="mean" weighs each round by its own cohort, which counts over {self.reset_every} rounds do not '
-                'tell apart; use reset_every=1, or method "fedpm" or "deltamask" with theta down as float32'
-            )
 
     # --- parts of the model
 
@@ -203,8 +183,7 @@ class BernoulliMasks(Method):
         """The global probabilities, float64[masked]; exact IEEE arithmetic, the same on every machine."""
         if not posterior.masks:
             return self.first_theta(course)
-        successes = posterior.ones if posterior.shares is None else posterior.shares
-        alpha, total = self.prior + successes.astype(np.float64), 2 * self.prior + posterior.masks
+        alpha, total = self.prior + posterior.ones.astype(np.float64), 2 * self.prior + posterior.masks
         theta = alpha / total if self.posterior == "mean" else (alpha - 1) / (total - 2)
         clipped: F64 = np.clip(theta, self.clip, 1 - self.clip)
         return clipped
@@ -215,21 +194,14 @@ class BernoulliMasks(Method):
 
     def tallied(self, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int) -> Posterior:
         """The posterior after a round of `masks` masks, which have `ones` ones."""
-        new = self.counted(ones, masks)
-        if self.resets(round_):
-            return new
-        shares = None if new.shares is None or before.shares is None else new.shares + before.shares
-        return Posterior(new.ones + before.ones, new.masks + before.masks, shares)
-
-    def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> Posterior:
-        """The posterior of one round's masks alone."""
-        return Posterior(ones.astype(np.uint32), masks, ones / max(masks, 1) if self.tally == "mean" else None)
+        new = Posterior(ones.astype(np.uint32), masks)
+        return new if self.resets(round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
     # --- server half
 
     def start(self, course: Course) -> Any:
         """No masks yet, and the bundle's head."""
-        none = self.counted(np.zeros(self.exchanged(course.model), np.uint32), 0)
+        none = Posterior(np.zeros(self.exchanged(course.model), np.uint32), 0)
         return State(none, self.probed(course.model.manifest).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:

@@ -36,7 +36,7 @@ from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
@@ -137,11 +137,6 @@ class Coupled(BernoulliMasks):
 
     references: Annotated[int, Field(ge=0, le=250)] = 64
     """The largest cohort whose reference masks a device draws to decode a downlink."""
-
-    @model_validator(mode="after")
-    def _counts_say_all(self) -> Coupled:
-        self.require_counts_to_say_all()
-        return self
 
     # --- what both sides know
 
@@ -257,11 +252,12 @@ class Coupled(BernoulliMasks):
                 posterior = self._changed(a, required(a, held, size).posterior, downlink)
             elif COUNTS in arrays:
                 masks = count(downlink, "masks", MOST_MASKS)
-                posterior = self.counted(counts.decode(coded(downlink, COUNTS, ("head",)), size, masks), masks)
+                ones = counts.decode(coded(downlink, COUNTS, ("head",)), size, masks)
+                posterior = Posterior(ones.astype(np.uint32), masks)
             elif set(arrays) - {"head"}:
                 raise PayloadError(f"the payload holds arrays {sorted(arrays)}, none of which this method sends")
             else:
-                posterior = self.counted(np.zeros(size, np.uint32), 0)
+                posterior = Posterior(np.zeros(size, np.uint32), 0)
         except CodecError as error:
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
         return Received(self.theta(a.course, posterior), head, posterior, None)
@@ -306,7 +302,7 @@ class Coupled(BernoulliMasks):
             raise stale(a, str(error)) from None
         if coupling.checksum([ones]) != downlink.meta.get("crc"):
             raise stale(a, "the counts do not match their checksum")
-        return self.counted(ones, masks)
+        return Posterior(ones.astype(np.uint32), masks)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """As every such device; after a round of masks it also keeps what it received."""

@@ -2,8 +2,7 @@
 
 Tsouvalas, Asano, Saeed, "Federated Fine-Tuning of Foundation Models via Probabilistic Masking", arXiv 2311.17299.
 `bernoulli` says what is masked, probed, trained and aggregated; the paper masks the last blocks (`layers`) and probes
-the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default;
-Algorithm 2 to the letter is ``tally="mean", posterior="mean"``.
+the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default.
 
 - Both sides draw the reference mask m_g ~ Bern(theta) from a shared key. A device draws m_k ~ Bern(theta_k). Of the
   positions where m_k differs from m_g it keeps the share kappa with the largest KL(theta_k || theta) (eq. 4). `codec`

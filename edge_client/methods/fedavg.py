@@ -95,16 +95,13 @@ class FedAvg(Method):
     # --- server half
 
     def start(self, course: Course) -> State:
-        """The bundle's initial values."""
         return State(course.model.parameters.copy(), course.model.buffers.copy())
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
-        """The global model, the same for all."""
         stream = counter.key(course.seed, "downlink values", round_)
         return Payload({**packed("parameters", self.down, state.parameters, stream), "buffers": state.buffers})
 
     def exchanged(self, model: Model) -> int:
-        """All parameters."""
         return model.manifest.d
 
     def update_limit(self, model: Model) -> int:
@@ -113,7 +110,6 @@ class FedAvg(Method):
         return 4 * buffers_d + (4 * d if self.up == PLAIN else values.limit(d))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
-        """The device's model and its number of samples."""
         if self.whole:
             model = read_state(a.model, payload)
         else:
@@ -125,7 +121,6 @@ class FedAvg(Method):
         return Update(model.parameters, model.buffers, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        """The norms of the changes, and the samples."""
         moved = distance(update.parameters, state.parameters)
         return Influence(moved, update.samples, distance(update.buffers, state.buffers))
 
@@ -146,14 +141,12 @@ class FedAvg(Method):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, None]]:
-        """The weighted mean."""
         parameters, buffers = total
         return State(parameters.value, buffers.value), {}
 
     # --- client half
 
     def receive(self, a: Assignment, kept: None, downlink: Payload) -> State:
-        """The global model."""
         stream = counter.key(a.seed, "downlink values", a.round)
         return read_state(a.model, downlink, "parameters", self.down, stream)
 

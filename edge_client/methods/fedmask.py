@@ -1,8 +1,7 @@
 """FedMask: frozen random weights, a personal binary mask, at most one bit per element both ways.
 
 Li, Sun, Zeng, Zhang, Li, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated
-Learning via Heterogeneous Masks", SenSys 2021. Where the paper is silent or contradicts itself, the default is argued
-for in docs/methods/fedmask.md, and a setting selects the other reading.
+Learning via Heterogeneous Masks", SenSys 2021. docs/methods/fedmask.md argues for the readings chosen here.
 
 - The weights W never change; both sides have them from the bundle. A device learns one bit per weight,
   ``1[sigmoid(s) >= 1/2]`` of a real score s (eq. 3-8). The group lasso pulls whole rows and columns to zero (eq. 9).

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import numpy as np
 from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, counts
-from pydantic import model_validator
 
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods import SetCodecName
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, Kept, Received, State
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, Kept, Posterior, Received, State
 from edge_client.protocol.payload import Payload, allow_only, coded, count, u8
 from edge_client.task import Assignment, Course, Task
 
@@ -38,12 +38,6 @@ class FedPM(BernoulliMasks):
 
     codec: SetCodecName = "entropy"
     down: Literal["float32", "counts"] = "float32"
-
-    @model_validator(mode="after")
-    def _counts_say_all(self) -> FedPM:
-        if self.down == "counts":
-            self.require_counts_to_say_all()
-        return self
 
     @property
     def mask(self) -> str:
@@ -68,7 +62,6 @@ class FedPM(BernoulliMasks):
         return n // 7 if self.codec == "entropy" else 5 * n
 
     def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
-        """The mask as sent. Raises PayloadError."""
         try:
             return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
         except CodecError as error:
@@ -77,7 +70,6 @@ class FedPM(BernoulliMasks):
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        """theta and the head. Raises PayloadError."""
         if self.down == "float32" or a.round <= self.probing:
             received: Received = super().receive(a, kept, downlink)
             return received
@@ -90,7 +82,7 @@ class FedPM(BernoulliMasks):
             ones = counts.decode(coded(downlink, COUNTS, ("head",)), self.exchanged(a.model), masks)
         except CodecError as error:
             raise PayloadError(f"the downlink of round {a.round}: {error}") from None
-        return Received(self.theta(a.course, self.counted(ones, masks)), head)
+        return Received(self.theta(a.course, Posterior(ones.astype(np.uint32), masks)), head)
 
     def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
         """One mask drawn with the device's secret randomness."""

@@ -41,7 +41,6 @@ class Standalone(Method):
     # --- server half
 
     def start(self, course: Course) -> Nothing:
-        """Nothing."""
         return Nothing()
 
     def downlink(self, course: Course, round_: int, state: Nothing, record: None) -> Payload:
@@ -53,7 +52,6 @@ class Standalone(Method):
         return model.manifest.d
 
     def update_limit(self, model: Model) -> int:
-        """No arrays at all."""
         return 0
 
     def read_update(self, a: Assignment, state: Nothing, record: None, payload: Payload) -> Nothing:
@@ -63,13 +61,11 @@ class Standalone(Method):
         return Nothing()
 
     def fold(self, a: Assignment, state: Nothing, total: None, update: Nothing, record: None) -> tuple[None, None]:
-        """Nothing to add."""
         return None, None
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: Nothing, total: None
     ) -> tuple[Nothing, Mapping[str, None]]:
-        """Nothing changed."""
         return state, {}
 
     # --- client half
@@ -84,5 +80,4 @@ class Standalone(Method):
         return Local(Weights(parameters, buffers), Payload(), Personal(parameters, buffers), loss)
 
     def personal(self, task: Task, kept: Weights | None, received: Weights) -> Personal:
-        """The device's own model."""
         return Personal(received.parameters, received.buffers)

@@ -108,7 +108,6 @@ class PrunedMasks(Method):
         return Division(masked, every.without(masked), local, tuple(groups), kept)
 
     def exchanged(self, model: Model) -> int:
-        """Mask elements and real gates."""
         division = self.division(model)
         return division.masked.size + division.real.size
 

@@ -34,7 +34,6 @@ class CompiledStep(MaskedStep):
         self._ref = isinstance(gate, Bernoulli) and gate.ste == "ref"
 
     def effective(self, out: F32, stream: int | None = None) -> None:
-        """See `MaskedStep.effective`."""
         if isinstance(self.gate, SigmoidThreshold):
             _threshold(self.weights, self.scores, out)
         elif isinstance(self.gate, Bernoulli) and stream is not None:
@@ -43,12 +42,10 @@ class CompiledStep(MaskedStep):
             super().effective(out, stream)
 
     def gradient_of_scores(self, gradient: F32) -> F32:
-        """See `MaskedStep.gradient_of_scores`."""
         self._accumulate(gradient, self._moved)
         return self._moved
 
     def step(self, gradient: F32, out: F32 | None = None) -> None:
-        """See `MaskedStep.step`."""
         o = self.optimiser
         if isinstance(o, Sgd) and (out is None or isinstance(self.gate, SigmoidThreshold)):
             self._accumulate(gradient, o.velocity, _F(o.momentum), _F(o.lr), self.scores, out)

@@ -65,16 +65,13 @@ class SigmoidThreshold:
     """FedMask eq. 3-8: forward ``1[sigmoid(s) >= 1/2] = 1[s >= 0]``, slope ``sigmoid(s) * (1 - sigmoid(s))``."""
 
     def forward(self, scores: F32, stream: int | None = None) -> NDArray[np.bool_]:
-        """``s >= 0``."""
         on: NDArray[np.bool_] = scores >= 0
         return on
 
     def soft(self, scores: F32, out: F32) -> None:
-        """sigmoid(s)."""
         sigmoid(scores, out)
 
     def slope(self, soft: F32, out: F32) -> None:
-        """``soft * (1 - soft)``."""
         np.subtract(1, soft, out=out)
         out *= soft
 
@@ -89,11 +86,9 @@ class SignTanh:
         return sign
 
     def soft(self, scores: F32, out: F32) -> None:
-        """tanh(s)."""
         np.tanh(scores, out=out)
 
     def slope(self, soft: F32, out: F32) -> None:
-        """``1 - soft^2``."""
         np.square(soft, out=out)
         np.subtract(1, out, out=out)
 
@@ -115,7 +110,6 @@ class Bernoulli:
         return draw(stream, sigmoid(scores))
 
     def soft(self, scores: F32, out: F32) -> None:
-        """sigmoid(s)."""
         sigmoid(scores, out)
 
     def slope(self, soft: F32, out: F32) -> None:

@@ -60,7 +60,6 @@ class OnnxRuntimeTrainer:
         return session, {i.name for i in session.get_inputs()}
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
-        """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
         session, binding = self._train
         parameters, buffers = _vector(parameters, self.manifest.d), _vector(buffers, self.manifest.buffers_d)
         x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
@@ -72,7 +71,6 @@ class OnnxRuntimeTrainer:
         return Gradient(float(self._loss), self._gradient, self._buffers)
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        """Evaluation-mode forward; see :class:`edge_client.training.Trainer`."""
         session, _ = self._eval
         m = self.manifest
         feeds: dict[str, NDArray[Any]] = {**views(m.parameters, parameters), **views(m.buffers, buffers), "x": x}

@@ -39,7 +39,6 @@ class Sgd:
         self._move: F32 = np.empty(size, np.float32)
 
     def step(self, parameters: F32, gradient: F32) -> None:
-        """One step in place; see :class:`Optimiser`."""
         _check(self.size, parameters, gradient)
         self.velocity *= np.float32(self.momentum)
         self.velocity += gradient
@@ -60,7 +59,6 @@ class Adam:
         self._move: F32 = np.empty(size, np.float32)
 
     def step(self, parameters: F32, gradient: F32) -> None:
-        """One step in place; see :class:`Optimiser`."""
         _check(self.size, parameters, gradient)
         b1, c1, b2, c2, root, eps, rate = map(np.float32, self.advance())
         mean, square, move = self.mean, self.square, self._move

@@ -74,14 +74,13 @@ class TorchTrainer:
 
     def _state(self, parameters: F32, buffers: F32) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         m = self.manifest
-        if not parameters.flags.writeable:  # a payload's: torch knows no read-only tensors and warns
+        if not parameters.flags.writeable:  # a payload's: torch has no read-only tensors and warns
             parameters = parameters.copy()
         values = {k: torch.from_numpy(v) for k, v in views(m.parameters, parameters).items()}
         stats = {k: torch.from_numpy(v.copy()) for k, v in views(m.buffers, buffers).items()}
         return values, stats
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
-        """Training-mode forward and backward; see :class:`edge_client.training.Trainer`."""
         values, stats = self._state(parameters, buffers)
         free = {t.name: values[t.name].requires_grad_() for t in self.manifest.parameters if t.trainable}
         outputs = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x),))
@@ -95,7 +94,6 @@ class TorchTrainer:
         return Gradient(float(loss.detach()), self._gradient, self._buffers)
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        """Evaluation-mode forward; see :class:`edge_client.training.Trainer`."""
         values, stats = self._state(parameters, buffers)
         with torch.no_grad():
             made: F32 = functional_call(self._eval, {**values, **stats}, (torch.from_numpy(x),)).numpy()
