@@ -236,7 +236,7 @@ class _Run:
         return self._send(session, pending, linger)
 
     def _train(self, session: Session, work: Train) -> Outcome | None:
-        """The round, trained; None when it is over or failed, after the coordinator was told why."""
+        """The round, trained; None when it is over, or failed and the failure is reported."""
         try:
             downlink = self._downlink(session, work)
             if downlink is None:
