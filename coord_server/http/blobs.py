@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from coord_server.problems import Refusal
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -30,7 +30,7 @@ def _range(header: str | None, size: int) -> tuple[int, int] | None:
 
 
 async def immutable(
-    request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
+    request: Request, blobs: FolderBlobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
 ) -> Response:
     """Content-addressed bytes, `data` or a blob.
 

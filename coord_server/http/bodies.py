@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord_server.http.access import CALL, Call
 from coord_server.problems import Refusal
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 
 JSON_LIMIT = 256 * 1024  # bytes of the operator's JSON messages
 DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long reason, every character escaped
@@ -133,7 +133,7 @@ async def read_bounded(request: Request, limit: int, what: str) -> bytes:
     return bytes(body)
 
 
-async def store(request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, what: str) -> None:
+async def store(request: Request, blobs: FolderBlobs, shelf: str, sha256: str, size: int, what: str) -> None:
     """Make the body durable as the blob `sha256` of `shelf`. Raises Refusal, StateError; then nothing is kept."""
     check_length(request, size, what)
     incoming, pieces, received = blobs.receive(shelf), bytearray(), 0
@@ -147,7 +147,7 @@ async def store(request: Request, blobs: Blobs, shelf: str, sha256: str, size: i
                 await asyncio.to_thread(incoming.write, bytes(pieces))
                 pieces.clear()
         await asyncio.to_thread(incoming.write, bytes(pieces))
-        found = incoming.stored().sha256
+        found = incoming.sha256
         if found != sha256:
             raise Refusal(
                 "bad-bundle", f"{what} has SHA-256 {found} instead of {sha256}; send the file of its manifest"

@@ -92,7 +92,6 @@ async def work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
     A device counts, and may be drawn, from its first request on. With `wait` the answer is held back until there is
     work. When connections run out, held answers are given early and their connections closed.
     """
-    calling.live.note(calling.device)
     found = await _work(calling, min(wait, WAIT_MOST))
     answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
     calling.live.count(calling.device, "down", "work", _length(answer))

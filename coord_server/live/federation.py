@@ -6,7 +6,7 @@ rounds         the fold of a round, and the sweep after it
 method_state   the method's global state and records
 downlinks      what devices fetch, by audience
 devices        who is enrolled, who is present, what each one sent and received
-faults         what keeps it from going on
+status         its state in words, and what keeps it from going on
 
 These rooms know no HTTP; blocking work runs in threads. Public coroutines may be called concurrently.
 """
@@ -23,16 +23,15 @@ from coord_server import engine, events
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
-from coord_server.live.faults import Faults
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.summary import reason, summary, visible
+from coord_server.live.status import Faults, reason, summary, visible
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 from coord_server.store.tables import Head
-from edge_client.errors import StateError, StorageUnreachableError
+from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
     Device,
@@ -73,12 +72,9 @@ class LiveFederation:
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks, self._faults, clock)
-        self._uploads = Uploads(store, self._commits, self._values, self._rounds, self._devices, self._faults, clock)
+        self._uploads = Uploads(store, self._commits, self._values, self._rounds, self._faults, clock)
         self._changed = asyncio.Event()
         self._closing = False
-        self._calling = asyncio.Lock()
-        self._next_call: asyncio.Task[None] | None = None
-        self._first_call: asyncio.Task[None] | None = None
 
     # --- life
 
@@ -86,16 +82,11 @@ class LiveFederation:
         """Take up what the stored state says is still to be done."""
         self._rounds.begin()
         self._commits.begin()
-        if any(isinstance(d, events.Draw) for d in engine.pending(self._commits.state)):
-            self._first_call = asyncio.create_task(self._call_later())
 
     async def close(self) -> None:
         """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
         self.wake(closing=True)
-        await self._uploads.close()
         await self._rounds.close()
-        if self._first_call is not None:
-            self._first_call.cancel()
         await self._commits.close()
         await self._devices.close()
 
@@ -134,13 +125,10 @@ class LiveFederation:
             if isinstance(decision, events.Aggregate):
                 self._rounds.fold(decision, OTHERS_FOLD)
 
-    async def look(self, version: int, ready: int) -> None:
-        """The database has this version and number of ready devices. Raises StateError."""
-        grown, self._devices.ready_count = ready > self._devices.ready_count, ready
-        if version != self._commits.version:
-            await self._commits.refresh()
-        if grown:  # the devices that came to other coordinators may be enough to start
-            await self._call()
+    async def look(self, version: int) -> None:
+        """The database has this version. Raises Refusal, StateError."""
+        if version != self._commits.version and await self._commits.refresh():
+            await self._call()  # the devices that came to other coordinators may be enough to start
 
     # --- devices
 
@@ -180,10 +168,11 @@ class LiveFederation:
 
         The first question makes it one of those that take part.
         """
+        arrives = self._devices.arrives(device)
         self._devices.note(device)
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
-            if self._commits.state.phase not in ("finished", "stopped") and await self._devices.arrive(device):
-                await self._call()
+            if arrives and self._commits.state.phase not in ("finished", "stopped"):
+                await self._arrive(device)
             loop = asyncio.get_running_loop()
             until = loop.time() + wait
             while True:
@@ -197,27 +186,22 @@ class LiveFederation:
                 except asyncio.TimeoutError:
                     return await self._due(device, waited=True)
 
+    async def _arrive(self, device: str) -> None:
+        """Commit the arrival of a device, so that every process can draw it, and start what waits for devices."""
+        now, new = self._clock(), list[int]()
+        await self._commits.submit(
+            events.Present(now, ()),
+            lambda rows: new.append(rows.arrive(device, now)),
+            lambda: self._devices.arrived(device, new[-1]),
+        )
+        await self._call()
+
     async def _call(self) -> None:
-        """Tell the engine who is present, if it waits for that; callers that come together share one call."""
-        s = self._commits.state
-        starts = s.phase == "recruiting" and self.config.start == "auto"
-        if not (starts and self._devices.ready_count >= self.config.min_devices) and s.stage != "drawing":
-            return
-        if self._next_call is None:
-            self._next_call = asyncio.create_task(self._call_now())
-        await asyncio.shield(self._next_call)
-
-    async def _call_now(self) -> None:
-        async with self._calling:  # a call under way may have missed the device that has just arrived
-            self._next_call = None
-            now = self._clock()
-            await self._commits.submit(events.Present(now, await self._devices.present(now, fresh=True)))
-
-    async def _call_later(self) -> None:
-        try:
-            await self._call()
-        except StateError as error:  # the timer tries again
-            log.error("%s: %s", self.id, error)
+        """Tell the engine who is present, if it waits for that."""
+        s, c, now = self._commits.state, self.config, self._clock()
+        starts = s.phase == "recruiting" and c.start == "auto" and self._devices.ready_count >= c.min_devices
+        if starts or s.stage == "drawing":
+            await self._commits.submit(events.Present(now, await self._devices.present(now)))
 
     async def _due(self, device: str, waited: bool) -> Work:
         fresh = False
@@ -298,10 +282,9 @@ class LiveFederation:
     async def report(self, device: str, report: Report) -> None:
         """Keep a device's last word. Raises StateError."""
         with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
-            if self._commits.state.phase == "finished" and not await self._devices.has_fetched_last(device):
-                # It reports on the last downlink, so it has fetched it, and the coordinator ended before it noted that.
+            if self._commits.state.phase == "finished":  # it has fetched the last downlink, perhaps before a restart
                 down = await self._downlinks.get(self.config.rounds + 1, device)
-                self.fetched(device, down, down.size, to_the_end=True)
+                self._devices.has_last(device, down.sizes)
             await self._devices.report(device, report)
 
     # --- the operator
@@ -313,17 +296,19 @@ class LiveFederation:
     async def operate(self, event: events.Event) -> None:
         """Start, pause, resume or stop. Raises Refusal, StateError."""
         if isinstance(event, events.Started):
-            event = replace(event, devices=await self._devices.present(event.now, fresh=True))
+            await self._commits.refresh()
+            event = replace(event, devices=await self._devices.present(event.now))
         await self._commits.submit(event)
 
     async def remove(self, device: str) -> None:
         """Take a device out for good. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
             raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+        was_ready = list[int]()
         await self._commits.submit(
             events.Removed(self._clock(), device),
-            lambda rows: rows.remove_device(device),
-            lambda: self._devices.removed(device),
+            lambda rows: was_ready.append(rows.remove_device(device)),
+            lambda: self._devices.removed(device, was_ready[-1]),
         )
 
     def summary(self) -> Federation:
@@ -337,29 +322,26 @@ class LiveFederation:
 
     async def rounds(self) -> list[str]:
         """The records of the closed rounds as JSON, in order. Raises StateError."""
-        records = await asyncio.to_thread(self._store.metadata.all_rounds, self.id)
-        if len(records) == self.config.rounds:
-            records[-1] = await self._with_last_downlinks(records[-1])
-        return records
+        return await self._records()
 
     async def round(self, round_: int) -> str | None:
         """The record of one closed round as JSON, None while it is not closed. Raises StateError."""
-        record = await asyncio.to_thread(self._store.metadata.one_round, self.id, round_)
-        if record is not None and round_ == self.config.rounds:
-            record = await self._with_last_downlinks(record)
-        return record
+        return next(iter(await self._records(round_)), None)
 
-    async def _with_last_downlinks(self, record: str) -> str:
-        """The last round's record with what was fetched after it was written."""
-        found, last = Round.model_validate_json(record), await self._devices.last_downlinks()
-        traffic = found.traffic.model_copy(update={"last_down": last})
-        return found.model_copy(update={"traffic": traffic}).model_dump_json()
+    async def _records(self, round_: int | None = None) -> list[str]:
+        """Records of closed rounds; the last round's with what was fetched after it was written."""
+        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, round_)
+        if self._commits.state.phase == "finished" and round_ in (None, self.config.rounds):
+            last = Round.model_validate_json(found[-1])
+            traffic = last.traffic.model_copy(update={"last_down": await self._devices.last_downlinks()})
+            found[-1] = last.model_copy(update={"traffic": traffic}).model_dump_json()
+        return found
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
         return await self._values.exported()
 
     @property
-    def blobs(self) -> Blobs:
+    def blobs(self) -> FolderBlobs:
         """Where its payloads lie."""
         return self._store.blobs

@@ -32,9 +32,8 @@ class Store:
     blobs: FolderBlobs
 
     def close(self) -> None:
-        """Close the database and remove this process's temporary files."""
+        """Close the database."""
         self.metadata.close()
-        self.blobs.close()
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
