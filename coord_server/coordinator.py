@@ -269,10 +269,9 @@ class Coordinator:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
 
-    async def unloaded_of(self, credential: str) -> str | None:
-        """The federation that could not be loaded of the device with this credential, a SHA-256. Raises StateError."""
-        found = await asyncio.to_thread(self.store.metadata.federations_of, credential) if self._unloaded else []
-        return next((id_ for id_ in found if id_ in self._unloaded), None)
+    async def federations_of(self, credential: str) -> list[str]:
+        """The ids of the federations in which a device has this credential, a SHA-256. Raises StateError."""
+        return await asyncio.to_thread(self.store.metadata.federations_of, credential)
 
     # --- tokens and enrolment
 
