@@ -38,7 +38,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room(fleet: Fleet) -> Devices:
-    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed")._devices  # type: ignore[attr-defined]
+    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed").devices  # type: ignore[attr-defined]
     return found
 
 

@@ -37,7 +37,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def call(*arguments: str) -> None:
     whole = ["serve", *arguments]
-    done = CliRunner().invoke(cli.build(whole), whole, catch_exceptions=False)
+    done = CliRunner().invoke(cli.build(), whole, catch_exceptions=False)
     assert done.exit_code == 0, done.output
 
 

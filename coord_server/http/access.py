@@ -156,7 +156,7 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
         if federation in await served.federations_of(credential):
             raise
     else:
-        device = await live.device_of(credential)
+        device = await live.devices.device_of(credential)
     if live is None or device is None:
         raise Refusal(
             "unauthorized",
@@ -181,7 +181,7 @@ class Reader:
     def count(self, size: int) -> None:
         """Account for bytes of the bundle that a device fetches."""
         if self.live is not None and self.device is not None:
-            self.live.count(self.device, "down", "bundle", size)
+            self.live.devices.count(self.device, "down", "bundle", size)
 
 
 async def reader(request: Request, served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
@@ -194,7 +194,7 @@ async def reader(request: Request, served: Served, digest: BundleDigest, given: 
     for id_ in await served.federations_of(credential):
         try:
             live = await served.find(id_)
-            device = await live.device_of(credential) if live.config.bundle == digest else None
+            device = await live.devices.device_of(credential) if live.config.bundle == digest else None
         except Refusal as refusal:  # removed from this federation or not loaded; perhaps another one has the bundle
             refused = refusal
             continue

@@ -51,10 +51,3 @@ async def immutable(
         return Response(data[start:stop] if span else data, status, headers, media_type)
     headers["Content-Length"] = str(stop - start)
     return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)
-
-
-def to_the_end(answer: Response, size: int) -> bool:
-    """Whether an answer of `immutable` carries the last of the content's `size` bytes."""
-    if answer.status_code == 206:
-        return answer.headers["content-range"].endswith(f"-{size - 1}/{size}")
-    return answer.status_code == 200

@@ -78,8 +78,8 @@ async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """
     found = await served.enrol(request)
     live, answer = served.federation(found.federation), _json(found)
-    live.count(found.device, "up", "enrol", len(await raw.body()))
-    live.count(found.device, "down", "enrol", _length(answer))
+    live.devices.count(found.device, "up", "enrol", len(await raw.body()))
+    live.devices.count(found.device, "down", "enrol", _length(answer))
     return answer
 
 
@@ -92,7 +92,7 @@ async def ask_for_work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> 
     """
     found = await _work(calling, min(wait, WAIT_MOST))
     answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
-    calling.live.count(calling.device, "down", "work", _length(answer))
+    calling.live.devices.count(calling.device, "down", "work", _length(answer))
     return answer
 
 
@@ -138,14 +138,17 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
     responses=_bytes("a payload: one safetensors file", MEDIA_TYPE),
 )
 async def fetch_payload(
-    request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
+    request: Request,
+    served: Served,
+    calling: Calling,
+    sha256: Annotated[Sha256, Path(description="From the work message.")],
 ) -> Response:
     """Immutable. Only payloads that are due now are here; after a 404 ask for work again."""
     down = await calling.live.payload(calling.device, sha256)
     answer = await blobs.immutable(
-        request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
+        request, served.store.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.fetched(calling.device, down, _length(answer), blobs.to_the_end(answer, down.size))
+    calling.live.fetched(calling.device, down, _length(answer))
     return answer
 
 
@@ -172,16 +175,16 @@ async def upload_update(
     """
     _own(calling, device, "upload")
     sha256 = bodies.sha256_of_header(content_digest)
-    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
     if known is None:
-        bodies.check_length(request, await calling.live.limit(), "an update of this method")
-        receipt = await calling.live.take(round_, device, maskfleet_lease, sha256, request.stream())
+        bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
+        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, request.stream())
         receipt, released = await _with_work(calling, receipt, wait)
         answer = _json(receipt, 201, released)
     else:  # the body is still arriving, and its sender reads the answer only after it: nothing is held back
         receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
         answer = _json(receipt)
-    calling.live.count(device, "down", "receipt", _length(answer))
+    calling.live.devices.count(device, "down", "receipt", _length(answer))
     return answer
 
 
@@ -218,8 +221,8 @@ async def report_failure(
     after the last is accepted, which has no lease.
     """
     _own(calling, device, "report a failure")
-    calling.live.note(device)
-    calling.live.count(device, "up", "failure", len(await request.body()))
+    calling.live.devices.note(device)
+    calling.live.devices.count(device, "up", "failure", len(await request.body()))
     await calling.live.fail(round_, device, maskfleet_lease, failure)
 
 
@@ -227,6 +230,6 @@ async def report_failure(
 async def report_personal_model(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """The device's final result on its own test data. The newest report counts."""
     _own(calling, device, "report")
-    calling.live.note(device)
-    calling.live.count(device, "up", "report", len(await request.body()))
+    calling.live.devices.note(device)
+    calling.live.devices.count(device, "up", "report", len(await request.body()))
     await calling.live.report(device, report)

@@ -115,14 +115,14 @@ async def operate_federation(
     for good: the state after the last closed round can still be exported.
     """
     live = await served.find(federation)
-    await live.operate(_OPERATIONS[action](live.now()))
+    await live.operate(_OPERATIONS[action])
     return live.summary()
 
 
 @router.get("/federations/{federation}/devices")
 async def list_devices(served: Operated, federation: FederationId) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes, its last failure and its report."""
-    return await (await served.find(federation)).listed()
+    return await (await served.find(federation)).devices.listed()
 
 
 @router.delete("/federations/{federation}/devices/{device}", status_code=204)

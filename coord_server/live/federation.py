@@ -1,11 +1,11 @@
 """One live federation, as HTTP sees it: its life, the operator's commands, polls, and what there is to see.
 
 commits        the only writer; the engine's state, the timer
-uploads        updates on their way in
+uploads        updates on their way in: HTTP calls this room itself
 rounds         the fold of a round, and the sweep after it
 method_state   the method's global state and records
 downlinks      what devices fetch, by audience
-devices        who is enrolled, who is present, what each one sent and received
+devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
 status         its state in words, and what keeps it from going on
 
 These rooms know no HTTP; blocking work runs in threads. Public coroutines may be called concurrently.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coord_server import engine, events
@@ -29,19 +29,16 @@ from coord_server.live.status import Faults, reason, summary, visible
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import FolderBlobs
 from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
-    Device,
     Enrol,
     Enrolled,
     Failure,
     Federation,
     FederationConfig,
     Finish,
-    Receipt,
     Report,
     Round,
     Stopped,
@@ -66,13 +63,13 @@ class LiveFederation:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
         self.id, self.config = id_, config
         self._store, self._clock, self._faults = store, clock, Faults()
-        self._devices = Devices(store.metadata, id_, config, head, self._faults, clock)
-        followers = Followers(self._devices.present, self._moved, self._carry_out, self._reloaded)
+        self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
+        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks, self._faults, clock)
-        self._uploads = Uploads(store, self._commits, self._values, self._rounds, self._faults, clock)
+        self.uploads = Uploads(store, self._commits, self._values, self._rounds, self._faults, clock)
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -88,7 +85,7 @@ class LiveFederation:
         self.wake(closing=True)
         await self._rounds.close()
         await self._commits.close()
-        await self._devices.close()
+        await self.devices.close()
 
     def wake(self, closing: bool = False) -> None:
         """Let every long poll look again; with `closing` they all answer."""
@@ -118,7 +115,7 @@ class LiveFederation:
                 log.info("%s: finished after round %d", self.id, decision.round)
 
     def _reloaded(self, head: Head) -> None:
-        self._devices.reloaded(head)
+        self.devices.reloaded(head)
         self._rounds.reloaded(head)
         self._downlinks.forget_all()
         for decision in engine.pending(self._commits.state):
@@ -138,38 +135,26 @@ class LiveFederation:
         It takes part from the moment it first asks for work. `token` is the SHA-256 of the join token.
         """
         stopped = self._commits.state.phase == "stopped"
-        await self._devices.enrol(request, token, uses_left, expires_at, stopped)
+        await self.devices.enrol(request, token, uses_left, expires_at, stopped)
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
             cohort=c.cohort, seed=c.seed, backend=c.backend,
         )  # fmt: skip
 
-    async def device_of(self, credential_sha256: str) -> str | None:
-        """The device with this credential digest. Raises Refusal when it was removed, StateError."""
-        return await self._devices.device_of(credential_sha256)
-
-    def note(self, device: str) -> None:
-        """A device has made a request: it is present."""
-        self._devices.note(device)
-
-    def count(self, device: str, side: str, kind: str, size: int) -> None:
-        """Account for a message that is no payload, "up" or "down"."""
-        self._devices.count(device, side, kind, size)
-
-    def fetched(self, device: str, down: Downlink, size: int, to_the_end: bool) -> None:
-        """Account for an answer that carried `size` bytes of a downlink, its last byte among them or not."""
-        self._devices.fetched(device, size)
-        if down.round > self.config.rounds and to_the_end:
-            self._devices.has_last(device, down.sizes)
+    def fetched(self, device: str, down: Downlink, size: int) -> None:
+        """Account for an answer that carried `size` bytes of a downlink."""
+        self.devices.fetched(device, size)
+        if down.round > self.config.rounds:
+            self.devices.has_last(device, down.sizes)
 
     async def work(self, device: str, wait: float) -> Work:
         """What `device` is to do, held back up to `wait` seconds while that is nothing. Raises Refusal, StateError.
 
         The first question makes it one of those that take part.
         """
-        arrives = self._devices.arrives(device)
-        self._devices.note(device)
+        arrives = self.devices.arrives(device)
+        self.devices.note(device)
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
             if arrives and self._commits.state.phase not in ("finished", "stopped"):
                 await self._arrive(device)
@@ -192,16 +177,16 @@ class LiveFederation:
         await self._commits.submit(
             events.Present(now, ()),
             lambda rows: new.append(rows.arrive(device, now)),
-            lambda: self._devices.arrived(device, new[-1]),
+            lambda: self.devices.arrived(device, new[-1]),
         )
         await self._call()
 
     async def _call(self) -> None:
         """Tell the engine who is present, if it waits for that."""
         s, c, now = self._commits.state, self.config, self._clock()
-        starts = s.phase == "recruiting" and c.start == "auto" and self._devices.ready_count >= c.min_devices
+        starts = s.phase == "recruiting" and c.start == "auto" and self.devices.ready_count >= c.min_devices
         if starts or s.stage == "drawing":
-            await self._commits.submit(events.Present(now, await self._devices.present(now)))
+            await self._commits.submit(events.Present(now, await self.devices.present(now)))
 
     async def _due(self, device: str, waited: bool) -> Work:
         fresh = False
@@ -212,7 +197,7 @@ class LiveFederation:
             left = engine.left(self.config, s, self._clock())
             asked = s.phase == "running" and s.stage == "collecting" and device in engine.missing(s)
             if s.phase != "finished" and (not asked or left is None):
-                why = reason(self.config, s, device, self._devices.ready_count, self._closing)
+                why = reason(self.config, s, device, self.devices.ready_count, self._closing)
                 return Wait(reason=why, poll_after=POLL_AGAIN if waited else POLL_AFTER)
             round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
             if asked and not fresh:  # its update may just have been accepted by another process: train no round twice
@@ -252,21 +237,6 @@ class LiveFederation:
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 
-    async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
-        """Before the body is read: the receipt when the update is already in, None when it is welcome.
-
-        Raises Refusal otherwise, StateError.
-        """
-        return await self._uploads.admit(round_, device, lease, sha256)
-
-    async def limit(self) -> int:
-        """The most bytes an update may have. Raises StateError."""
-        return await self._uploads.limit()
-
-    async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
-        """Receive, check, commit, acknowledge an update. Raises Refusal, StateError; then nothing of it is kept."""
-        return await self._uploads.take(round_, device, lease, sha256, body)
-
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Again is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
@@ -284,20 +254,17 @@ class LiveFederation:
         with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
             if self._commits.state.phase == "finished":  # it has fetched the last downlink, perhaps before a restart
                 down = await self._downlinks.get(self.config.rounds + 1, device)
-                self._devices.has_last(device, down.sizes)
-            await self._devices.report(device, report)
+                self.devices.has_last(device, down.sizes)
+            await self.devices.report(device, report)
 
     # --- the operator
 
-    def now(self) -> float:
-        """The coordinator's clock, seconds."""
-        return self._clock()
-
-    async def operate(self, event: events.Event) -> None:
+    async def operate(self, kind: type[events.Event]) -> None:
         """Start, pause, resume or stop. Raises Refusal, StateError."""
+        event = kind(self._clock())
         if isinstance(event, events.Started):
             await self._commits.refresh()
-            event = replace(event, devices=await self._devices.present(event.now))
+            event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
 
     async def remove(self, device: str) -> None:
@@ -308,17 +275,13 @@ class LiveFederation:
         await self._commits.submit(
             events.Removed(self._clock(), device),
             lambda rows: was_ready.append(rows.remove_device(device)),
-            lambda: self._devices.removed(device, was_ready[-1]),
+            lambda: self.devices.removed(device, was_ready[-1]),
         )
 
     def summary(self) -> Federation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
-        return summary(self.config, self._commits.state, self._devices.ready_count, self._clock(), fault)
-
-    async def listed(self) -> list[Device]:
-        """Every device that ever enrolled. Raises StateError."""
-        return await self._devices.listed()
+        return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
 
     async def rounds(self) -> list[str]:
         """The records of the closed rounds as JSON, in order. Raises StateError."""
@@ -333,15 +296,10 @@ class LiveFederation:
         found = await asyncio.to_thread(self._store.metadata.rounds, self.id, round_)
         if self._commits.state.phase == "finished" and round_ in (None, self.config.rounds):
             last = Round.model_validate_json(found[-1])
-            traffic = last.traffic.model_copy(update={"last_down": await self._devices.last_downlinks()})
+            traffic = last.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
             found[-1] = last.model_copy(update={"traffic": traffic}).model_dump_json()
         return found
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
         return await self._values.exported()
-
-    @property
-    def blobs(self) -> FolderBlobs:
-        """Where its payloads lie."""
-        return self._store.blobs

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from coord_server import aggregation
 from coord_server.aggregation import Checked
@@ -27,16 +26,6 @@ from edge_client.protocol.messages import Receipt
 from edge_client.task import Assignment
 
 SPOOL = 1 << 20  # bytes of an upload gathered before a thread writes them
-
-
-@dataclass
-class Upload:
-    """An update on its way in: a small one is in `body`, a large one in `spooled`."""
-
-    event: Updated
-    spooled: Incoming
-    body: bytes | None = None
-    size: int = 0
 
 
 class Uploads:
@@ -88,12 +77,11 @@ class Uploads:
         After a Refusal nothing of it is kept. Once it is checked it is committed even when the caller goes away.
         """
         event = Updated(self._clock(), round_, device, lease, sha256)
-        upload = Upload(event, self._store.blobs.receive(self._values.shelf("updates", round_)))
+        incoming = self._store.blobs.receive(self._values.shelf("updates", round_))
         try:
             with self._faults.watch("updates", f"the update of {device!r} could not be accepted"):
-                await receive(upload, body, await self.limit())
-                checked = await self._check(upload)
-                now, size, content = self._clock(), upload.size, Content(sha256, upload.body)
+                size, small = await receive(incoming, body, await self.limit(), "an update of this method")
+                checked, now, content = await self._check(event, incoming, small), self._clock(), Content(sha256, small)
                 await self._commits.submit(
                     event,
                     lambda rows: rows.add_update(round_, device, content, size, now, checked.influence),
@@ -105,66 +93,65 @@ class Uploads:
                 raise
             return known
         finally:
-            upload.spooled.discard()
-        return self._receipt(event, upload.size)
+            incoming.discard()
+        return self._receipt(event, size)
 
-    async def _check(self, upload: Upload) -> Checked:
+    async def _check(self, event: Updated, incoming: Incoming, small: bytes | None) -> Checked:
         """Check the body against its claims and its round. Raises Refusal, StateError."""
         for _ in range(3):
             version, values = self._commits.version, await self._values.values()
             try:
-                checked = await asyncio.to_thread(self._check_now, upload, values)
+                checked = await asyncio.to_thread(self._check_now, event, incoming, small, values)
             except PayloadError as error:
-                fault = f"the update of {upload.event.device!r} for round {upload.event.round}: {error}"
                 if not await self._commits.refresh(version):
+                    fault = f"the update of {event.device!r} for round {event.round}: {error}"
                     raise Refusal("bad-payload", fault) from None
                 continue
             if checked is not None:
                 return checked
             await self._commits.refresh()  # another process may have opened or closed the update's round
-            await self._commits.ask(upload.event)
+            await self._commits.ask(event)
         raise StorageUnreachableError("other coordinators commit without a pause; send the update again")
 
-    def _check_now(self, upload: Upload, values: Values) -> Checked | None:
+    def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, values: Values) -> Checked | None:
         """Digest, then content, then, for a large body, the disk; None while memory stands at another round.
 
         Blocks. Raises Refusal, PayloadError, StateError.
         """
-        e, spooled = upload.event, upload.spooled
-        found = spooled.sha256 if upload.body is None else digest(upload.body)
+        found = incoming.sha256 if small is None else digest(small)
         if found != e.sha256:
             fault = f"the body's SHA-256 is {found}, Content-Digest says {e.sha256}; it was damaged on the way"
             raise Refusal("bad-digest", f"{fault}, send it again")
         if values.round + 1 != e.round:
             return None
-        data = spooled.content() if upload.body is None else upload.body
+        data = incoming.content() if small is None else small
         try:
             assignment, record = Assignment(values.course, e.round, e.device), self._values.record(e.device, e.round)
             checked = aggregation.check_update(self._values.method, assignment, values.state, record, data)
         except StaleError:
             return None
-        if upload.body is None:
-            spooled.commit()
+        if small is None:
+            incoming.commit()
         return checked
 
 
-async def receive(upload: Upload, body: AsyncIterator[bytes], limit: int) -> None:
-    """Read at most `limit` bytes; of a large body, a thread writes full megabytes while the next one arrives.
+async def receive(incoming: Incoming, body: AsyncIterator[bytes], limit: int, what: str) -> tuple[int, bytes | None]:
+    """Read at most `limit` bytes: their number, and a small body itself; a large one is in `incoming`.
 
-    Raises Refusal, StateError.
+    Of a large body, a thread writes full megabytes while the next one arrives. Raises Refusal, StateError.
     """
-    pieces, writing = bytearray(), asyncio.ensure_future(asyncio.sleep(0))
+    size, pieces, writing = 0, bytearray(), asyncio.ensure_future(asyncio.sleep(0))
     async for chunk in body:
-        upload.size += len(chunk)
-        if upload.size > limit:
-            raise Refusal("too-large", f"the body exceeds {limit} bytes, the most that an update has here")
+        size += len(chunk)
+        if size > limit:
+            raise Refusal("too-large", f"{what} has at most {limit} bytes; this body exceeds that")
         pieces += chunk
         if len(pieces) >= SPOOL:
             await writing
-            writing = asyncio.ensure_future(asyncio.to_thread(upload.spooled.write, pieces))
+            writing = asyncio.ensure_future(asyncio.to_thread(incoming.write, pieces))
             pieces = bytearray()
     await writing
-    if upload.size <= INLINE:
-        upload.body = bytes(pieces)
-    elif pieces:
-        await asyncio.to_thread(upload.spooled.write, pieces)
+    if size <= INLINE:
+        return size, bytes(pieces)
+    await asyncio.to_thread(incoming.write, pieces)
+    return size, None
