@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from coord_server import auth, serve
 from coord_server.store import open_store
