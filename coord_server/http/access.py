@@ -119,12 +119,12 @@ async def coordinator(request: Request) -> Coordinator:
 Served = Annotated[Coordinator, Depends(coordinator)]
 
 
-async def operator(served: Served, given: OperatorHeader) -> Coordinator:
+async def operator(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
     """The coordinator, for its operator. Raises Refusal."""
-    if given is None:
-        raise Refusal("unauthorized", "this needs the operator's token: send Authorization: Bearer TOKEN")
-    if not served.is_operator(given.credentials):
-        raise Refusal("unauthorized", "this is not the operator's token; `maskfleet serve` prints where it is")
+    call: Call = request.scope[CALL]
+    if not call.operator:
+        how = "send Authorization: Bearer TOKEN; `maskfleet serve` prints where it is"
+        raise Refusal("unauthorized", f"this needs the operator's token: {how}")
     return served
 
 

@@ -82,7 +82,7 @@ class Commits:
     ) -> None:
         self.id, self.config = id_, config
         self.version, self.state = head.version, engine.load(head.state)
-        self._metadata, self._followers, self._faults, self._clock = metadata, followers, faults, clock
+        self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
         self._memory = asyncio.Lock()  # held while the state and its version change
         self._writer: asyncio.Task[None] | None = None
@@ -161,7 +161,7 @@ class Commits:
             await self._reload()
         else:
             raise StorageUnreachableError("other coordinators commit without a pause; send the request again")
-        self._faults.clear("commits")
+        self.faults.clear("commits")
         self._followers.carry_out([d for answer in answers if isinstance(answer, tuple) for d in answer])
         return answers
 
@@ -169,7 +169,7 @@ class Commits:
         """Apply an event; a Draw is answered at once."""
         state, decisions = engine.apply(self.config, state, event)
         if any(isinstance(d, Draw) for d in decisions):
-            now = self._clock()
+            now = self.clock()
             state, more = engine.apply(self.config, state, Present(now, await self._followers.present(now)))
             decisions = (*decisions, *more)
         return state, decisions
@@ -183,7 +183,7 @@ class Commits:
         try:
             written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
         except StateError as error:
-            self._faults.set("commits", str(error))
+            self.faults.set("commits", str(error))
             raise
         if written:
             before, self.state = self.state, state
@@ -223,7 +223,7 @@ class Commits:
         s = self.state
         if self._closed or s.phase != "running" or s.stage not in ("drawing", "collecting"):
             return
-        delay = look if s.deadline is None else min(max(s.deadline - self._clock(), 0.0), LOOK_MOST)
+        delay = look if s.deadline is None else min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
         self._timer = asyncio.get_running_loop().call_later(delay, self._start_tick)
 
     def _start_tick(self) -> None:
@@ -231,9 +231,9 @@ class Commits:
             self._ticking = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
-        now = self._clock()
+        now = self.clock()
         try:
-            with self._faults.watch("clock", "the deadline cannot be acted upon"):
+            with self.faults.watch("clock", "the deadline cannot be acted upon"):
                 drawing = self.state.stage == "drawing"
                 await self.submit(Present(now, await self._followers.present(now)) if drawing else Tick(now))
         except MaskfleetError as error:

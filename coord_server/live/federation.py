@@ -68,8 +68,8 @@ class LiveFederation:
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
-        self._rounds = Rounds(store, self._commits, self._values, self._downlinks, self._faults, clock)
-        self.uploads = Uploads(store, self._commits, self._values, self._rounds, self._faults, clock)
+        self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
+        self.uploads = Uploads(store, self._commits, self._values, self._rounds)
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -83,8 +83,8 @@ class LiveFederation:
     async def close(self) -> None:
         """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
         self.wake(closing=True)
-        await self._rounds.close()
         await self._commits.close()
+        await self._rounds.close()
         await self.devices.close()
 
     def wake(self, closing: bool = False) -> None:

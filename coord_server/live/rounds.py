@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpda
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
 from coord_server.live.method_state import MethodState, StaleError, Values
-from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import Head
@@ -36,18 +35,9 @@ RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to fold while so
 class Rounds:
     """The rounds of one federation: the updates that wait for the fold, the fold, and the sweep after it."""
 
-    def __init__(
-        self,
-        store: Store,
-        commits: Commits,
-        method_state: MethodState,
-        downlinks: Downlinks,
-        faults: Faults,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, store: Store, commits: Commits, method_state: MethodState, downlinks: Downlinks) -> None:
         self.id, self.config = commits.id, commits.config
         self._store, self._commits, self._values, self._downlinks = store, commits, method_state, downlinks
-        self._faults, self._clock = faults, clock
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
         self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -96,7 +86,7 @@ class Rounds:
         pause = RETRY_FIRST
         while self._due(decision):
             try:
-                with self._faults.watch("fold", f"round {decision.round} cannot be aggregated"):
+                with self._commits.faults.watch("fold", f"round {decision.round} cannot be aggregated"):
                     await self._fold(decision)
                 break
             except Refusal as refused:  # another process has folded it, or the federation was stopped
@@ -111,12 +101,12 @@ class Rounds:
                     log.debug("%s: %s", self.id, unread)
                 known = isinstance(error, MaskfleetError)
                 why = str(error) if known else "see the coordinator's log"
-                self._faults.set("fold", f"round {decision.round} cannot be aggregated: {why}")
+                self._commits.faults.set("fold", f"round {decision.round} cannot be aggregated: {why}")
                 log.error("%s: round %d: %s; next attempt in %.0f s", self.id, decision.round, error, pause,
                           exc_info=None if known else error)  # fmt: skip
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_MOST)
-        self._faults.clear("fold")
+        self._commits.faults.clear("fold")
         await self._sweep_later(decision.devices)
 
     async def _fold(self, decision: events.Aggregate) -> None:
@@ -125,7 +115,7 @@ class Rounds:
             raise StaleError(f"round {round_} is not under way")
         down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
         closed, left_out = await asyncio.to_thread(self._close, values, decision, down, dict(self._fresh))
-        now = self._clock()
+        now = self._commits.clock()
         if closed is None:
             log.error("%s: no update of round %d can be folded", self.id, round_)
             await self._commits.submit(events.Unusable(now, round_, decision.attempt, tuple(left_out)))

@@ -7,7 +7,7 @@ there before its row refers to it. A body is in memory once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from coord_server import aggregation
 from coord_server.aggregation import Checked
@@ -15,7 +15,6 @@ from coord_server.events import Acknowledge, Updated
 from coord_server.live.commits import Commits
 from coord_server.live.method_state import MethodState, StaleError, Values
 from coord_server.live.rounds import Rounds
-from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import Incoming
@@ -31,18 +30,9 @@ SPOOL = 1 << 20  # bytes of an upload gathered before a thread writes them
 class Uploads:
     """The updates of one federation on their way in. Coroutines may be called concurrently."""
 
-    def __init__(
-        self,
-        store: Store,
-        commits: Commits,
-        method_state: MethodState,
-        rounds: Rounds,
-        faults: Faults,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, store: Store, commits: Commits, method_state: MethodState, rounds: Rounds) -> None:
         self.id = commits.id
         self._store, self._commits, self._values, self._rounds = store, commits, method_state, rounds
-        self._faults, self._clock = faults, clock
 
     async def limit(self) -> int:
         """The most bytes an update may have. Raises StateError."""
@@ -53,7 +43,7 @@ class Uploads:
 
         Raises Refusal otherwise, StateError.
         """
-        event = Updated(self._clock(), round_, device, lease, sha256)
+        event = Updated(self._commits.clock(), round_, device, lease, sha256)
         try:
             first = await self._commits.ask(event)
         except Refusal:  # its round may be over: then only the database remembers it
@@ -76,12 +66,16 @@ class Uploads:
 
         After a Refusal nothing of it is kept. Once it is checked it is committed even when the caller goes away.
         """
-        event = Updated(self._clock(), round_, device, lease, sha256)
+        event = Updated(self._commits.clock(), round_, device, lease, sha256)
         incoming = self._store.blobs.receive(self._values.shelf("updates", round_))
         try:
-            with self._faults.watch("updates", f"the update of {device!r} could not be accepted"):
+            with self._commits.faults.watch("updates", f"the update of {device!r} could not be accepted"):
                 size, small = await receive(incoming, body, await self.limit(), "an update of this method")
-                checked, now, content = await self._check(event, incoming, small), self._clock(), Content(sha256, small)
+                checked, now, content = (
+                    await self._check(event, incoming, small),
+                    self._commits.clock(),
+                    Content(sha256, small),
+                )
                 await self._commits.submit(
                     event,
                     lambda rows: rows.add_update(round_, device, content, size, now, checked.influence),
