@@ -29,7 +29,7 @@ from edge_client.compaction.personal import write_dense
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DataError, MaskfleetError
 from edge_client.measure.latency import latency
-from edge_client.protocol.messages import Device, Federation, FederationConfig, Report, Round, Scores, TokenRequest
+from edge_client.protocol.messages import Device, FederationConfig, Report, Round, Scores, TokenRequest
 from edge_client.task import Personal
 
 # Settings of each method on each data set, chosen on the validation part (for FedMask on HAR: `chosen` in
@@ -193,7 +193,7 @@ class Fleet:
         rounds: int,
         cohort: int,
         seed: int,
-        progress: Callable[[Federation, list[Round]], None] = lambda federation, rounds: None,
+        progress: Callable[[list[Round]], None] = lambda closed: None,
         backend: str | None = None,
         secrets_of: Mapping[str, int] | None = None,
     ) -> Ended:
@@ -226,7 +226,7 @@ class Fleet:
         self._watch(id_, joined, progress)
         return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
 
-    def _watch(self, id_: str, joined: list[Process], progress: Callable[[Federation, list[Round]], None]) -> None:
+    def _watch(self, id_: str, joined: list[Process], progress: Callable[[list[Round]], None]) -> None:
         seen = -1
         leaving: float | None = None
         while leaving is None or any(p.popen.poll() is None for p in joined):
@@ -237,7 +237,7 @@ class Fleet:
             if closed > seen:
                 done = self.operator.rounds(id_)
                 seen = len(done)  # another round may have closed since the request before
-                progress(federation, done)
+                progress(done)
             if federation.phase == "finished" and leaving is None:
                 leaving = time.monotonic() + GOODBYE
             if federation.phase == "stopped" or federation.fault:
