@@ -8,8 +8,8 @@ federation is idle. Then some of them poll for work, and cohorts are drawn from 
 setting runs until a number of updates is in. Messages are requests answered (work, downlink, update); CPU seconds are
 the coordinator's.
 
-The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: the cost of a member. The last ones
-have 1,000 and 2,000 devices polling at once: the cost of a waiting device.
+The first settings keep 200 devices polling while 200, 2,000 and 10,000 are enrolled: the cost of a member. The last
+ones have 1,000 and 2,000 devices polling at once: the cost of a waiting device.
 """
 
 from __future__ import annotations

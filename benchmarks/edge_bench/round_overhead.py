@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parameters", type=int, default=1_000_000, help="d (default 1000000)")
     parser.add_argument("--cohorts", default="2,10,50", help="devices of a round (default 2,10,50)")
-    parser.add_argument("--updates", type=int, default=60, help="about so many updates a run (default 60)")
+    parser.add_argument("--updates", type=int, default=40, help="about so many updates a run (default 40)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turns (default 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--as", dest="role", nargs="+", help=argparse.SUPPRESS)
