@@ -22,8 +22,10 @@ import numpy as np
 import psutil
 
 from coord_server.auth import OPERATOR_ENV
-from edge_client.bundle import Init, Input, Layer, Manifest, Tensor
+from coord_server.operator.client import Operator
+from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Tensor
 from edge_client.errors import ConfigError
+from edge_client.protocol.messages import FederationConfig, TokenRequest
 from edge_client.targets import Classification
 
 OPERATOR = "operator-of-the-overhead-benchmarks"
@@ -125,62 +127,40 @@ class Meter:
 # --- a coordinator
 
 
-def manifest(d: int) -> Manifest:
-    """One linear layer of `d` weights and no graph."""
+def bundle(folder: Path, d: int) -> Path:
+    """Write a bundle of one linear layer of `d` weights and no graph."""
     row = Tensor(name="w", shape=(2, d // 2), offset=0, init=Init(kind="constant", scale=0.0))
     layer, target = Layer(name="w", kind="linear", weights=("w",)), Classification(classes=2)
-    return Manifest(name="idle", input=Input(shape=(1,)), target=target, parameters=(row,), layers=(layer,), seed=0)
+    described = Manifest(
+        name="idle", input=Input(shape=(1,)), target=target, parameters=(row,), layers=(layer,), seed=0
+    )
+    place = folder / f"bundle-{d}"
+    place.mkdir(exist_ok=True)
+    (place / MANIFEST).write_bytes(described.to_bytes())
+    return place
 
 
-class Running:
-    """A coordinator process and the operator's requests to it."""
-
-    def __init__(self, url: str, server: subprocess.Popen[str]) -> None:
-        self.url, self.server = url, server
-        headers = {"Authorization": f"Bearer {OPERATOR}"}
-        self._http = httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=PATIENCE)
-
-    def _send(self, verb: str, path: str, **request: Any) -> Any:
-        answer = self._http.request(verb, path, **request)
-        if answer.is_error:
-            raise ConfigError(f"{verb} {path} was answered {answer.status_code}: {answer.text}")
-        return answer.json() if answer.content else None
-
-    def create(self, kind: str, d: int, cohort: int, **config: Any) -> str:
-        """Create the federation `kind` of the idle method; returns a join token."""
-        bundle = self._send("POST", "/v1/bundles", content=manifest(d).to_bytes())["digest"]
-        config = {
-            "name": kind,
-            "bundle": bundle,
-            "method": {"name": "idle", "kind": kind},
-            "cohort": cohort,
-            "min_devices": cohort,
-            "min_updates": cohort,
-            "backend": "idle",
-            **config,
-        }
-        self._send("POST", "/v1/federations", json=config)
-        return str(self._send("POST", f"/v1/federations/{kind}/tokens", json={"uses": 1_000_000})["token"])
-
-    def operate(self, kind: str, action: str) -> None:
-        """Start, pause, resume or stop the federation."""
-        self._send("POST", f"/v1/federations/{kind}/{action}")
-
-    def close(self) -> None:
-        """Close the operator's connection."""
-        self._http.close()
+def create(operator: Operator, folder: Path, kind: str, d: int, cohort: int, **config: Any) -> str:
+    """Create the federation `kind` of the idle method; returns a join token."""
+    federation = {
+        "name": kind,
+        "bundle": operator.upload_bundle(bundle(folder, d)),
+        "method": {"name": "idle", "kind": kind},
+        "cohort": cohort,
+        "min_devices": cohort,
+        "min_updates": cohort,
+        "backend": "idle",
+    }
+    operator.create(FederationConfig.model_validate(federation | config))
+    return operator.token(kind, TokenRequest(uses=1_000_000)).token
 
 
 @contextmanager
-def coordinator(folder: Path) -> Iterator[Running]:
-    """A coordinator process with a data folder of its own within `folder`."""
+def coordinator(folder: Path) -> Iterator[tuple[str, Operator, Meter]]:
+    """A coordinator process with a data folder of its own within `folder`: its URL, its operator, its meter."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     place = ["--port", str(port), "--data", str(folder / f"coordinator-{port}"), "--log-level", "warning"]
-    with process(folder, "-m", "edge_client.cli", "serve", *place) as server:
+    with process(folder, "-m", "edge_client.cli", "serve", *place) as server, Operator(url, OPERATOR) as operator:
         wait_until_up(f"{url}/v1/health", server)
-        running = Running(url, server)
-        try:
-            yield running
-        finally:
-            running.close()
+        yield url, operator, Meter(server.pid)

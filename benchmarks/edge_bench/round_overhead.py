@@ -39,11 +39,13 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
+from edge_bench.cli import write_json
 from edge_bench.loopback import (
     PATIENCE,
     Meter,
     answer_of,
     coordinator,
+    create,
     free_port,
     install_plugin,
     process,
@@ -74,7 +76,7 @@ def in_threads(names: list[str], run: Callable[[str, list[float]], None]) -> Non
     print(json.dumps(list(times.values())))
 
 
-def devices(url: str, token: str, names: list[str], rounds: int, folder: Path) -> None:
+def devices(url: str, token: str, rounds: str, folder: str, names: str) -> None:
     """maskfleet's own clients."""
     x, y = np.zeros((2, 1), np.float32), np.zeros(2, np.int64)
 
@@ -84,23 +86,23 @@ def devices(url: str, token: str, names: list[str], rounds: int, folder: Path) -
                 times.append(time.monotonic())
 
         data = DeviceData(x, y, x[:0], y[:0], x, y)
-        Client(url, token, data, device=name, state=folder / name).run(rounds, on_event=note)
+        Client(url, token, data, device=name, state=Path(folder) / name).run(int(rounds), on_event=note)
 
-    in_threads(names, run)
+    in_threads(names.split(","), run)
 
 
-def bare_devices(url: str, names: list[str], rounds: int, folder: Path) -> None:
+def bare_devices(url: str, rounds: str, folder: str, names: str) -> None:
     """GET and PUT the same bytes."""
 
     def run(name: str, times: list[float]) -> None:
         with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
-            for round_ in range(rounds):
+            for round_ in range(int(rounds)):
                 body = http.get(f"/payload/{round_}").raise_for_status().content
-                store(folder / name, body)
+                store(Path(folder) / name, body)
                 http.put(f"/update/{round_}/{name}", content=body).raise_for_status()
                 times.append(time.monotonic())
 
-    in_threads(names, run)
+    in_threads(names.split(","), run)
 
 
 # --- the bare server
@@ -114,11 +116,11 @@ def store(path: Path, body: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
+def bare_server(port: str, size: str, cohort: str, folder: str) -> None:
     """Serve until killed."""
     app = FastAPI()
-    payload = np.random.default_rng(0).bytes(size)
-    database = sqlite3.connect(folder / "updates.sqlite", check_same_thread=False, isolation_level=None)
+    payload = np.random.default_rng(0).bytes(int(size))
+    database = sqlite3.connect(Path(folder) / "updates.sqlite", check_same_thread=False, isolation_level=None)
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=FULL")
     database.execute("CREATE TABLE updates (round INTEGER, device TEXT, size INTEGER, PRIMARY KEY (round, device))")
@@ -127,14 +129,14 @@ def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
     over = asyncio.Condition()
 
     def keep(round_: int, device: str, body: bytes) -> None:
-        store(folder / device, body)
+        store(Path(folder) / device, body)
         with one_at_a_time:
             database.execute("INSERT INTO updates VALUES (?, ?, ?)", (round_, device, len(body)))
 
     @app.get("/payload/{round_}")
     async def get(round_: int) -> Response:
         async with over:
-            await over.wait_for(lambda: round_ == 0 or received.get(round_ - 1) == cohort)
+            await over.wait_for(lambda: round_ == 0 or received.get(round_ - 1) == int(cohort))
         return Response(payload, media_type="application/octet-stream")
 
     @app.put("/update/{round_}/{device}")
@@ -146,7 +148,11 @@ def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
             over.notify_all()
         return {"size": len(body)}
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False)
+    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error", access_log=False)
+
+
+ROLES: dict[str, Callable[..., None]] = {"devices": devices, "bare-devices": bare_devices, "bare-server": bare_server}
+"""What a process of this benchmark does, with the arguments of its command line."""
 
 
 # --- one run of either
@@ -169,10 +175,9 @@ def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
 def run_maskfleet(folder: Path, kind: str, d: int, cohort: int, rounds: int) -> Figures:
     """A federation; its devices leave one round before the end, so no model is written."""
     state = tempfile.mkdtemp(dir=folder)
-    with coordinator(folder) as running:
-        token = running.create(kind, d, cohort, rounds=rounds + 1, guard="none")
-        meter = Meter(running.server.pid)
-        return ran(folder, meter, cohort, "devices", running.url, token, str(rounds), state)
+    with coordinator(folder) as (url, operator, meter):
+        token = create(operator, folder, kind, d, cohort, rounds=rounds + 1, guard="none")
+        return ran(folder, meter, cohort, "devices", url, token, str(rounds), state)
 
 
 def run_bare(folder: Path, size: int, cohort: int, rounds: int) -> Figures:
@@ -210,19 +215,6 @@ def measure(d: int, cohorts: list[int], updates: int, repeats: int) -> list[dict
     return rows
 
 
-def as_role(role: str, rest: list[str]) -> None:
-    """What a process of this benchmark does."""
-    if role == "devices":
-        url, token, rounds, folder, names = rest
-        devices(url, token, names.split(","), int(rounds), Path(folder))
-    elif role == "bare-devices":
-        url, rounds, folder, names = rest
-        bare_devices(url, names.split(","), int(rounds), Path(folder))
-    else:
-        port, size, cohort, folder = rest
-        bare_server(int(port), int(size), int(cohort), Path(folder))
-
-
 def main() -> None:
     """Parse the command line; `--as ROLE` is how the benchmark starts its own processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -234,7 +226,7 @@ def main() -> None:
     parser.add_argument("--as", dest="role", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.role:
-        as_role(given.role[0], given.role[1:])
+        ROLES[given.role[0]](*given.role[1:])
         return
     command = (
         f"python -m edge_bench.round_overhead --parameters {given.parameters} --cohorts {given.cohorts} "
@@ -245,7 +237,7 @@ def main() -> None:
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
     if given.json:
         record = {**origin, "parameters": given.parameters, "units": units, "results": rows}
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(given.json, record)
 
 
 if __name__ == "__main__":
