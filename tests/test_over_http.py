@@ -84,7 +84,9 @@ def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_se
     same = Scores(mean=0.5, worst=0.5, p10=0.5, best=0.5)
     traffic = {"up": {"mask": 7, "header": 2}, "down": {"theta": 40}, "one_time_up": {"head": 5}}
     traffic |= {"one_time_down": {"head": 3}, "last_down": {"theta": 40}}
-    figures: dict[str, object] = dict.fromkeys(("bits_per_parameter_up", "bits_per_parameter_down", "loss", "seconds"), 0.0)
+    figures: dict[str, object] = dict.fromkeys(
+        ("bits_per_parameter_up", "bits_per_parameter_down", "loss", "seconds"), 0.0
+    )
     scores = "score_before", "score_after"
     record = Round.model_validate(
         {"round": 1, "devices": ["a"], "traffic": traffic, **figures, **dict.fromkeys(scores)}

@@ -30,7 +30,8 @@ from typing import Any
 from coord_server.operator.client import Operator
 from edge_bench import provenance
 from edge_bench.cli import write_json
-from edge_bench.loopback import PATIENCE, Meter, coordinator, create, install_plugin
+from edge_bench.loopback import PATIENCE, Meter, create, plugin
+from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
 from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
 from edge_client.transport import content_digest
@@ -232,13 +233,13 @@ async def _all(
 
 def measure(settings: Sequence[tuple[int, int]], updates: int) -> list[dict[str, Any]]:
     """One row for each setting: enrolled and polling devices, in rising order of the enrolled."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, children() as start:
         folder = Path(name)
-        install_plugin(folder)
-        with coordinator(folder) as (url, operator, meter):
-            endless = {"rounds": 1_000_000, "start": "manual", "min_updates": 1, "deadline_seconds": 10.0}
+        server, url, operator = coordinator(start, folder, plugin(folder))
+        endless = {"rounds": 1_000_000, "start": "manual", "min_updates": 1, "deadline_seconds": 10.0}
+        with operator:
             token = create(operator, folder, KIND, D, COHORT, **endless)
-            return asyncio.run(_all(url, operator, meter, token, settings, updates))
+            return asyncio.run(_all(url, operator, Meter(server.popen.pid), token, settings, updates))
 
 
 def _said(row: dict[str, Any], first: dict[str, Any]) -> str:

@@ -22,13 +22,13 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import sqlite3
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,8 @@ from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
 from edge_bench.cli import write_json
-from edge_bench.loopback import (
-    PATIENCE,
-    Meter,
-    answer_of,
-    coordinator,
-    create,
-    free_port,
-    install_plugin,
-    process,
-    wait_until_up,
-)
+from edge_bench.loopback import PATIENCE, Meter, create, plugin
+from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client
 from edge_client.data import DeviceData
 from edge_client.events import Event
@@ -58,7 +49,7 @@ from edge_client.events import Event
 KINDS = {"float32": 4, "mask": 1 / 8}  # bytes a parameter
 TICK = 0.01  # seconds: the system's clock of a process's CPU time is no finer
 WORKERS = 2  # processes that the devices are threads of
-ME = ("-m", "edge_bench.round_overhead", "--as")
+MODULE = "edge_bench.round_overhead"
 Figures = dict[str, float]
 
 
@@ -116,7 +107,7 @@ def store(path: Path, body: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def bare_server(port: str, size: str, cohort: str, folder: str) -> None:
+def bare_server(size: str, cohort: str, folder: str) -> None:
     """Serve until killed."""
     app = FastAPI()
     payload = np.random.default_rng(0).bytes(int(size))
@@ -148,7 +139,9 @@ def bare_server(port: str, size: str, cohort: str, folder: str) -> None:
             over.notify_all()
         return {"size": len(body)}
 
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error", access_log=False)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listening:
+        print(f"{READY}http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run([listening])
 
 
 ROLES: dict[str, Callable[..., None]] = {"devices": devices, "bare-devices": bare_devices, "bare-server": bare_server}
@@ -158,14 +151,18 @@ ROLES: dict[str, Callable[..., None]] = {"devices": devices, "bare-devices": bar
 # --- one run of either
 
 
-def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
+def ran(start: Start, folder: Path, extra: Mapping[str, str], server: Process, cohort: int, *role: str) -> Figures:
     """Run `cohort` devices in `WORKERS` processes and measure: seconds and server CPU of a round, server memory."""
-    names = [f"d{i:02d}" for i in range(cohort)]
-    with ExitStack() as stack:
-        shares = [",".join(names[i::WORKERS]) for i in range(min(WORKERS, cohort))]
-        running = [stack.enter_context(process(folder, *ME, *role, share)) for share in shares]
-        times = [row for worker in running for row in answer_of(worker)]
+    names, workers = [f"d{i:02d}" for i in range(cohort)], []
+    meter = Meter(server.popen.pid)
+    for i in range(min(WORKERS, cohort)):
+        arguments = ["--as", *role, str(folder), ",".join(names[i::WORKERS])]
+        workers.append(start("devices", arguments, folder / f"devices-{i}.log", extra, MODULE))
+    for worker in workers:
+        worker.popen.wait()
+        worker.check()
     meter.stop()
+    times = [row for worker in workers for row in json.loads(worker.said().splitlines()[-1])]
     over = [max(round_) for round_ in zip(*times, strict=True)]
     durations = [b - a for a, b in pairwise(over)]
     cpu = max(meter.seconds(over[0], over[-1]), TICK) / len(durations)
@@ -174,19 +171,20 @@ def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
 
 def run_maskfleet(folder: Path, kind: str, d: int, cohort: int, rounds: int) -> Figures:
     """A federation; its devices leave one round before the end, so no model is written."""
-    state = tempfile.mkdtemp(dir=folder)
-    with coordinator(folder) as (url, operator, meter):
-        token = create(operator, folder, kind, d, cohort, rounds=rounds + 1, guard="none")
-        return ran(folder, meter, cohort, "devices", url, token, str(rounds), state)
+    environment = plugin(folder)
+    with children() as start:
+        server, url, operator = coordinator(start, folder, environment)
+        with operator:
+            token = create(operator, folder, kind, d, cohort, rounds=rounds + 1, guard="none")
+        return ran(start, folder, environment, server, cohort, "devices", url, token, str(rounds))
 
 
 def run_bare(folder: Path, size: int, cohort: int, rounds: int) -> Figures:
     """The bare loop."""
-    port, at_server, at_devices = free_port(), tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
-    url = f"http://127.0.0.1:{port}"
-    with process(folder, *ME, "bare-server", str(port), str(size), str(cohort), at_server) as server:
-        wait_until_up(url, server)
-        return ran(folder, Meter(server.pid), cohort, "bare-devices", url, str(rounds), at_devices)
+    with children() as start:
+        arguments = ["--as", "bare-server", str(size), str(cohort), str(folder)]
+        server = start("the bare server", arguments, folder / "server.log", {}, MODULE)
+        return ran(start, folder, {}, server, cohort, "bare-devices", address(server), str(rounds))
 
 
 # --- all of it
@@ -196,15 +194,14 @@ def measure(d: int, cohorts: list[int], updates: int, repeats: int) -> list[dict
     """One row for each kind and cohort: medians over the repeats, and maskfleet's over the bare loop's."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        install_plugin(folder)
         for kind, width in KINDS.items():
             for cohort in cohorts:
                 rounds = max(4, updates // cohort) + 1
                 ours, bare = [], []
                 for _ in range(repeats):
-                    ours.append(run_maskfleet(folder, kind, d, cohort, rounds))
-                    bare.append(run_bare(folder, int(d * width), cohort, rounds))
+                    fresh = [Path(tempfile.mkdtemp(dir=name)) for _ in range(2)]
+                    ours.append(run_maskfleet(fresh[0], kind, d, cohort, rounds))
+                    bare.append(run_bare(fresh[1], int(d * width), cohort, rounds))
                 row: dict[str, Any] = {"kind": kind, "cohort": cohort, "rounds": rounds - 1}
                 for figure in ours[0]:
                     mine, theirs = (statistics.median(run[figure] for run in runs) for runs in (ours, bare))
