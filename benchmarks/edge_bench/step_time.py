@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +47,8 @@ WAYS = {"": True, "_numpy": False}  # compiled or not
 BACKENDS = ("onnxruntime", "torch")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int, int]] = {
     # name: module, one sample, classes, batch, steps of a burst, bursts measured
-    "mlp 1152-300-100-6": (models.har_mlp, (1152,), 6, 32, 45, 8),
-    "mlp 1152-300-100-6, batch 128": (models.har_mlp, (1152,), 6, 128, 45, 3),
+    "mlp 1152-300-100-6": (partial(models.mlp, *models.HAR), (1152,), 6, 32, 45, 8),
+    "mlp 1152-300-100-6, batch 128": (partial(models.mlp, *models.HAR), (1152,), 6, 128, 45, 3),
     "small cnn": (models.small_cnn, (1, 28, 28), 10, 32, 8, 6),
     "vgg9": (models.vgg9, (1, 32, 32), 10, 32, 4, 2),
 }

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edge_export.channels import find_groups
     from edge_export.writer import export_bundle
 
-__all__ = ["export_bundle", "find_groups"]
+__all__ = ["export_bundle"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,8 +16,4 @@ def __getattr__(name: str) -> Any:
         from edge_export.writer import export_bundle
 
         return export_bundle
-    if name == "find_groups":
-        from edge_export.channels import find_groups
-
-        return find_groups
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
