@@ -231,11 +231,3 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     *refused, grown = run.stdout.splitlines()
     assert len(refused) == 2
     assert int(grown) < 20, "megabytes"
-
-
-def test_without_pillow_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    payload = codecs.encode("fuse8-png", keys_below(300, 0.1), 300)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    for call in (lambda: codecs.encode("fuse8-png", keys_below(300, 0.1), 300), lambda: png.decode(payload, 300)):
-        with pytest.raises(CodecError, match=r"pip install 'maskfleet\[fuse\]'"):
-            call()

@@ -67,7 +67,7 @@ class Process:
 
 
 def add(device: str, sha256: str = "5" * 64, round_: int = 1) -> Callable[[Rows], None]:
-    row = UpdateRow(round_, device, Content(sha256, b"u"), 1, 1.0, 0.5, 2.0, Seen(1.0))
+    row = UpdateRow(round_, device, Content(sha256, b"u"), 1, 1.0, 0.5, 2.0, 0.0, Seen(1.0))
     return lambda rows: rows.add_update(row)
 
 
@@ -104,7 +104,7 @@ def test_an_event_is_written_before_its_decisions_are_given(tmp_path: Path) -> N
         head = p.metadata.head("fed")
         assert (head.version, engine.load(head.state)) == (2, p.commits.state)
         assert p.metadata.acknowledged("fed", 1, "a") == ("5" * 64, 1)
-        assert p.metadata.influences("fed", 1) == {"a": (0.5, 2.0)}
+        assert p.metadata.influences("fed", 1) == {"a": (0.5, 2.0, 0.0)}
         assert [type(d) for d in p.decided] == [OpenRound, Acknowledge]
 
     play(tmp_path, script)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from coord_server import auth, serve
 from coord_server.store import open_store
@@ -37,7 +37,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def call(*arguments: str) -> None:
     whole = ["serve", *arguments]
-    done = CliRunner().invoke(cli.build(whole), whole, catch_exceptions=False)
+    done = CliRunner().invoke(cli.build(), whole, catch_exceptions=False)
     assert done.exit_code == 0, done.output
 
 

@@ -44,7 +44,7 @@ def halves(folder: Path) -> list[str]:
 
 
 def update(device: str = "a", round_: int = 1, at: float = 3.0, **seen: Any) -> Any:
-    row = UpdateRow(round_, device, Content("f" * 64, b"update"), 6, at, 1.5, 2.0, Seen(at, **seen))
+    row = UpdateRow(round_, device, Content("f" * 64, b"update"), 6, at, 1.5, 2.0, 0.0, Seen(at, **seen))
     return lambda rows: rows.add_update(row)
 
 

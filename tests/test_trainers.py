@@ -224,7 +224,7 @@ def test_logits_equal_eager_pytorch_in_evaluation_mode(exported: Exported) -> No
 def _train(trainer: Trainer, bundle: Bundle, case: Case) -> tuple[F32, F32]:
     start = bundle.model()
     parameters, buffers = start.parameters.copy(), start.buffers.copy()
-    sgd = Sgd(len(parameters), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    sgd = Sgd(len(parameters), lr=0.02, momentum=0.9)
     for step in range(50):
         x, y = _batch(case, (16, 9, 16, 4, 2)[step % 5], 100 + step)
         g = trainer.gradient(parameters, buffers, x, y)

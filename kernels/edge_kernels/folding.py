@@ -11,7 +11,7 @@ from edge_kernels import bits
 
 Packed = NDArray[np.uint8]
 
-_TILE = 1 << 13  # bytes of a mask unpacked at a time: they stay in the cache
+_TILE = 1 << 16  # bytes of a mask unpacked at a time
 
 
 class Tally:

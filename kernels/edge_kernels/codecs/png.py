@@ -1,9 +1,9 @@
 """Codec `fuse8-png`: an 8-bit fuse filter as a grayscale PNG, the payload of the DeltaMask paper.
 
 The pixels, row by row, are the bytes of the `fuse8` payload, then zeros up to a full rectangle. The width is the least
-w with w * w >= the number of bytes. Pillow, imported when it is needed, writes and reads the pixels. Before that this
-module checks the chunks and their checksums, the image size against the largest filter of d keys, and the length of the
-inflated data. A file holds no chunks but IHDR, IDAT and IEND, so Pillow decompresses nothing else.
+w with w * w >= the number of bytes. Pillow, imported when it is needed, writes and reads the pixels. Before it reads a
+payload, this module checks the chunks and their checksums, the image size against the largest filter of d keys, and
+the length of the inflated data. A file holds no chunks but IHDR, IDAT and IEND, so Pillow decompresses nothing else.
 """
 
 from __future__ import annotations
