@@ -18,23 +18,24 @@ round is not counted. CPU and memory are the server process's: CPU seconds over 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import socket
 import sqlite3
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import typer
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
@@ -212,30 +213,23 @@ def measure(d: int, cohorts: list[int], updates: int, repeats: int) -> list[dict
     return rows
 
 
-def main() -> None:
-    """Parse the command line; `--as ROLE` is how the benchmark starts its own processes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=int, default=1_000_000, help="d (default 1000000)")
-    parser.add_argument("--cohorts", default="2,10,50", help="devices of a round (default 2,10,50)")
-    parser.add_argument("--updates", type=int, default=40, help="about so many updates a run (default 40)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turns (default 1)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--as", dest="role", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role:
-        ROLES[given.role[0]](*given.role[1:])
-        return
-    command = (
-        f"python -m edge_bench.round_overhead --parameters {given.parameters} --cohorts {given.cohorts} "
-        f"--updates {given.updates} --repeats {given.repeats}"
-    )
-    origin = provenance.origin(command)
-    rows = measure(given.parameters, [int(k) for k in given.cohorts.split(",")], given.updates, given.repeats)
+def main(
+    parameters: Annotated[int, typer.Option(min=2, help="d of the model.")] = 1_000_000,
+    cohorts: Annotated[str, typer.Option(help="Devices of a round, comma-separated.")] = "2,10,50",
+    updates: Annotated[int, typer.Option(min=1, help="About so many updates a run.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """What a round costs besides training: maskfleet against a bare durable loop of FastAPI and httpx."""
+    origin = provenance.origin(" ".join(["python -m", MODULE, *sys.argv[1:]]))
+    rows = measure(parameters, [int(k) for k in cohorts.split(",")], updates, repeats)
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
-    if given.json:
-        record = {**origin, "parameters": given.parameters, "units": units, "results": rows}
-        write_json(given.json, record)
+    if json_file is not None:
+        write_json(json_file, {**origin, "parameters": parameters, "units": units, "results": rows})
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--as"]:  # how the benchmark starts its own processes
+        ROLES[sys.argv[2]](*sys.argv[3:])
+    else:
+        typer.run(main)
