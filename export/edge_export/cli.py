@@ -1,4 +1,4 @@
-"""`maskfleet export`: a function in the author's Python file builds the model. Imports torch when called."""
+"""`maskfleet export`: a function in the author's Python file builds the model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from edge_client.errors import ConfigError
+from edge_export.writer import export_bundle
 
 
 def load_factory(place: str) -> Any:
@@ -60,12 +62,6 @@ def export(
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
 ) -> None:
     """Export a PyTorch model as a bundle that devices train without PyTorch."""
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError("export needs PyTorch; install it with: pip install 'maskfleet[author]'") from None
-    from edge_export.writer import export_bundle
-
     try:
         shape = tuple(int(n) for n in input_.split(","))
     except ValueError:
