@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from edge_kernels import bits as bitset
 from edge_kernels import codecs, counter, coupling
-from edge_kernels.codecs import CodecError, counts, fuse, klms, png
+from edge_kernels.codecs import CodecError, counts, fuse, png
 from edge_kernels.codecs.describe import Description, describe, names
 from edge_kernels.coupling import Cohort
 from hypothesis import given, settings
@@ -108,17 +108,6 @@ def test_the_number_of_counts_that_equal_their_prediction_is_reported() -> None:
     assert describe("counts", counts.encode(np.zeros(5, np.uint8), 0), 5) == {"values": 5, "segments": 1}
 
 
-def test_the_blocks_of_samples_are_reported() -> None:
-    prior = np.full(D, 0.5)
-    data = klms.encode(np.clip(prior + 0.3 * flips(D, 0.3), 0, 1), prior, 1, 2, bits=6)
-    said = describe("klms", data, D)
-    blocks = int(said["blocks"])
-    assert said == {"blocks": blocks, "unit": 1 << data[0], "least_index_bits": 6, "mean_block": D / blocks}
-    assert describe("klms", data) == {key: said[key] for key in said if key != "mean_block"}
-    with pytest.raises(CodecError, match="d is wrong"):
-        describe("klms", data, 16)
-
-
 def test_the_mean_of_planes_is_reported() -> None:
     steps = (counter.uint64(9, 77) % np.uint64(6)).astype(np.uint32)
     data = bitset.pack_planes(steps, 3).tobytes()
@@ -168,8 +157,6 @@ def samples() -> dict[str, tuple[bytes, int]]:
     _, own, _, net = coupled(D, 3, 0.1)
     found = {name: (codecs.encode(name, mask, D), D) for name in codecs.names()}
     found |= {"counts": (counts.encode(mask.astype(np.uint8), 3), D), "coupled": (own, D), "coupled-net": (net, D)}
-    prior = np.full(300, 0.5)
-    found["klms"] = klms.encode(np.clip(prior + 0.2, 0, 1), prior, 1, 2, bits=4), 300
     found["planes"] = bitset.pack_planes(mask.astype(np.uint32) * 3, 2).tobytes(), D
     return found
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from edge_kernels import bits as bitset
-from edge_kernels.codecs import auto, bits, classes, counts, entropy, fuse, klms, png, rice
+from edge_kernels.codecs import auto, bits, classes, counts, entropy, fuse, png, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, check_size, popcount
 from edge_kernels.codecs.streams import Reader
 
@@ -100,7 +100,7 @@ def _png(data: bytes, d: int | None) -> Description:
     return {**_fuse(png.filter_bytes(data, keys), d, 8), "width": width, "height": height}
 
 
-# --- counts, samples, bit planes
+# --- counts, bit planes
 
 
 def _counts(data: bytes, d: int | None) -> Description:
@@ -118,15 +118,6 @@ def _counts(data: bytes, d: int | None) -> Description:
         if len(segments) > 1:
             found["as_predicted"] = f"{found['as_predicted']} of the first {segments[0].stop}"
     return {**found, **first}
-
-
-def _klms(data: bytes, d: int | None) -> Description:
-    reader = Reader(data)
-    log, least, _, count = klms.read_head(reader)
-    if count * least > 8 * reader.left or (d is not None and not min(d, 1) <= count <= -(-d >> log)):
-        raise CodecError(f"{count} blocks do not fit {reader.left} bytes, or d; the payload is damaged or d is wrong")
-    found: Description = {"blocks": count, "unit": 1 << log, "least_index_bits": least}
-    return {**found, "mean_block": d / count} if d and count else found
 
 
 def _planes(data: bytes, d: int | None) -> Description:
@@ -180,7 +171,6 @@ _READERS: Mapping[str, Callable[[bytes, int | None], Description]] = {
     **{f"fuse{width}": partial(_fuse, width=width) for width in (8, 16, 32)},
     "fuse8-png": _png,
     "counts": _counts,
-    "klms": _klms,
     "planes": _planes,
     "coupled": _coupled,
     "coupled-net": _net,
