@@ -44,7 +44,7 @@ fuzz: $(VENV)/.test
 	$(FUZZ) codecs --mutations $(MUTATIONS) $(GUIDED)
 
 bundles: $(VENV)/.test
-	$(BIN)/python -m edge_export.demo_bundles
+	for name in digits har; do $(BIN)/python -m edge_bench.pretrain $$name benchmarks/edge_bench/bundles/$$name || exit 1; done
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from coord_server import aggregation, auth, engine
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
-from coord_server.live.summary import summary
+from coord_server.live.status import summary
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.tables import FederationRow
 from coord_server.store.values import put
 from edge_client.backends import check_parts, installed
 from edge_client.bundle import digest as sha256_of
@@ -92,12 +91,12 @@ class Coordinator:
 
     async def _look(self) -> None:
         """Bring every federation up to date, and load those that are new. Raises StateError."""
-        for id_, (version, ready) in (await asyncio.to_thread(self.store.metadata.versions)).items():
+        for id_, version in (await asyncio.to_thread(self.store.metadata.versions)).items():
             live = self._federations.get(id_)
             if live is not None:
                 try:
-                    await live.look(version, ready)
-                except StateError as error:
+                    await live.look(version)
+                except MaskfleetError as error:
                     log.error("%s: %s", id_, error)
             elif id_ not in self._unloaded:
                 await self._load(id_)
@@ -210,12 +209,12 @@ class Coordinator:
                 f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
                 f"/v1/bundles/{config.bundle}/parts/ first",
             )
-        row = await asyncio.to_thread(self._first_row, config)
-        if not await asyncio.to_thread(self.store.metadata.add_federation, row):
+        if not await asyncio.to_thread(self._add, config):
             raise taken
-        return await self.find(row.id)
+        return await self.find(config.name)
 
-    def _first_row(self, config: FederationConfig) -> FederationRow:
+    def _add(self, config: FederationConfig) -> bool:
+        """Check a new federation and store it; False when its name is taken. Blocks. Raises Refusal, StateError."""
         try:
             method = make_method(config.method)
             if config.backend is not None:
@@ -238,7 +237,8 @@ class Coordinator:
         if FederationConfig.model_validate_json(text) != config:
             raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
         values = put(self.store.blobs, f"{config.name}/values/0", aggregation.pack(start))
-        return FederationRow(config.name, text, engine.dump(engine.State()), values, self._clock())
+        first = engine.dump(engine.State())
+        return self.store.metadata.add_federation(config.name, text, first, values, self._clock())
 
     async def find(self, id_: str) -> LiveFederation:
         """As `federation`, also when another coordinator has just made it. Raises Refusal, StateError."""
@@ -269,10 +269,9 @@ class Coordinator:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
 
-    async def unloaded_of(self, credential: str) -> str | None:
-        """The federation that could not be loaded of the device with this credential, a SHA-256. Raises StateError."""
-        found = await asyncio.to_thread(self.store.metadata.federations_of, credential) if self._unloaded else []
-        return next((id_ for id_ in found if id_ in self._unloaded), None)
+    async def federations_of(self, credential: str) -> list[str]:
+        """The ids of the federations in which a device has this credential, a SHA-256. Raises StateError."""
+        return await asyncio.to_thread(self.store.metadata.federations_of, credential)
 
     # --- tokens and enrolment
 

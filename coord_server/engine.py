@@ -55,29 +55,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from coord_server.events import (
-    Acknowledge,
-    Aggregate,
-    Aggregated,
-    Decision,
-    Draw,
-    Event,
-    Failed,
-    Finish,
-    Forget,
-    GiveUp,
-    OpenRound,
-    Paused,
-    Present,
-    Refuse,
-    Removed,
-    Resumed,
-    Started,
-    Stopped,
-    Tick,
-    Unusable,
-    Updated,
-)
+from coord_server import events
+from coord_server.events import Acknowledge, Aggregate, Decision, Draw, Event, Finish, GiveUp, OpenRound, Refuse
 from coord_server.state import Stage, State, choose_cohort, dump, lease, left, load, missing, usable
 from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
@@ -140,16 +119,9 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
     attempt, deadline = state.attempt + 1, now + config.deadline_seconds
     cohort = choose_cohort(config, able, state.round, attempt)
     opened = _move(
-        state,
-        "open",
-        attempt=attempt,
-        tries=state.tries + 1,
-        cohort=cohort,
-        asked=tuple(sorted({*state.asked, *cohort})),
-        excused=(),
-        opened=now if attempt == 1 else state.opened,
-        deadline=deadline,
-    )
+        state, "open", attempt=attempt, tries=state.tries + 1, cohort=cohort, excused=(), deadline=deadline,
+        asked=tuple(sorted({*state.asked, *cohort})), opened=now if attempt == 1 else state.opened,
+    )  # fmt: skip
     if not missing(opened) and len(usable(opened)) >= config.min_updates:
         return _close(opened)
     return opened, (OpenRound(state.round, attempt, cohort, deadline),)
@@ -196,7 +168,7 @@ def _begin(config: FederationConfig, state: State, now: float, present: tuple[st
     return state, decisions or pending(state)
 
 
-def _present(config: FederationConfig, state: State, event: Present) -> Step:
+def _present(config: FederationConfig, state: State, event: events.Present) -> Step:
     if state.phase == "recruiting":
         due = config.start == "auto" and len(event.devices) >= config.min_devices
         return _begin(config, state, event.now, event.devices) if due else (state, ())
@@ -205,115 +177,91 @@ def _present(config: FederationConfig, state: State, event: Present) -> Step:
     return state, ()
 
 
-def _started(config: FederationConfig, state: State, event: Started) -> Step:
+def _started(config: FederationConfig, state: State, event: events.Started) -> Step:
     if not event.devices:
         return _refuse(state, "no-devices", "no device has asked for work lately; hand out a join token first")
     return _begin(config, state, event.now, event.devices)
 
 
-def _removed(config: FederationConfig, state: State, event: Removed) -> Step:
+def _removed(config: FederationConfig, state: State, event: events.Removed) -> Step:
     device = event.device
     if device not in state.received:
         state = replace(state, asked=tuple(d for d in state.asked if d != device))
-    if device in state.cohort:
-        state = replace(state, excused=tuple(sorted({*state.excused, device})))
-    return _proceed(config, state, event.now)
+    return _proceed(config, _excuse(state, device), event.now)
 
 
-def _tick(config: FederationConfig, state: State, event: Tick) -> Step:
+def _tick(config: FederationConfig, state: State, event: events.Tick) -> Step:
     if state.deadline is not None and state.deadline - event.now > config.deadline_seconds:
         state = replace(state, deadline=event.now + config.deadline_seconds)
     return _proceed(config, state, event.now)
 
 
-def _foreign(config: FederationConfig, state: State, event: Updated | Failed, what: str) -> Refuse | None:
-    """Why `what` does not belong to the round under way; None when it does."""
-    if event.round == state.round + 1 and state.stage == "aggregating":
-        return Refuse(
-            "round-not-open",
-            f"round {state.round} is being aggregated after a restart; send {what} of round {event.round} again soon",
+def _foreign(config: FederationConfig, state: State, event: events.Updated | events.Failed, what: str) -> Step | None:
+    """Refuse an update or failure that the round under way does not wait for; None when it does."""
+    device, round_ = event.device, event.round
+    if round_ != state.round:
+        at = f"the federation is at round {state.round}; ask for work again"
+        return _refuse(state, "wrong-round", f"this {what} is for round {round_}, {at}")
+    if event.lease != lease(config, round_, device):
+        due = f"the one device {device!r} has in round {round_}; ask for work"
+        return _refuse(state, "wrong-lease", f"lease {event.lease!r} is not {due}")
+    if device in state.received:
+        first = f"with SHA-256 {state.received[device]}; that one counts, drop this {what}"
+        return _refuse(
+            state, "conflicting-update", f"device {device!r} already sent its update of round {round_} {first}"
         )
-    if event.round != state.round:
-        return Refuse(
-            "wrong-round",
-            f"this {what} is for round {event.round}, the federation is at round {state.round}; ask for work again",
-        )
-    if event.lease != lease(config, event.round, event.device):
-        return Refuse(
-            "wrong-lease",
-            f"lease {event.lease!r} is not the one device {event.device!r} has in round {event.round}; ask for work",
-        )
+    if device not in state.asked:
+        return _refuse(state, "not-in-cohort", f"device {device!r} was not asked in round {round_}; ask for work")
+    if state.stage == "aggregating":
+        return _refuse(state, "round-closed", f"round {round_} is closed; drop this {what} and ask for work")
     return None
 
 
-def _updated(config: FederationConfig, state: State, event: Updated) -> Step:
-    name, device = f"device {event.device!r}", event.device
+def _updated(config: FederationConfig, state: State, event: events.Updated) -> Step:
+    device, sha256 = event.device, event.sha256
+    mine = event.round == state.round and event.lease == lease(config, event.round, device)
+    if mine and state.received.get(device) == sha256:
+        return state, (Acknowledge(event.round, device, sha256, duplicate=True),)
     foreign = _foreign(config, state, event, "update")
     if foreign is not None:
-        return state, (foreign,)
-    if device in state.received:
-        if state.received[device] == event.sha256:
-            return state, (Acknowledge(event.round, device, event.sha256, duplicate=True),)
-        return _refuse(
-            state,
-            "conflicting-update",
-            f"{name} already sent round {event.round} with SHA-256 {state.received[device]}, this body has "
-            f"{event.sha256}; the first one counts, drop this one",
-        )
-    if device not in state.asked:
-        return _refuse(state, "not-in-cohort", f"{name} was not asked in round {event.round}; ask for work")
-    if state.stage == "aggregating":
-        return _refuse(state, "round-closed", f"round {event.round} is closed; drop this update and ask for work")
-    state = replace(
-        state,
-        received={**state.received, device: event.sha256},
-        failed={d: f for d, f in state.failed.items() if d != device},
-    )
+        return foreign
+    failed = {d: f for d, f in state.failed.items() if d != device}
+    state = replace(state, received={**state.received, device: sha256}, failed=failed)
     state, decisions = _proceed(config, state, event.now)
-    return state, (Acknowledge(event.round, device, event.sha256, duplicate=False), *decisions)
+    return state, (Acknowledge(event.round, device, sha256, duplicate=False), *decisions)
 
 
-def _failed(config: FederationConfig, state: State, event: Failed) -> Step:
-    device, forget = event.device, (Forget(event.device),) if event.kind == "lost" else ()
+def _failed(config: FederationConfig, state: State, event: events.Failed) -> Step:
+    device = event.device
     if state.phase == "finished":
-        if forget and event.round == config.rounds + 1:
-            return state, forget
+        if event.kind == "lost" and event.round == config.rounds + 1:
+            return state, ()
         return _refuse(state, "wrong-phase", "the federation is finished; only kind 'lost' can be reported now")
     foreign = _foreign(config, state, event, "failure")
     if foreign is not None:
-        return state, (foreign,)
-    if device in state.received:
-        return _refuse(
-            state, "conflicting-update", f"device {device!r} already sent its update of round {event.round}; it counts"
-        )
-    if device not in state.asked:
-        return _refuse(state, "not-in-cohort", f"device {device!r} was not asked in round {event.round}; ask for work")
-    if state.stage == "aggregating":
-        return _refuse(state, "round-closed", f"round {event.round} is closed; ask for work")
+        return foreign
     failed = {d: f for d, f in state.failed.items() if d != device}
     state = replace(state, failed={**failed, device: Failure(kind=event.kind, reason=event.reason)})
-    if device in state.cohort:
-        state = replace(state, excused=tuple(sorted({*state.excused, device})))
-    state, decisions = _proceed(config, state, event.now)
-    return state, (*forget, *decisions)
+    return _proceed(config, _excuse(state, device), event.now)
 
 
-def _due(state: State, event: Aggregated | Unusable) -> bool:
-    return state.stage == "aggregating" and (event.round, event.attempt) == (state.round, state.attempt)
+def _excuse(state: State, device: str) -> State:
+    """Wait for a device of the cohort no longer."""
+    return replace(state, excused=tuple(sorted({*state.excused, device}))) if device in state.cohort else state
 
 
-def _not_due(state: State, event: Aggregated | Unusable) -> Step:
-    return _refuse(
-        state,
-        "wrong-round",
-        f"round {event.round}, attempt {event.attempt} is not being aggregated; the federation is at round "
-        f"{state.round}, attempt {state.attempt}",
-    )
+def _stale(state: State, event: events.Aggregated | events.Unusable) -> Step | None:
+    """Refuse the outcome of a fold that is not the one under way."""
+    if state.stage == "aggregating" and (event.round, event.attempt) == (state.round, state.attempt):
+        return None
+    at = f"the federation is at round {state.round}, attempt {state.attempt}"
+    return _refuse(state, "wrong-round", f"round {event.round}, attempt {event.attempt} is not being aggregated; {at}")
 
 
-def _aggregated(config: FederationConfig, state: State, event: Aggregated) -> Step:
-    if not _due(state, event):
-        return _not_due(state, event)
+def _aggregated(config: FederationConfig, state: State, event: events.Aggregated) -> Step:
+    stale = _stale(state, event)
+    if stale is not None:
+        return stale
     signal: Signal = "end" if state.round == config.rounds else "advance"
     moved = _move(state, signal)
     clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault)
@@ -323,17 +271,16 @@ def _aggregated(config: FederationConfig, state: State, event: Aggregated) -> St
     return following, pending(following)
 
 
-def _unusable(config: FederationConfig, state: State, event: Unusable) -> Step:
-    if not _due(state, event):
-        return _not_due(state, event)
-    return _again(config, replace(state, unusable=tuple(sorted({*state.unusable, *event.devices}))))
+def _unusable(config: FederationConfig, state: State, event: events.Unusable) -> Step:
+    unusable = tuple(sorted({*state.unusable, *event.devices}))
+    return _stale(state, event) or _again(config, replace(state, unusable=unusable))
 
 
-def _paused(config: FederationConfig, state: State, event: Paused) -> Step:
+def _paused(config: FederationConfig, state: State, event: events.Paused) -> Step:
     return _move(state, "pause", deadline=None, remaining=left(config, state, event.now)), ()
 
 
-def _resumed(config: FederationConfig, state: State, event: Resumed) -> Step:
+def _resumed(config: FederationConfig, state: State, event: events.Resumed) -> Step:
     deadline = None if state.remaining is None else event.now + state.remaining
     tries = 1 if state.stage == "collecting" else 0
     state = _move(state, "resume", deadline=deadline, remaining=None, tries=tries, fault=None)
@@ -342,23 +289,25 @@ def _resumed(config: FederationConfig, state: State, event: Resumed) -> Step:
     return _proceed(config, state, event.now)
 
 
-def _stopped(config: FederationConfig, state: State, event: Stopped) -> Step:
+def _stopped(config: FederationConfig, state: State, event: events.Stopped) -> Step:
     return _move(state, "stop", cohort=(), deadline=None, remaining=None, fault=None), ()
 
 
 _Handler = Callable[[FederationConfig, State, Any], Step]
 
 _HANDLERS: Mapping[type, _Handler] = {
-    Present: _present, Started: _started, Removed: _removed, Tick: _tick, Updated: _updated, Failed: _failed,
-    Aggregated: _aggregated, Unusable: _unusable, Paused: _paused, Resumed: _resumed, Stopped: _stopped,
+    events.Present: _present, events.Started: _started, events.Removed: _removed, events.Tick: _tick,
+    events.Updated: _updated, events.Failed: _failed, events.Aggregated: _aggregated, events.Unusable: _unusable,
+    events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped,
 }  # fmt: skip
-_ROUNDS = frozenset({Present, Removed, Tick, Updated, Failed, Aggregated, Unusable, Stopped})
+_ALWAYS = frozenset({events.Present, events.Removed, events.Tick})
+_ROUNDS = _ALWAYS | {events.Updated, events.Failed, events.Aggregated, events.Unusable, events.Stopped}
 ACCEPTED: Mapping[Phase, frozenset[type]] = {
-    "recruiting": frozenset({Present, Started, Removed, Tick, Stopped}),
-    "running": _ROUNDS | {Paused},
-    "paused": _ROUNDS | {Resumed},
-    "finished": frozenset({Present, Removed, Tick, Failed}),
-    "stopped": frozenset({Present, Removed, Tick}),
+    "recruiting": _ALWAYS | {events.Started, events.Stopped},
+    "running": _ROUNDS | {events.Paused},
+    "paused": _ROUNDS | {events.Resumed},
+    "finished": _ALWAYS | {events.Failed},
+    "stopped": _ALWAYS,
 }
 
 

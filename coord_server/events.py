@@ -6,45 +6,41 @@ from dataclasses import dataclass
 
 from edge_client.protocol.messages import FailureKind
 
-# --- events: what happened; `now` is the caller's clock in seconds
+# --- events: what happened
 
 
 @dataclass(frozen=True)
-class Present:
-    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival."""
+class Event:
+    """Something happened at `now`, the caller's clock in seconds."""
 
     now: float
+
+
+@dataclass(frozen=True)
+class Present(Event):
+    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival."""
+
     devices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Removed:
-    """The operator removed a device."""
-
-    now: float
-    device: str
-
-
-@dataclass(frozen=True)
-class Started:
+class Started(Event):
     """The operator started the federation with the devices that are present, sorted by name."""
 
-    now: float
     devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Tick:
-    """Time passed."""
+class Removed(Event):
+    """The operator removed a device."""
 
-    now: float
+    device: str
 
 
 @dataclass(frozen=True)
-class Updated:
+class Updated(Event):
     """A device's update arrived whole and valid; it is written together with the state that acknowledges it."""
 
-    now: float
     round: int
     device: str
     lease: str
@@ -52,10 +48,9 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(Event):
     """A device reported that it cannot do its round."""
 
-    now: float
     round: int
     device: str
     lease: str
@@ -64,46 +59,36 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Aggregated:
+class Aggregated(Event):
     """The updates of this attempt are folded; the new global value is written together with the state."""
 
-    now: float
     round: int
     attempt: int
 
 
 @dataclass(frozen=True)
-class Unusable:
+class Unusable(Event):
     """No update of this attempt can be folded; those of `devices` are left out for good."""
 
-    now: float
     round: int
     attempt: int
     devices: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Paused:
+class Tick(Event):
+    """Time passed."""
+
+
+class Paused(Event):
     """The operator paused the federation."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(Event):
     """The operator resumed the federation."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(Event):
     """The operator ended the federation."""
-
-    now: float
-
-
-Event = Present | Removed | Started | Tick | Updated | Failed | Aggregated | Unusable | Paused | Resumed | Stopped
 
 
 # --- decisions: what the caller has to do
@@ -147,13 +132,6 @@ class Acknowledge:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Drop the record of `device`: its next downlink is that of a device of which nothing is known."""
-
-    device: str
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """The round cannot be closed without the operator: the federation is paused, `fault` is the reason."""
 
@@ -176,4 +154,4 @@ class Refuse:
     detail: str
 
 
-Decision = Draw | OpenRound | Aggregate | Acknowledge | Forget | GiveUp | Finish | Refuse
+Decision = Draw | OpenRound | Aggregate | Acknowledge | GiveUp | Finish | Refuse

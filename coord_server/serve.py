@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import sys
@@ -166,7 +165,6 @@ async def _run(
     key: Path | None,
 ) -> None:
     await coordinator.start()
-    gc.freeze()  # what is loaded now stays: the collector need not look through it again
     sys.setswitchinterval(SWITCH)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

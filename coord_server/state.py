@@ -56,14 +56,11 @@ def lease(config: FederationConfig, round_: int, device: str) -> str:
 
 
 def choose_cohort(config: FederationConfig, devices: tuple[str, ...], round_: int, attempt: int) -> tuple[str, ...]:
-    """The attempt's cohort among `devices`, sorted by name."""
-    if len(devices) <= config.cohort:
-        return tuple(sorted(devices))
+    """The attempt's cohort among `devices`; both are sorted by name."""
     prefix = counter.key(config.seed, "cohort", round_, attempt)
     keys = counter.keys(prefix, np.fromiter(map(_word, devices), np.uint64, len(devices)))
-    limit = np.partition(keys, config.cohort - 1)[config.cohort - 1]
-    drawn = sorted((int(keys[i]), devices[i]) for i in np.flatnonzero(keys <= limit))
-    return tuple(sorted(d for _, d in drawn[: config.cohort]))
+    smallest = np.argsort(keys, kind="stable")[: config.cohort]  # equal keys: the smaller name
+    return tuple(sorted(devices[i] for i in smallest))
 
 
 _word = lru_cache(1 << 17)(counter.word)  # a device's name is hashed once, not once a round

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import codecs, counter, coupling
-from edge_kernels.codecs import CodecError, counts, fuse, klms, png, values
+from edge_kernels.codecs import CodecError, counts, fuse, png, values
 from numpy.typing import NDArray
 
 from edge_client.errors import PayloadError
@@ -64,10 +64,6 @@ def codec_targets(large: bool = False) -> list[Target]:
         out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), now.nbytes))
         plain = partial(counts.decode, d=d, top=top)
         out.append(Target(f"counts d={d} plain", plain, counts.encode(now, top), now.nbytes))
-    for d in (LARGE,) if large else (90, 1000):
-        prior = counter.uniform(counter.key("fuzz prior", d), d).astype(np.float32)
-        payload = klms.encode(np.clip(prior + (0.0 if large else 0.2), 0, 1), prior, 1, 2, bits=4)
-        out.append(Target(f"klms d={d}", partial(klms.decode, prior=prior, stream=1), payload, d))
     d = LARGE if large else 77
     for name in values.VALUES:
         payload = values.encode(name, counter.uniform(4, d), 3)

@@ -10,7 +10,7 @@ import coupling_reader
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter, coupling
-from edge_kernels.codecs import counts, fuse, klms, png, values
+from edge_kernels.codecs import counts, fuse, png, values
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -53,13 +53,6 @@ def test_counts_have_the_committed_bytes_both_ways() -> None:
         prediction = None if case["prediction"] is None else np.array(case["prediction"], dtype)
         assert counts.encode(np.array(case["values"], dtype), case["top"], prediction).hex() == case["hex"]
         assert counts.decode(bytes.fromhex(case["hex"]), case["d"], case["top"], prediction).tolist() == case["values"]
-
-
-def test_samples_are_the_committed_ones() -> None:
-    for case in cases("klms"):
-        prior = np.frombuffer(bytes.fromhex(case["prior_float32_hex"]), "<f4")
-        mask = klms.decode(bytes.fromhex(case["hex"]), prior, int(case["stream"]))
-        assert np.flatnonzero(mask).tolist() == case["positions"]
 
 
 def coupled_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from edge_bench import cli, demo
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
-from edge_bench.demo import DemoError, children, choose_data
+from edge_bench.demo import choose_data
+from edge_bench.processes import ProcessError, children
 from edge_bench.simulate import BUNDLES
 
 from edge_client.bundle import Bundle
@@ -200,7 +201,7 @@ def test_a_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) ->
     with children() as start:
         failing = start("a device", ["join", "nonsense", "--token", "x", "--data", "x.npz"], tmp_path / "log", {})
         failing.popen.wait(30)
-        with pytest.raises(DemoError, match=r"a device ended with code [^0][\s\S]*nonsense"):
+        with pytest.raises(ProcessError, match=r"a device ended with code [^0][\s\S]*nonsense"):
             failing.check()
 
 

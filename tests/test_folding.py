@@ -1,4 +1,4 @@
-"""Folding packed masks: carry-save counters equal unpack-and-add, in little memory."""
+"""Folding packed masks: the counts equal the sums of the unpacked masks, in little memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from edge_bench.over_http import Outcome, differences
 from typer import Exit
 
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import Scores
+from edge_client.protocol.messages import Round, Scores
 
 pytest.importorskip("sklearn")
 CONFIG = """
@@ -84,7 +84,14 @@ def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_se
     same = Scores(mean=0.5, worst=0.5, p10=0.5, best=0.5)
     traffic = {"up": {"mask": 7, "header": 2}, "down": {"theta": 40}, "one_time_up": {"head": 5}}
     traffic |= {"one_time_down": {"head": 3}, "last_down": {"theta": 40}}
-    one = Outcome("s", {"a": "m"}, [{"round": 1, "traffic": traffic}] * 2, same)
+    figures: dict[str, object] = dict.fromkeys(
+        ("bits_per_parameter_up", "bits_per_parameter_down", "loss", "seconds"), 0.0
+    )
+    scores = "score_before", "score_after"
+    record = Round.model_validate(
+        {"round": 1, "devices": ["a"], "traffic": traffic, **figures, **dict.fromkeys(scores)}
+    )
+    one = Outcome("s", {"a": "m"}, [record] * 2, same)
     assert one.payload_bytes() == {"up": 28, "down": 166}
     assert differences(one, replace(one)) == []
     changed = replace(one, models={"a": "n"}, scores=same.model_copy(update={"worst": 0.4}))

@@ -18,7 +18,7 @@ from edge_client.task import Personal
 
 torch = pytest.importorskip("torch")
 from edge_export.channels import find_groups  # noqa: E402
-from edge_export.eval_graph import eval_graph  # noqa: E402
+from edge_export.graphs import eval_graph  # noqa: E402
 from edge_export.tables import tables  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402

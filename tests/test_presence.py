@@ -12,11 +12,11 @@ from coordination import Fleet, credential, served, until
 
 from coord_server.live import commits
 from coord_server.live.devices import Devices
-from coord_server.live.faults import Faults
+from coord_server.live.status import Faults
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Seen
 from edge_client.errors import StorageFullError, StorageUnreachableError
-from edge_client.protocol.messages import Enrol
+from edge_client.protocol.messages import Enrol, Wait
 
 FED = "/v1/federations/fed"
 
@@ -38,7 +38,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room(fleet: Fleet) -> Devices:
-    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed")._devices  # type: ignore[attr-defined]
+    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed").devices  # type: ignore[attr-defined]
     return found
 
 
@@ -139,9 +139,9 @@ def test_only_devices_that_changed_are_written(tmp_path: Path, monkeypatch: pyte
             written: list[set[str]] = []
             save = Metadata.save_seen
 
-            def noted(self: Metadata, federation: str, seen: dict[str, Seen], *more: Any) -> int:
+            def noted(self: Metadata, federation: str, seen: dict[str, Seen], *more: Any) -> None:
                 written.append(set(seen))
-                return save(self, federation, seen, *more)
+                save(self, federation, seen, *more)
 
             monkeypatch.setattr(Metadata, "save_seen", noted)
             devices.note("b")
@@ -159,27 +159,25 @@ def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_a
         async with served(tmp_path) as fleet:
             await fleet.federation(min_devices=50)
             live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
-            devices, names = room(fleet), [f"d{i}" for i in range(20)]
+            devices, names = room(fleet), [f"d{i:02}" for i in range(20)]
             for name in names:
                 assert (await fleet.enrol(name)).status_code == 200
             calls: list[int] = []
-            save = Metadata.save_seen
+            commit = Metadata.commit
 
-            def noted(self: Metadata, *given: Any) -> int:
+            def noted(self: Metadata, *given: Any) -> bool:
                 calls.append(1)
                 if len(calls) == 1:
                     raise StorageUnreachableError("no answer")
-                return save(self, *given)
+                return commit(self, *given)
 
-            monkeypatch.setattr(Metadata, "save_seen", noted)
-            said = await asyncio.gather(*(devices.arrive(name) for name in names), return_exceptions=True)
-            assert all(isinstance(s, StorageUnreachableError) for s in said[:1])
-            assert len(calls) <= 3
-            for name in names:
-                devices.note(name)
-            assert all(isinstance(s, bool) for s in await asyncio.gather(*(devices.arrive(n) for n in names)))
+            monkeypatch.setattr(Metadata, "commit", noted)
+            said = await asyncio.gather(*(live.work(name, 0.0) for name in names), return_exceptions=True)
+            assert all(isinstance(s, StorageUnreachableError) for s in said)
+            assert all(isinstance(s, Wait) for s in await asyncio.gather(*(live.work(n, 0.0) for n in names)))
+            assert len(calls) == 2
             assert live.summary().devices == 20
-            assert await devices.present(time.time(), fresh=True) == tuple(sorted(names))
+            assert await devices.present(time.time()) == tuple(names)
 
     asyncio.run(main())
 

@@ -15,17 +15,18 @@ import pytest
 
 from coord_server import auth
 from coord_server.store import open_store
-from coord_server.store.blobs import CHUNK, FolderBlobs, FolderIncoming
+from coord_server.store.blobs import CHUNK, FolderBlobs, Incoming
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import ClosedRow, FederationRow, Seen, UpdateRow
+from coord_server.store.tables import Seen
 from coord_server.store.values import INLINE, Content, put, read
 from edge_client.bundle import digest
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
+from edge_client.methods import Influence
 
-ROW = FederationRow("fed", "{}", "s0", Content("0" * 64, b"g"), 1.0)
+ROW = ("fed", "{}", "s0", Content("0" * 64, b"g"), 1.0)
 
 
-def write_twice_and_commit(incoming: FolderIncoming, data: bytes) -> None:
+def write_twice_and_commit(incoming: Incoming, data: bytes) -> None:
     incoming.write(data)
     incoming.write(data)
     incoming.commit()
@@ -33,7 +34,7 @@ def write_twice_and_commit(incoming: FolderIncoming, data: bytes) -> None:
 
 def database(folder: Path) -> Metadata:
     found = Metadata(f"sqlite:///{folder / 'x.db'}")
-    if found.add_federation(ROW):
+    if found.add_federation(*ROW):
         found.add_token("t" * 64, "fed", 1, 100.0)
     return found
 
@@ -43,9 +44,8 @@ def halves(folder: Path) -> list[str]:
     return [p.name for p in (folder / "incoming").rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
-def update(device: str = "a", round_: int = 1, at: float = 3.0, **seen: Any) -> Any:
-    row = UpdateRow(round_, device, Content("f" * 64, b"update"), 6, at, 1.5, 2.0, 0.0, Seen(at, **seen))
-    return lambda rows: rows.add_update(row)
+def update(device: str = "a", round_: int = 1, at: float = 3.0) -> Any:
+    return lambda rows: rows.add_update(round_, device, Content("f" * 64, b"update"), 6, at, Influence(1.5, 2.0, 0.5))
 
 
 @pytest.mark.parametrize("size", [0, 10, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
@@ -55,16 +55,16 @@ def test_a_received_blob_is_what_was_written_under_its_digest(tmp_path: Path, si
     for low in range(0, size, 700_001):
         incoming.write(data[low : low + 700_001])
     assert incoming.content() == data
-    stored = incoming.commit()
-    assert (stored.sha256, stored.size) == (digest(data), size)
-    assert blobs.read("fed/updates/1", stored.sha256) == data
-    assert b"".join(blobs.stream("fed/updates/1", stored.sha256, 3, size)) == data[3:]
+    sha256 = incoming.commit()
+    assert (sha256, blobs.size("fed/updates/1", sha256)) == (digest(data), size)
+    assert blobs.read("fed/updates/1", sha256) == data
+    assert b"".join(blobs.stream("fed/updates/1", sha256, 3, max(size, 3))) == data[3:]
     assert halves(tmp_path) == []
 
 
 def test_a_blob_whose_byte_was_flipped_on_disk_is_refused_with_its_address(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
-    sha256 = blobs.put("fed/state", b"global").sha256
+    sha256 = blobs.put("fed/state", b"global")
     (tmp_path / "fed" / "state" / sha256).write_bytes(b"glocal")
     with pytest.raises(
         StorageDamagedError, match=f"blob fed/state/{sha256} is damaged: its SHA-256 is {digest(b'glocal')}"
@@ -81,8 +81,6 @@ def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_however_it_was
     root = tmp_path / "data" / "blobs"
     blobs = FolderBlobs(root)
     assert synced == [tmp_path, tmp_path / "data"]
-    blobs.put("fed/downlinks/1", b"can be made again", durable=False)
-    assert len(synced) == 2
     blobs.put("fed/downlinks/1", b"cannot")
     shelf = root / "fed" / "downlinks" / "1"
     assert synced[2:] == [root, root / "fed", root / "fed" / "downlinks", shelf]
@@ -126,11 +124,9 @@ def test_a_start_removes_half_uploads_of_processes_that_are_gone_and_no_others(t
     leave.set()
     other.join(60)
     assert len(halves(tmp_path)) == 2
-    third = FolderBlobs(tmp_path)
+    FolderBlobs(tmp_path)
     assert len(halves(tmp_path)) == 1
-    assert mine.read("s", incoming.commit().sha256) == b"mine"
-    mine.close()
-    third.close()
+    assert mine.read("s", incoming.commit()) == b"mine"
     assert list((tmp_path / "incoming").iterdir()) == []
 
 
@@ -183,7 +179,7 @@ def test_a_full_disk_is_a_fault_of_its_kind_and_nothing_half_written_stays(
         blobs.put("s", bytes(size))
     monkeypatch.undo()
     assert halves(tmp_path) == []
-    assert blobs.put("s", bytes(size)).size == size
+    assert blobs.size("s", blobs.put("s", bytes(size))) == size
 
 
 def test_a_disk_that_fails_in_another_way_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,58 +210,60 @@ def test_a_content_is_in_its_row_or_a_blob_and_damage_to_either_is_detected(tmp_
 def test_an_update_and_the_engines_state_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     data = database(tmp_path)
     assert data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True) == "new"
-    assert data.commit("fed", 0, "s2", "x", [update(bytes_down=11, messages={"down_work": 5})])
+    data.save_seen("fed", {"a": Seen(2.5, 11, {"down_work": 5})})
+    assert data.commit("fed", 0, "s2", [update()])
     with pytest.raises(StorageDamagedError, match="UNIQUE"):
-        data.commit("fed", 1, "s3", "y", [update(at=4.0)])
+        data.commit("fed", 1, "s3", [update(at=4.0)])
     data.close()
     again = database(tmp_path)
     head = again.head("fed")
-    assert (head.state, head.version, head.stamp) == ("s2", 1, "x")
+    assert (head.state, head.version) == ("s2", 1)
     assert again.acknowledged("fed", 1, "a") == ("f" * 64, 6)
+    assert again.influences("fed", 1) == {"a": Influence(1.5, 2.0, 0.5)}
     assert again.update_content("fed", 1, "a") == Content("f" * 64, b"update")
     (device,) = again.devices("fed")
     assert (device.updates, device.bytes_up, device.bytes_down, device.last_seen_at) == (1, 6, 11, 3.0)
-    assert device.messages["down_work"] == 5
+    assert device.down_work == 5
 
 
 def test_a_commit_over_another_version_writes_nothing(tmp_path: Path) -> None:
     data = database(tmp_path)
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
-    assert data.commit("fed", 0, "s1", "x", [])
-    assert not data.commit("fed", 0, "other", "y", [update()])
+    assert data.commit("fed", 0, "s1", [])
+    assert not data.commit("fed", 0, "other", [update()])
     assert (data.head("fed").state, data.acknowledged("fed", 1, "a")) == ("s1", None)
 
 
 def test_closing_a_round_drops_the_small_contents_and_switches_values_and_records(tmp_path: Path) -> None:
     data = database(tmp_path)
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
-    data.commit("fed", 0, "s1", "x", [update()])
+    data.commit("fed", 0, "s1", [update()])
     for n, record in enumerate((b"first", b"second"), 1):
-        row = ClosedRow(n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)})
-        assert data.commit("fed", n, f"s{n}", "x", [lambda rows, row=row: rows.close_round(row)])  # type: ignore[misc]
+        closed = (n, f'{{"round":{n}}}', Content("e" * 64, None), {"a": Content("d" * 64, record)})
+        assert data.commit("fed", n, f"s{n}", [lambda rows, closed=closed: rows.close_round(*closed)])  # type: ignore[misc]
     assert data.values("fed") == (2, Content("e" * 64, None))
     assert data.update_content("fed", 1, "a") == Content("f" * 64, None)
     assert data.acknowledged("fed", 1, "a") == ("f" * 64, 6)  # still the same receipt
     assert data.record("fed", "a") == (2, Content("d" * 64, b"second"))
-    assert data.all_rounds("fed") == ['{"round":1}', '{"round":2}']
-    again = ClosedRow(2, "{}", Content("e" * 64, None), {"a": None})
+    assert data.rounds("fed") == ['{"round":1}', '{"round":2}']
+    again = (2, "{}", Content("e" * 64, None), {"a": None})
     with pytest.raises(StorageDamagedError, match="UNIQUE"):  # a round is closed once
-        data.commit("fed", 3, "s9", "x", [lambda rows: rows.close_round(again)])
-    dropped = ClosedRow(3, "{}", Content("e" * 64, None), {"a": None})
-    assert data.commit("fed", 3, "s3", "x", [lambda rows: rows.close_round(dropped)])
+        data.commit("fed", 3, "s9", [lambda rows: rows.close_round(*again)])
+    dropped = (3, "{}", Content("e" * 64, None), {"a": None})
+    assert data.commit("fed", 3, "s3", [lambda rows: rows.close_round(*dropped)])
     assert data.record("fed", "a") is None
 
 
 def test_a_failure_is_kept_until_an_update_and_a_lost_record_is_dropped(tmp_path: Path) -> None:
     data = database(tmp_path)
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
-    row = ClosedRow(1, "{}", Content("e" * 64, b"v"), {"a": Content("d" * 64, b"r")})
-    data.commit("fed", 0, "s1", "x", [lambda rows: rows.close_round(row)])
-    data.commit("fed", 1, "s1", "x", [lambda rows: rows.add_failure("a", "{}", forget=False)])
+    row = (1, "{}", Content("e" * 64, b"v"), {"a": Content("d" * 64, b"r")})
+    data.commit("fed", 0, "s1", [lambda rows: rows.close_round(*row)])
+    data.commit("fed", 1, "s1", [lambda rows: rows.add_failure("a", "{}", forget=False)])
     assert (data.devices("fed")[0].failure, data.record("fed", "a")) == ("{}", (1, Content("d" * 64, b"r")))
-    data.commit("fed", 2, "s1", "x", [lambda rows: rows.add_failure("a", "{}", forget=True)])
+    data.commit("fed", 2, "s1", [lambda rows: rows.add_failure("a", "{}", forget=True)])
     assert data.record("fed", "a") is None
-    data.commit("fed", 3, "s1", "x", [update(round_=2)])
+    data.commit("fed", 3, "s1", [update(round_=2)])
     assert data.devices("fed")[0].failure is None
 
 
@@ -281,7 +279,7 @@ def test_a_token_is_used_up_by_enrolments_that_succeed_only(tmp_path: Path) -> N
     assert enrol("a", "d") == "name-taken"
     assert enrol("b", "c") == "credential-taken"
     assert enrol("b", "d") == "spent"
-    data.commit("fed", 0, "s", "x", [lambda rows: rows.remove_device("a")])
+    data.commit("fed", 0, "s", [lambda rows: rows.remove_device("a")])
     assert enrol("a", "c") == "removed"
     assert [d.device for d in data.devices("fed")] == ["a"]
 
@@ -291,15 +289,19 @@ def test_ready_devices_are_counted_once_and_listed_while_they_are_present(tmp_pa
     data.add_token("u" * 64, "fed", 9, 100.0)
     for name in "abc":
         data.enrol("fed", name, name * 64, "u" * 64, 2.0, valid=True)
-    assert data.save_seen("fed", {"a": Seen(10.0), "b": Seen(20.0)}, ["a", "b"]) == 2
-    assert data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)}, ["a"]) == 2
-    assert (data.head("fed").ready, data.versions()) == (2, {"fed": (0, 2)})
-    assert sorted(data.present("fed", 10.0)) == [("a", 10.0), ("b", 20.0)]
-    assert data.present("fed", 10.5) == [("b", 20.0)]
-    for n in range(2):  # removed once, however often it is said
-        data.commit("fed", n, "s", "x", [lambda rows: rows.remove_device("b")])
-    assert (data.head("fed").ready, data.present("fed", 0.0)) == (1, [("a", 10.0)])
-    assert data.save_seen("fed", {}, ["b"]) == 1
+    for n, (name, at) in enumerate([("a", 10.0), ("b", 20.0), ("a", 10.0)]):
+        data.commit("fed", n, "s", [lambda rows, name=name, at=at: rows.arrive(name, at)])  # type: ignore[misc]
+    data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)})
+    assert (data.head("fed").ready, data.versions()) == (2, {"fed": 3})
+    assert data.present("fed", 10.0) == {"a": 10.0, "b": 20.0}
+    assert data.present("fed", 10.5) == {"b": 20.0}
+    gone = list[int]()
+    for n in range(3, 5):  # removed once, however often it is said
+        data.commit("fed", n, "s", [lambda rows: gone.append(rows.remove_device("b"))])
+    assert gone == [1, 0]
+    assert (data.head("fed").ready, data.present("fed", 0.0)) == (1, {"a": 10.0})
+    data.commit("fed", 5, "s", [lambda rows: rows.arrive("b", 40.0)])
+    assert data.head("fed").ready == 1
 
 
 def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Pa
         connection.cursor().execute(f"PRAGMA max_page_count={pages}")
         connection.close()
     with pytest.raises(StorageFullError, match="full"):
-        data.commit("fed", 0, "x" * 100_000, "x", [])
+        data.commit("fed", 0, "x" * 100_000, [])
     assert data.head("fed").state == "s0"
 
 
@@ -324,7 +326,7 @@ def test_a_database_that_is_no_database_is_damaged_and_one_that_is_locked_unreac
         c.exec_driver_sql("PRAGMA busy_timeout=1")
         c.close()
         with pytest.raises(StorageUnreachableError, match="locked"):
-            data.commit("fed", 0, "x", "x", [])
+            data.commit("fed", 0, "x", [])
 
 
 # --- the data folder
@@ -353,7 +355,7 @@ def test_coordinators_that_start_together_on_a_new_folder_agree(tmp_path: Path) 
 
 def used(folder: Path) -> None:
     store = open_store(folder)
-    store.metadata.add_federation(ROW)
+    store.metadata.add_federation(*ROW)
     store.metadata.add_bundle("d" * 64, 1.0)
     store.blobs.put("bundles/" + "d" * 64, b"m")
     store.close()
@@ -428,9 +430,9 @@ def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = open_store(tmp_path / "data")
-        store.metadata.add_federation(ROW)
+        store.metadata.add_federation(*ROW)
         store.blobs.put("fed/values/0", b"x")
-        store.blobs.put("fed/downlinks/1", b"y", durable=False)
+        store.blobs.put("fed/downlinks/1", b"y")
         incoming = store.blobs.receive("s")
         incoming.write(b"z")
         auth.operator_token(tmp_path / "data")

@@ -6,25 +6,28 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from edge_bench import curves, datasets, provenance, report
+from edge_bench.curves import mean, shown
+from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
+from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all
+from edge_client.bundle import Bundle
+from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.methods import make_method
+from edge_client.protocol.messages import Round
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
-    from edge_bench.simulate import RoundRow
-    from edge_client.protocol.messages import Federation, Round
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -57,14 +60,36 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _console() -> Console:
-    """Standard output; at least 80 columns in a log or a pipe, so that tables fit."""
-    from rich.console import Console
-
+def plain_console(least: int = 80) -> Console:
+    """Standard output; at least so many columns in a log or a pipe, so that tables fit."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = max(console.width, 80)
+        console.width = max(console.width, least)
     return console
+
+
+def open_simulation(
+    file: Path, only: str | None = None, **changes: Any
+) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
+    """A simulation's TOML file with the `changes` that are not None, its bundle, and every device's data.
+
+    `only` names methods by label, comma-separated. Raises ConfigError, BundleError or DataError.
+    """
+    config = read_config(read_toml(file) | {k: v for k, v in changes.items() if v is not None})
+    if only is not None:
+        wanted = only.split(",")
+        unknown = sorted(set(wanted) - config.methods.keys())
+        if unknown:
+            raise ConfigError(f"{file} has no methods {unknown}; it has {sorted(config.methods)}")
+        config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
+    bundle = find_bundle(config.bundle)
+    return config, bundle, datasets.load(config.data, config.seed, bundle.manifest)
+
+
+def _outcome(r: Round) -> str:
+    """A round's figures in a few words."""
+    before, after = (shown(mean(scores), ".3f") for scores in (r.score_before, r.score_after))
+    return f"loss {shown(r.loss, '.3f')}  score {before}, after local epochs {after}"
 
 
 def simulate(
@@ -79,25 +104,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Run federations in one process, on the same engine and methods as the real thing, and compare them."""
-    from edge_bench import datasets, provenance, report
-    from edge_bench.curves import mean, shown
-    from edge_bench.simulate import find_bundle, read_config, run_all
-    from edge_client.methods import make_method
-
     if json_file is not None:
         check_writable(json_file)
-    raw = read_toml(config)
-    raw |= {k: v for k, v in (("rounds", rounds), ("seed", seed)) if v is not None}
-    checked = read_config(raw)
-    if only is not None:
-        wanted = only.split(",")
-        unknown = sorted(set(wanted) - checked.methods.keys())
-        if unknown:
-            raise ConfigError(f"{config} has no methods {unknown}; it has {sorted(checked.methods)}")
-        checked = checked.model_copy(update={"methods": {k: checked.methods[k] for k in wanted}})
-    bundle = find_bundle(checked.bundle)
-    devices = datasets.load(checked.data, checked.seed, bundle.manifest)
-    console = _console()
+    checked, bundle, devices = open_simulation(config, only, rounds=rounds, seed=seed)
+    console = plain_console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
@@ -106,12 +116,10 @@ def simulate(
     started = time.monotonic()
 
     def said(label: str, row: RoundRow) -> None:
-        r = row.record
-        before, after = (shown(mean(a), ".3f") for a in (r.score_before, r.score_after))
         everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
         console.print(
-            f"{time.monotonic() - started:7.1f} s  {label:12s} round {r.round:3d}/{checked.rounds}  loss "
-            f"{shown(r.loss, '.3f')}  score {before}, after local epochs {after}{everyone}"
+            f"{time.monotonic() - started:7.1f} s  {label:12s} round {row.record.round:3d}/{checked.rounds}  "
+            f"{_outcome(row.record)}{everyone}"
         )
 
     failures: dict[str, MaskfleetError] = {}
@@ -133,36 +141,6 @@ def simulate(
         raise ConfigError(failed)
 
 
-def _watcher(console: Console, label: str, rounds: int) -> tuple[Callable[[Federation, list[Round]], None], Any]:
-    """A function that shows a federation's progress, and the live display (None where output is not a terminal)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from edge_bench.curves import mean, shown
-
-    def line(done: list[Round]) -> str:
-        if not done:
-            return "devices are joining"
-        r = done[-1]
-        before, after = (shown(mean(a), ".3f") for a in (r.score_before, r.score_after))
-        return f"loss {shown(r.loss, '.3f')}, score {before}, after local epochs {after}"
-
-    if not console.is_terminal:
-
-        def plain(federation: Federation, done: list[Round]) -> None:
-            console.print(f"{label:12s} round {len(done):3d}/{rounds}  {line(done)}")
-
-        return plain, None
-    columns = TextColumn("{task.description:12s}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}")
-    display = Progress(*columns, TimeElapsedColumn(), console=console)
-    bar = display.add_task(label, total=rounds, said="starting")
-
-    def live(federation: Federation, done: list[Round]) -> None:
-        said = "writing personal models" if federation.phase == "finished" else line(done)
-        display.update(bar, completed=len(done), said=said)
-
-    return live, display
-
-
 def demo(
     data: Annotated[
         str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
@@ -180,14 +158,6 @@ def demo(
     ] = None,
 ) -> None:
     """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
-    import contextlib
-    import tempfile
-
-    from edge_bench import curves, datasets, provenance, report
-    from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
-    from edge_bench.simulate import find_bundle
-    from edge_client.methods import make_method
-
     names = [n for n in methods.split(",") if n]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"--methods {methods!r}: name each method once, like fedmask,fedavg")
@@ -203,7 +173,7 @@ def demo(
         make_method(table)
     bundle = find_bundle(chosen.name)
     parts = datasets.load(chosen, seed, bundle.manifest)
-    console = _console()
+    console = plain_console()
     console.print(
         f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
         f"{sum(len(d.y_test) for d in parts.values())} test samples; a network of {bundle.manifest.d:,} parameters; "
@@ -212,17 +182,20 @@ def demo(
     started = time.monotonic()
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         folder = keep_files
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maskfleet-demo-")))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="maskfleet-demo-")))
         try:
             with fleet(folder, bundle, parts) as running:
                 console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
                 for name in names:
-                    watch, display = _watcher(console, name, rounds)
-                    with display or contextlib.nullcontext():
-                        ended = running.run(name, settings[name], rounds, len(parts), seed, watch)
+
+                    def watch(done: list[Round], name: str = name) -> None:
+                        outcome = _outcome(done[-1]) if done else "devices are joining"
+                        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
+
+                    ended = running.run(name, settings[name], rounds, len(parts), seed, watch)
                     records[name] = report.federation(ended)
                     if not compact:
                         compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
@@ -249,11 +222,14 @@ def demo(
         f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
     )
     if json_file is not None:
-        run = {"data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed}
-        content = {
-            "methods": records,
-            "compaction": compact,
-            "settings": {**run, "cohort": len(parts), "methods": settings},
-            "machine": provenance.machine(),
+        run: dict[str, Any] = {
+            "data": chosen.model_dump(mode="json"),
+            "devices": len(parts),
+            "rounds": rounds,
+            "seed": seed,
         }
-        write_json(json_file, content)
+        run |= {"cohort": len(parts), "methods": settings}
+        write_json(
+            json_file,
+            {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},
+        )

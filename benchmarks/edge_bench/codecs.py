@@ -1,31 +1,177 @@
-"""The commands `maskfleet codec bench`, `conditional` and `fold`. `codec_measure.py` takes the measurements."""
+"""`maskfleet codec bench`: bytes of set codecs against the entropy, their time, memory and false flips.
+
+The peers (zlib, zstd, a range coder, a fuse filter in C) are used as their documentation shows.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import Annotated, Any
 
+import numpy as np
 import typer
-from edge_kernels.codecs import names
+from edge_kernels import bits, counter
+from edge_kernels import codecs as kernels
+from numpy.typing import NDArray
+from rich.table import Table
 
 from edge_bench import provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import plain_console, write_json
 from edge_client.errors import ConfigError
 
-if TYPE_CHECKING:
-    from edge_bench.codec_measure import Row
-
-app = typer.Typer(no_args_is_help=True, help="Codecs measured: bytes against the entropy, time, memory.")
-
-Json = Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")]
-BIG = 10_000_000
+Mask = NDArray[np.bool_]
+SAMPLE = 20_000  # positions queried in pyfusefilter, which takes one key at a time
+PEERS = ("pyfusefilter", "zlib", "zstd", "constriction")
+BIG = 10_000_000  # from this size on, one timed run
 TABLE_WIDTH = 112
+CAPTION = "MB/s of the packed mask (d / 8 bytes); zlib 9, zstd 19 (9 for d > 1e6); pyfusefilter decodes a sample"
 
 
-def _command() -> str:
-    return " ".join(["maskfleet", *sys.argv[1:]])
+@dataclass(frozen=True)
+class Row:
+    """One codec at one size and flip rate. Times are medians per parameter, from mask to bytes and back.
+
+    `false_flips` counts decoded flips that were not encoded; for pyfusefilter it is scaled up from a sample.
+    `peak_bytes` is the larger of both directions' peaks, without the memory of native code.
+    """
+
+    codec: str
+    d: int
+    flip_rate: float
+    bits_per_parameter: float
+    entropy_bits_per_parameter: float
+    encode_ns_per_parameter: float
+    decode_ns_per_parameter: float
+    false_flips: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A codec to measure. `size` is the number of bytes of what `encode` returns.
+
+    `queried` is the number of positions that `decode` returns: all of them, except for a slow peer.
+    """
+
+    encode: Callable[[Mask], Any]
+    decode: Callable[[Any], Mask]
+    queried: int
+    size: Callable[[Any], int] = len
+
+
+def flips(d: int, rate: float) -> Mask:
+    """Independent flips, the same on every machine."""
+    return counter.uniform(counter.key("codec bench", d, str(rate)), d) < rate
+
+
+def entropy_bits(mask: Mask) -> float:
+    """Bits per parameter of independent flips at the mask's rate."""
+    p = np.count_nonzero(mask) / len(mask)
+    return float(-sum(q * np.log2(q) for q in (p, 1 - p) if q > 0))
+
+
+def subject(name: str, d: int, rate: float) -> Subject:
+    """The named codec or peer. Raises ImportError when a peer is not installed."""
+    if name in kernels.CODECS:
+        return Subject(lambda m: kernels.encode(name, m, d), lambda data: kernels.decode_mask(name, data, d), d)
+    if name == "constriction":
+        return _constriction(d, rate)
+    if name == "pyfusefilter":
+        return _pyfusefilter(d)
+    press: Callable[[bytes], bytes] = partial(zlib.compress, level=9)
+    unpress: Callable[[bytes], bytes] = zlib.decompress
+    if name == "zstd":
+        import zstandard
+
+        press = zstandard.ZstdCompressor(level=19 if d <= 1_000_000 else 9).compress
+        unpress = zstandard.ZstdDecompressor().decompress
+    return Subject(
+        lambda mask: press(bits.pack(mask).tobytes()),
+        lambda data: bits.unpack(np.frombuffer(unpress(data), np.uint8), d),
+        d,
+    )
+
+
+def _constriction(d: int, rate: float) -> Subject:
+    """A range coder with the known rate; 8 bytes are added for sending the rate."""
+    import constriction
+
+    queue = constriction.stream.queue
+    model = constriction.stream.model.Bernoulli(rate, perfect=False)
+
+    def encode(mask: Mask) -> Any:
+        encoder = queue.RangeEncoder()
+        encoder.encode(mask.astype(np.int32), model)
+        return encoder.get_compressed()
+
+    def decode(words: NDArray[np.uint32]) -> Mask:
+        return np.asarray(queue.RangeDecoder(words).decode(model, d)).astype(np.bool_)
+
+    return Subject(encode, decode, d, lambda words: int(words.nbytes) + 8)
+
+
+def _pyfusefilter(d: int) -> Subject:
+    """Fuse8 of a list of keys and `key in filter`, as its README shows."""
+    from pyfusefilter import Fuse8
+
+    queried = min(d, SAMPLE)
+
+    def decode(filter_: Any) -> Mask:
+        return np.fromiter((key in filter_ for key in range(queried)), np.bool_, queried)
+
+    return Subject(lambda mask: Fuse8(np.flatnonzero(mask).tolist()), decode, queried, lambda f: len(f.serialize()))
+
+
+def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row]:
+    """A row for each codec, on the same mask. Repeats are interleaved, so other load affects all codecs alike."""
+    mask = flips(d, rate)
+    subjects = {name: subject(name, d, rate) for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    for _ in range(repeats):
+        for name, s in subjects.items():
+            start = time.perf_counter()
+            made = s.encode(mask)
+            middle = time.perf_counter()
+            s.decode(made)
+            times[name].append((middle - start, time.perf_counter() - middle))
+    return [_row(name, s, times[name], mask, rate) for name, s in subjects.items()]
+
+
+def _row(name: str, s: Subject, times: list[tuple[float, float]], mask: Mask, rate: float) -> Row:
+    """The row of one codec. Raises AssertionError when a flip was lost."""
+    d, queried = len(mask), mask[: s.queried]
+    made, peak_encode = _peak(lambda: s.encode(mask))
+    found, peak_decode = _peak(lambda: s.decode(made))
+    if (queried & ~found).any():
+        raise AssertionError(f"{name} lost a flip at d = {d}, rate {rate}")
+    return Row(
+        codec=name,
+        d=d,
+        flip_rate=rate,
+        bits_per_parameter=s.size(made) * 8 / d,
+        entropy_bits_per_parameter=entropy_bits(mask),
+        encode_ns_per_parameter=median(e for e, _ in times) / d * 1e9,
+        decode_ns_per_parameter=median(t for _, t in times) / s.queried * 1e9,
+        false_flips=round(int(np.count_nonzero(found & ~queried)) * d / s.queried),
+        peak_bytes=max(peak_encode, peak_decode),
+    )
+
+
+def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a call, and the most bytes that Python and numpy held during it."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def _numbers(text: str, kind: type[int] | type[float], option: str) -> list[float]:
@@ -35,112 +181,42 @@ def _numbers(text: str, kind: type[int] | type[float], option: str) -> list[floa
         raise ConfigError(f"{option} {text!r} is not a comma-separated list of numbers") from None
 
 
-@app.command()
 def bench(
     params: Annotated[str, typer.Option(help="Sizes d, comma-separated.")] = "100000,1000000,10000000",
-    flips: Annotated[str, typer.Option(help="Flip rates, comma-separated.")] = "0.1,0.02,0.01,0.005,0.002",
+    rates: Annotated[str, typer.Option("--flips", help="Flip rates, comma-separated.")] = "0.1,0.02,0.01,0.005,0.002",
     codecs: Annotated[str | None, typer.Option(help="Only these codecs or peers, comma-separated.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown. One at d >= 1e7.")] = 3,
-    json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG of bits per parameter and of the entropy.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
 ) -> None:
     """Measure all codecs and peers at the given sizes and flip rates."""
-    from rich.console import Console
-
-    from edge_bench.codec_measure import PEERS, measure
-
-    known = [*names(), *PEERS]
+    known = [*kernels.names(), *PEERS]
     chosen = known if codecs is None else codecs.split(",")
     if unknown := sorted(set(chosen) - set(known)):
         raise ConfigError(f"there is no codec {', '.join(unknown)}; the codecs are {', '.join(known)}")
-    rates = _numbers(flips, float, "--flips")
-    if not all(0 < rate < 1 for rate in rates):
-        raise ConfigError(f"--flips {flips}: a flip rate lies between 0 and 1")
+    chances = _numbers(rates, float, "--flips")
+    if not all(0 < rate < 1 for rate in chances):
+        raise ConfigError(f"--flips {rates}: a flip rate lies between 0 and 1")
     sizes = [int(d) for d in _numbers(params, int, "--params")]
     if min(sizes) < 1:
         raise ConfigError(f"--params {params}: a size is at least 1")
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = TABLE_WIDTH  # output into a file or a pipe
-    origin = provenance.origin(_command())
+    console = plain_console(TABLE_WIDTH)
+    origin = provenance.origin(" ".join(["maskfleet", *sys.argv[1:]]))
     rows: list[Row] = []
     for d in sizes:
-        for rate in rates:
+        for rate in chances:
             found = measure(chosen, d, rate, repeats if d < BIG else 1)
             console.print(_table(found))
             rows += found
     if json_file is not None:
         write_json(json_file, {**origin, "rows": [asdict(row) for row in rows]})
         console.print(f"wrote {json_file}")
-    if plot is not None:
-        draw(rows, plot)
-        console.print(f"wrote {plot}")
 
 
-@app.command()
-def conditional(
-    params: Annotated[int, typer.Option(min=1000, help="Parameters d.")] = 1_000_000,
-    spread: Annotated[float, typer.Option(min=0.01, help="theta ~ Beta(spread, spread).")] = 0.3,
-    steps: Annotated[str, typer.Option(help="Sizes of the local step in the score, comma-separated.")] = "0.1,0.3,1",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    json_file: Json = None,
-) -> None:
-    """Coupled samples: the bits that shared contexts save, and the bounds."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from edge_bench.codec_measure import conditional as measure_conditional
-
-    origin = provenance.origin(_command())
-    rows = [measure_conditional(params, spread, step, seed) for step in _numbers(steps, float, "--steps")]
-    table = Table(title=f"coupled flips, theta ~ Beta({spread}, {spread}), d = {params:,}: bits per parameter")
-    heads = ("step", "flips", "entropy", "coded", "given bins", "coded", "saved", "given all")
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        coded, plain = row["conditional_bits_per_parameter"], row["unconditional_bits_per_parameter"]
-        table.add_row(
-            f"{row['step']:g}", f"{row['flip_rate']:.2%}", f"{row['entropy_bits_per_parameter']:.4f}", f"{plain:.4f}",
-            f"{row['conditional_entropy_bits_per_parameter']:.4f}", f"{coded:.4f}", f"{1 - coded / plain:.0%}",
-            f"{row['ideal_bits_per_parameter']:.4f}",
-        )  # fmt: skip
-    Console(highlight=False, soft_wrap=True).print(table)
-    if json_file is not None:
-        write_json(json_file, {**origin, "rows": rows})
-
-
-@app.command()
-def fold(
-    params: Annotated[int, typer.Option(min=1, help="Positions d.")] = BIG,
-    masks: Annotated[int, typer.Option(min=1, help="Masks to sum.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown.")] = 9,
-    json_file: Json = None,
-) -> None:
-    """Sum packed masks: carry-save counters against unpack-and-add, in process CPU time."""
-    from rich.console import Console
-
-    from edge_bench.codec_measure import fold as measure_fold
-
-    origin = provenance.origin(_command())
-    row = measure_fold(params, masks, repeats)
-    ours, narrow, wide = (row[f"{name}_s"] for name in ("carry_save", "unpack_add_uint8", "unpack_add_uint16"))
-    Console(highlight=False, soft_wrap=True).print(
-        f"{masks} masks of {params:,} bits: carry-save {ours:.3f} s, unpack-and-add {narrow:.3f} s in uint8 "
-        f"({narrow / ours:.1f}x), {wide:.3f} s in uint16 ({wide / ours:.1f}x); peak {row['peak_bytes'] / 1e6:.1f} MB "
-        "beside the masks"
-    )
-    if json_file is not None:
-        write_json(json_file, {**origin, **row})
-
-
-def _table(rows: list[Row]) -> object:
+def _table(rows: list[Row]) -> Table:
     """The table of one size and flip rate, smallest payload first."""
-    from rich.table import Table
-
-    head = rows[0]
-    bound = head.entropy_bits_per_parameter
-    table = Table(title=f"d = {head.d:,}, flip rate {head.flip_rate:g}, entropy {bound:.4f} bits per parameter")
-    table.add_column("codec")
+    bound = rows[0].entropy_bits_per_parameter
+    title = f"d = {rows[0].d:,}, flip rate {rows[0].flip_rate:g}, entropy {bound:.4f} bits per parameter"
+    table = Table("codec", title=title, caption=CAPTION)
     heads = "bits/param", "/ entropy", "encode ns", "decode ns", "encode MB/s", "decode MB/s", "false flips", "peak MB"
     for name in heads:
         table.add_column(name, justify="right")
@@ -151,38 +227,4 @@ def _table(rows: list[Row]) -> object:
             f"{125 / row.encode_ns_per_parameter:.1f}", f"{125 / row.decode_ns_per_parameter:.1f}",
             f"{row.false_flips:,}", f"{row.peak_bytes / 1e6:.1f}",
         )  # fmt: skip
-    table.caption = (
-        "MB/s of the packed mask (d / 8 bytes); zlib 9, zstd 19 (9 for d > 1e6); pyfusefilter decodes a sample"
-    )
     return table
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Plot bits per parameter and their ratio to the entropy over the flip rate, at the largest size."""
-    import matplotlib as mpl
-    import numpy as np
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    d = max(row.d for row in rows)
-    rows = [row for row in rows if row.d == d]
-    rates = sorted({row.flip_rate for row in rows})
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    bits, ratio = figure.subplots(1, 2)
-    p = np.geomspace(min(rates) / 1.2, min(max(rates) * 1.2, 0.5), 200)
-    bits.plot(p, -(p * np.log2(p) + (1 - p) * np.log2(1 - p)), color="black", linewidth=2.5, label="entropy")
-    ratio.axhline(1, color="black", linewidth=2.5)
-    for i, name in enumerate(dict.fromkeys(row.codec for row in rows)):
-        mine = sorted((r for r in rows if r.codec == name), key=lambda row: row.flip_rate)
-        style = {"marker": "osv^D<>px*hP"[i % 12], "color": mpl.colormaps["tab20"](i % 20), "linewidth": 0.8}
-        x = [row.flip_rate for row in mine]
-        bits.plot(x, [row.bits_per_parameter for row in mine], markersize=4, label=name, **style)
-        above = [row.bits_per_parameter / row.entropy_bits_per_parameter for row in mine]
-        ratio.plot(x, above, markersize=4, **style)
-    bits.set(xscale="log", yscale="log", xlabel="flip rate", ylabel="bits per parameter", title=f"d = {d:,}")
-    ratio.set(xscale="log", ylim=(0.95, 1.6), xlabel="flip rate", ylabel="bits / entropy")
-    bits.legend(fontsize="small", ncols=2)
-    for axes in (bits, ratio):
-        axes.grid(visible=True, which="both", alpha=0.2)
-    figure.savefig(path, dpi=120)

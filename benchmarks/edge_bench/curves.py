@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from edge_client.errors import ConfigError
 from edge_client.protocol.messages import Round, Scores, Traffic
@@ -47,7 +46,7 @@ def curve(rounds: Sequence[Round], devices: int, final: float | None) -> list[Po
     return points
 
 
-def moved(traffic: Traffic, side: Literal["up", "down", "last"]) -> int:
+def moved(traffic: Traffic, side: str) -> int:
     """Payload bytes of a round one way, with what is sent once; "last": of the downlinks after it."""
     parts = {
         "up": (traffic.up, traffic.one_time_up),
@@ -77,48 +76,27 @@ def amount(count: float) -> str:
 
 
 def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int = 14) -> str:
-    """The curves in plain characters, one mark a method, `width` columns and `height` lines and the scales."""
+    """The curves in plain characters, one mark a method: score upward, the logarithm of the bytes to the right."""
     points = [p for c in curves.values() for p in c]
-    low, high = _span([math.log10(max(p.bytes, 1.0)) for p in points])
+    logs = [math.log10(max(p.bytes, 1.0)) for p in points]
+    low, wide = min(logs), max(max(logs) - min(logs), 0.1)
     bottom = math.floor(max(min(p.score for p in points), LEAST) / STEP) * STEP
     top = max(math.ceil(max(p.score for p in points) / STEP) * STEP, bottom + STEP)
     columns = width - 7
     cells = [[" "] * columns for _ in range(height)]
-    for mark, c in zip(_marks(curves), curves.values(), strict=True):
+    marks = [MARKS[i % len(MARKS)] for i in range(len(curves))]
+    for mark, c in zip(marks, curves.values(), strict=True):
         for p in c:
-            x = round((math.log10(max(p.bytes, 1.0)) - low) / (high - low) * (columns - 1))
+            x = round((math.log10(max(p.bytes, 1.0)) - low) / wide * (columns - 1))
             y = round((max(p.score, bottom) - bottom) / (top - bottom) * (height - 1))
             cells[height - 1 - y][x] = mark
-    lines = [f"{_scale(i, height, bottom, top)} |{''.join(row)}".rstrip() for i, row in enumerate(cells)]
-    ticks = [" "] * columns
-    below = [" "] * (columns + 8)
-    for decade in range(math.ceil(low), math.floor(high) + 1):
-        x = round((decade - low) / (high - low) * (columns - 1))
-        ticks[x] = "'"
-        text = amount(10.0**decade)
-        begin = min(max(x - len(text) // 2, 0), columns - len(text))
-        below[begin : begin + len(text)] = text
-    legend = "   ".join(f"{mark} {label}" for mark, label in zip(_marks(curves), curves, strict=True))
-    axis = "".join(t if t != " " else "-" for t in ticks)
-    return "\n".join([*lines, " " * 5 + "+" + axis, " " * 6 + "".join(below).rstrip(), " " * 6 + legend])
-
-
-def _marks(curves: Mapping[str, Sequence[Point]]) -> list[str]:
-    return [MARKS[i % len(MARKS)] for i in range(len(curves))]
-
-
-def _span(logs: list[float]) -> tuple[float, float]:
-    low, high = min(logs), max(logs)
-    return (low - 0.1, high + 0.1) if high - low < 1 else (low, high)
-
-
-def _scale(line: int, height: int, bottom: float, top: float) -> str:
-    """The label of the line nearest to a multiple of STEP, else blanks."""
-    steps = round((top - bottom) / STEP)
-    for k in range(steps + 1):
-        if height - 1 - round(k / steps * (height - 1)) == line:
-            return f"{bottom + k * STEP:4.1f}"
-    return "    "
+    scale = {0: f"{top:4.1f}", height - 1: f"{bottom:4.1f}"}
+    lines = [f"{scale.get(i, '    ')} |{''.join(row)}".rstrip() for i, row in enumerate(cells)]
+    least, most = amount(10**low), amount(10 ** (low + wide))
+    legend = "   ".join(f"{mark} {label}" for mark, label in zip(marks, curves, strict=True))
+    return "\n".join(
+        [*lines, " " * 5 + "+" + "-" * columns, f"{'':6}{least}{most:>{columns - len(least)}}", f"{'':6}{legend}"]
+    )
 
 
 def check_plot(path: Path) -> None:

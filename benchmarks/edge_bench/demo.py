@@ -1,35 +1,28 @@
 """Real federations on this machine: one coordinator process, one process a device, plain HTTP on loopback.
 
-The processes are `maskfleet serve` and `maskfleet join`, as a user would start them by hand. This module starts them,
-watches through the operator's REST API, and always ends them. Each process writes its own log.
+The processes are `maskfleet serve` and `maskfleet join`, as a user would start them by hand, each with its own log.
+This module starts them and watches them through the operator's REST API.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
 from coord_server import aggregation
-from coord_server.auth import OPERATOR_ENV
-from coord_server.operator.client import Operator
-from edge_bench.datasets import DataConfig, write
+from edge_bench.datasets import DataConfig, find, write
+from edge_bench.processes import Process, ProcessError, Start, children, coordinator
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, DataError, MaskfleetError
+from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import latency
-from edge_client.protocol.messages import Device, Federation, FederationConfig, Report, Round, Scores, TokenRequest
+from edge_client.protocol.messages import Device, FederationConfig, Report, Round, Scores, TokenRequest
 from edge_client.task import Personal
 
 # Settings of each method on each data set, chosen on the validation part (for FedMask on HAR: `chosen` in
@@ -41,15 +34,8 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "har": {"fedmask": {**_FEDMASK, "lr": 30.0, "group_lasso": 5e-4}, "coupled": _COUPLED},
     "digits": {"fedmask": {**_FEDMASK, "lr": 10.0}, "coupled": _COUPLED},
 }
-READY = "ready at "
-STARTUP = 60.0  # seconds the coordinator may take to listen
 GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
-GRACE = 5.0  # seconds between asking a process to end and ending it
 POLL = 0.25  # seconds between two looks at a federation
-
-
-class DemoError(MaskfleetError):
-    """A process of the demo ended before its time; the text ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -72,119 +58,14 @@ class Ended:
         return aggregation.scores([r.score for r in self.reports], [r.test_samples for r in self.reports])
 
 
-@dataclass(frozen=True)
-class Process:
-    """A child and its log."""
-
-    what: str
-    popen: subprocess.Popen[bytes]
-    log: Path
-
-    def said(self) -> str:
-        """Its log so far."""
-        return self.log.read_text(errors="replace")
-
-    def check(self) -> None:
-        """Raise DemoError when it has failed."""
-        if self.popen.poll() not in (None, 0):
-            tail = "\n  ".join(self.said().splitlines()[-8:])
-            raise DemoError(f"{self.what} ended with code {self.popen.returncode}:\n  {tail}")
-
-
-def _end(processes: list[Process]) -> None:
-    """Terminate every process, and kill those that still run after `GRACE`."""
-    for p in processes:
-        if p.popen.poll() is None:
-            p.popen.terminate()
-    deadline = time.monotonic() + GRACE
-    for p in processes:
-        try:
-            p.popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            p.popen.kill()
-            p.popen.wait()
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the block ends, so that each process that starts is also recorded."""
-    caught: list[int] = []
-    handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, lambda number, _: caught.append(number)) for s in handled}
-    try:
-        yield
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def children() -> Iterator[Callable[[str, list[str], Path, Mapping[str, str]], Process]]:
-    """Give a function that starts ``maskfleet ARGUMENTS`` with a log; all such processes end with the block.
-
-    SIGTERM ends the block as Ctrl-C does.
-    """
-    started: list[Process] = []
-
-    def start(what: str, arguments: list[str], log: Path, extra: Mapping[str, str]) -> Process:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as out, _interrupts_later():
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "edge_client.cli", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, **extra},
-                start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others in order
-            )
-            started.append(Process(what, popen, log))
-        return started[-1]
-
-    def terminate(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield start
-    finally:
-        _end(started)
-        signal.signal(signal.SIGTERM, before)
-
-
 class Fleet:
     """A running coordinator in `folder` and the devices' data files; runs one federation after another."""
 
-    def __init__(
-        self,
-        start: Callable[[str, list[str], Path, Mapping[str, str]], Process],
-        folder: Path,
-        bundle: Bundle,
-        devices: Mapping[str, DeviceData],
-    ) -> None:
+    def __init__(self, start: Start, folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> None:
         self._start, self.folder, self.devices = start, folder, devices
         self.files = write(devices, folder / "data")
-        token = secrets.token_hex(32)
-        self.coordinator = start(
-            "the coordinator",
-            ["serve", "--port", "0", "--data", str(folder / "coordinator"), "--log-level", "warning"],
-            folder / "coordinator.log",
-            {OPERATOR_ENV: token},
-        )
-        self.url = self._wait_for_url()
-        self.operator = Operator(self.url, token)
+        self.coordinator, self.url, self.operator = coordinator(start, folder, {})
         self.bundle = self.operator.upload_bundle(bundle.folder)
-
-    def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + STARTUP
-        while time.monotonic() < deadline:
-            self.coordinator.check()
-            said = self.coordinator.said()
-            if READY in said:
-                return said.partition(READY)[2].split()[0]
-            time.sleep(0.05)
-        raise DemoError(f"the coordinator did not listen within {STARTUP:.0f} s; see {self.coordinator.log}")
 
     def run(
         self,
@@ -193,11 +74,11 @@ class Fleet:
         rounds: int,
         cohort: int,
         seed: int,
-        progress: Callable[[Federation, list[Round]], None] = lambda federation, rounds: None,
+        progress: Callable[[list[Round]], None] = lambda closed: None,
         backend: str | None = None,
         secrets_of: Mapping[str, int] | None = None,
     ) -> Ended:
-        """One federation, from enrolment to every device's personal model. Raises DemoError.
+        """One federation, from enrolment to every device's personal model. Raises ProcessError.
 
         `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
         """
@@ -226,7 +107,7 @@ class Fleet:
         self._watch(id_, joined, progress)
         return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
 
-    def _watch(self, id_: str, joined: list[Process], progress: Callable[[Federation, list[Round]], None]) -> None:
+    def _watch(self, id_: str, joined: list[Process], progress: Callable[[list[Round]], None]) -> None:
         seen = -1
         leaving: float | None = None
         while leaving is None or any(p.popen.poll() is None for p in joined):
@@ -237,13 +118,15 @@ class Fleet:
             if closed > seen:
                 done = self.operator.rounds(id_)
                 seen = len(done)  # another round may have closed since the request before
-                progress(federation, done)
+                progress(done)
             if federation.phase == "finished" and leaving is None:
                 leaving = time.monotonic() + GOODBYE
             if federation.phase == "stopped" or federation.fault:
-                raise DemoError(f"the federation {id_} {federation.phase}: {federation.fault or 'it was stopped'}")
+                raise ProcessError(f"the federation {id_} {federation.phase}: {federation.fault or 'it was stopped'}")
             if leaving is not None and time.monotonic() > leaving:
-                raise DemoError(f"devices still run {GOODBYE:.0f} s after the last round of {id_}; see {self.folder}")
+                raise ProcessError(
+                    f"devices still run {GOODBYE:.0f} s after the last round of {id_}; see {self.folder}"
+                )
             time.sleep(POLL)
         for p in joined:
             p.check()
@@ -279,8 +162,6 @@ def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[
 
 def choose_data(text: str | None, devices: int) -> DataConfig:
     """`har:PATH`, `har` or `digits`; None takes UCI HAR when it is found and else the digits. Raises ConfigError."""
-    from edge_bench.datasets import find
-
     if text is None:
         try:
             find("har", None)

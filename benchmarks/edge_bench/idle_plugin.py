@@ -20,20 +20,20 @@ from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training import Gradient
 
+Values = NDArray[Any]  # float32[d], or d bits packed into uint8
 DTYPES = {"float32": np.float32, "mask": np.uint8}
-MOST = 255  # devices of a round whose bits are counted in one byte
 
 
 @dataclass(frozen=True)
 class State:
-    """float32[d], or d bits packed into uint8."""
+    """The global values."""
 
-    values: NDArray[Any]
+    values: Values
 
 
 @dataclass
 class Total:
-    """The sum over `count` devices: float64[d], or uint8[d] counts of the bits."""
+    """The sum over `count` devices: float64[d], or uint16[d] counts of the bits."""
 
     sum: NDArray[Any]
     count: int = 0
@@ -47,7 +47,7 @@ class Idle(Method):
     kind: Literal["float32", "mask"]
 
     def _size(self, model: Model) -> int:
-        return model.manifest.d if self.kind == "float32" else (model.manifest.d + 7) // 8
+        return model.manifest.d if self.kind == "float32" else -(-model.manifest.d // 8)
 
     def start(self, course: Course) -> State:
         """Random values, which no link compresses."""
@@ -68,26 +68,24 @@ class Idle(Method):
         """The values' bytes."""
         return self._size(model) * np.dtype(DTYPES[self.kind]).itemsize
 
-    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> NDArray[Any]:
+    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Values:
         """The values, checked as a real method checks them."""
         values = payload.arrays.get("values")
-        if values is None or values.dtype != DTYPES[self.kind] or values.shape != (self._size(a.model),):
-            raise PayloadError(f"the update is not {self.kind}[{self._size(a.model)}]")
-        if self.kind == "float32" and not np.isfinite(values).all():
+        if values is None or values.dtype != DTYPES[self.kind] or values.shape != state.values.shape:
+            raise PayloadError(f"the update is not {self.kind}[{len(state.values)}]")
+        if not np.isfinite(values).all():
             raise PayloadError("the update holds NaN or infinity")
         return values
 
     def fold(
-        self, a: Assignment, state: State, total: Total | None, update: NDArray[Any], record: None
+        self, a: Assignment, state: State, total: Total | None, update: Values, record: None
     ) -> tuple[Total, None]:
         """Add the values, or the bits."""
         if self.kind == "float32":
             total = total or Total(np.zeros(len(update)))
             add_weighted(total.sum, 1.0, update)
         else:
-            total = total or Total(np.zeros(8 * len(update), np.uint8))
-            if total.count == MOST:
-                raise ValueError(f"a round of this benchmark has at most {MOST} devices")
+            total = total or Total(np.zeros(8 * len(update), np.uint16))
             total.sum += np.unpackbits(update)
         total.count += 1
         return total, None
@@ -98,7 +96,7 @@ class Idle(Method):
         """Mean or majority."""
         if self.kind == "float32":
             return State(np.divide(total.sum, total.count, out=total.sum).astype(np.float32)), {}
-        return State(np.packbits(total.sum >= (total.count + 1) // 2)), {}
+        return State(np.packbits(2 * total.sum >= total.count)), {}
 
     def receive(self, a: Assignment, kept: None, downlink: Payload) -> Payload:
         """The values."""

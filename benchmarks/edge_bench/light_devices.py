@@ -3,8 +3,8 @@
     python -m edge_bench.light_devices --json benchmarks/results/light_devices.json
 
 One coordinator, one federation, rounds of 50 devices, a model of 1,000 bits (`idle_plugin`). The devices are coroutines
-of one other process. Each has its own address and one kept connection, and no journal. They enrol in steps while the
-federation is idle. Then some of them poll for work, and cohorts are drawn from these; the others stay away. Each
+of the benchmark's process. Each has its own address and one kept connection, and no journal. They enrol in steps while
+the federation is idle. Then some of them poll for work, and cohorts are drawn from these; the others stay away. Each
 setting runs until a number of updates is in. Messages are requests answered (work, downlink, update); CPU seconds are
 the coordinator's.
 
@@ -14,34 +14,38 @@ ones have 1,000 and 2,000 devices polling at once: the cost of a waiting device.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.loopback import PATIENCE, Meter, Running, coordinator, install_plugin, process
+from edge_bench.cli import write_json
+from edge_bench.loopback import PATIENCE, Meter, create, plugin
+from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
 from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
 from edge_client.transport import content_digest
 
 KIND, D, COHORT = "mask", 1000, 50
-SETTINGS = ((200, 200), (2_000, 200), (10_000, 200), (10_000, 1_000), (10_000, 2_000))  # enrolled, polling
+SETTINGS = "200:200,2000:200,10000:200,10000:1000,10000:2000"
 HOLD = 30.0  # seconds a request for work may be held
 LOOK = 0.2  # seconds between two looks at how many updates are in
 AT_ONCE = 64  # enrolments under way together
 BUSY = (429, 503)  # statuses that ask for another try
-ME = ("-m", "edge_bench.light_devices", "--as-devices")
 
 
-# --- devices: one process, told by lines of JSON on standard input what to do next
+# --- devices
 
 
 class Gone(Exception):
@@ -178,87 +182,65 @@ class Fleet:
         return found
 
 
-async def obey(host: str, port: int, token: str) -> None:
-    """Carry out commands from standard input, each answered by a line on standard output."""
-    fleet = Fleet(host, port, token)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        command = json.loads(line)
-        await fleet.enrol(command.get("enrol", 0))
-        if "poll" in command:
-            await fleet.poll(command["poll"])
-        answer = {
-            "at": time.monotonic(), "messages": fleet.messages, "updates": fleet.updates, "busy": fleet.busy,
-            "stopped": fleet.stopped,
-        }  # fmt: skip
-        print(json.dumps(answer), flush=True)
-
-
 # --- the measurement
 
 
-def measure(settings: list[tuple[int, int]], updates: int) -> list[dict[str, Any]]:
-    """One row for each setting."""
+async def _wait_for(fleet: Fleet, updates: int) -> None:
+    """Return once so many updates were acknowledged. Raises ConfigError when that takes too long."""
+    end = time.monotonic() + PATIENCE
+    while fleet.updates < updates:
+        if time.monotonic() > end:
+            raise ConfigError(f"{fleet.updates} of {updates} updates arrived within {PATIENCE:.0f} s")
+        await asyncio.sleep(LOOK)
+
+
+async def _all(
+    url: str, operator: Operator, meter: Meter, token: str, settings: Sequence[tuple[int, int]], updates: int
+) -> list[dict[str, Any]]:
+    """One row for each setting, which the federation runs one after another."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        install_plugin(folder)
-        with coordinator(folder) as running:
-            host, port = running.url.removeprefix("http://").split(":")
-            token = running.create(
-                KIND, D, COHORT, rounds=1_000_000, start="manual", min_updates=1, deadline_seconds=10.0
-            )
-            with process(folder, *ME, host, port, token) as devices:
-                meter = Meter(running.server.pid)
-                for enrolled, polling in settings:
-                    action = "resume" if rows else "start"
-                    rows.append(_one(running, action, devices, meter, enrolled, polling, updates))
-                    print(_said(rows[-1], rows[0]), flush=True)
-                meter.stop()
+    host, port = url.removeprefix("http://").split(":")
+    fleet = Fleet(host, int(port), token)
+    for enrolled, polling in settings:
+        await fleet.enrol(enrolled)
+        await fleet.poll(polling)
+        await asyncio.to_thread(operator.operate, KIND, "resume" if rows else "start")
+        await _wait_for(fleet, fleet.updates + 1)
+        begin, done, messages, busy = time.monotonic(), fleet.updates, fleet.messages, fleet.busy
+        await _wait_for(fleet, done + updates)
+        elapsed, arrived = time.monotonic() - begin, fleet.updates - done
+        messages, busy = fleet.messages - messages, fleet.busy - busy
+        await asyncio.to_thread(operator.operate, KIND, "pause")
+        cpu = meter.seconds(begin, begin + elapsed)
+        rows.append(
+            {
+                "enrolled": enrolled,
+                "polling": polling,
+                "seconds": elapsed,
+                "updates": arrived,
+                "messages_per_second": messages / elapsed,
+                "updates_per_second": arrived / elapsed,
+                "cpu_ms_per_update": 1000 * cpu / arrived,
+                "cpu_share": cpu / elapsed,
+                "memory": meter.peak(),
+                "answers_too_busy": busy,
+                "devices_that_stopped": fleet.stopped,
+            }
+        )
+        print(_said(rows[-1], rows[0]), flush=True)
+    await fleet.poll(0)
     return rows
 
 
-def _one(
-    running: Running, action: str, devices: Any, meter: Meter, enrolled: int, polling: int, updates: int
-) -> dict[str, Any]:
-    def tell(**command: int) -> dict[str, Any]:
-        devices.stdin.write(json.dumps(command) + "\n")
-        devices.stdin.flush()
-        line = devices.stdout.readline()
-        if not line:
-            raise ConfigError("the process of the devices has ended; see what it printed")
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    tell(enrol=enrolled)
-
-    def wait_for(updates: int) -> dict[str, Any]:
-        end = time.monotonic() + PATIENCE
-        while (said := tell())["updates"] < updates:
-            if time.monotonic() > end:
-                raise ConfigError(f"{said['updates']} of {updates} updates arrived within {PATIENCE:.0f} s")
-            time.sleep(LOOK)
-        return said
-
-    started = tell(poll=polling)["updates"]
-    running.operate(KIND, action)
-    before = wait_for(started + 1)
-    after = wait_for(before["updates"] + updates)
-    running.operate(KIND, "pause")
-    updates, elapsed = after["updates"] - before["updates"], after["at"] - before["at"]
-    cpu = meter.seconds(before["at"], after["at"])
-    return {
-        "enrolled": enrolled,
-        "polling": polling,
-        "seconds": elapsed,
-        "updates": updates,
-        "messages_per_second": (after["messages"] - before["messages"]) / elapsed,
-        "updates_per_second": updates / elapsed,
-        "cpu_ms_per_update": 1000 * cpu / updates,
-        "cpu_share": cpu / elapsed,
-        "memory": meter.peak(),
-        "answers_too_busy": after["busy"] - before["busy"],
-        "devices_that_stopped": after["stopped"],
-    }
+def measure(settings: Sequence[tuple[int, int]], updates: int) -> list[dict[str, Any]]:
+    """One row for each setting: enrolled and polling devices, in rising order of the enrolled."""
+    with tempfile.TemporaryDirectory() as name, children() as start:
+        folder = Path(name)
+        server, url, operator = coordinator(start, folder, plugin(folder))
+        endless = {"rounds": 1_000_000, "start": "manual", "min_updates": 1, "deadline_seconds": 10.0}
+        with operator:
+            token = create(operator, folder, KIND, D, COHORT, **endless)
+            return asyncio.run(_all(url, operator, Meter(server.popen.pid), token, settings, updates))
 
 
 def _said(row: dict[str, Any], first: dict[str, Any]) -> str:
@@ -270,28 +252,18 @@ def _said(row: dict[str, Any], first: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Parse the command line; `--as-devices` is how the benchmark starts its own process of devices."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    text = ",".join(f"{enrolled}:{polling}" for enrolled, polling in SETTINGS)
-    parser.add_argument("--settings", default=text, help=f"enrolled:polling, in rising order (default {text})")
-    parser.add_argument("--updates", type=int, default=1000, help="of each setting (default 1000)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--as-devices", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.as_devices:
-        host, port, token = given.as_devices
-        asyncio.run(obey(host, int(port), token))
-        return
-    settings = [(int(a), int(b)) for a, b in (pair.split(":") for pair in given.settings.split(","))]
-    origin = provenance.origin(
-        f"python -m edge_bench.light_devices --settings {given.settings} --updates {given.updates}"
-    )
-    rows = measure(settings, given.updates)
-    if given.json:
-        record = {**origin, "cohort": COHORT, "parameters": D, "results": rows}
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+def main(
+    settings: Annotated[str, typer.Option(help="enrolled:polling, comma-separated, in rising order.")] = SETTINGS,
+    updates: Annotated[int, typer.Option(min=1, help="Of each setting.")] = 1000,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Messages per second and the coordinator's CPU time per update, with few and with many enrolled devices."""
+    pairs = [(int(a), int(b)) for a, b in (pair.split(":") for pair in settings.split(","))]
+    origin = provenance.origin(" ".join(["python -m edge_bench.light_devices", *sys.argv[1:]]))
+    rows = measure(pairs, updates)
+    if json_file is not None:
+        write_json(json_file, {**origin, "cohort": COHORT, "parameters": D, "results": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

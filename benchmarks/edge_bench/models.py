@@ -6,6 +6,11 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+HAR = 1152, 300, 100, 6
+"""The HAR network of HideNseek: 376,606 parameters."""
+DIGITS = 64, 64, 32, 10
+"""For scikit-learn's 8x8 digits."""
+
 
 def mlp(*sizes: int) -> nn.Sequential:
     """A multilayer perceptron with ReLU between its layers, e.g. ``mlp(1152, 300, 100, 6)``."""
@@ -13,16 +18,6 @@ def mlp(*sizes: int) -> nn.Sequential:
     for i, (inner, out) in enumerate(pairwise(sizes)):
         parts += [nn.Linear(inner, out), nn.ReLU()] if i < len(sizes) - 2 else [nn.Linear(inner, out)]
     return nn.Sequential(*parts)
-
-
-def har_mlp() -> nn.Sequential:
-    """The HAR network of HideNseek: 1152-300-100-6, 376,606 parameters."""
-    return mlp(1152, 300, 100, 6)
-
-
-def digits_mlp() -> nn.Sequential:
-    """For scikit-learn's 8x8 digits: 64-64-32-10."""
-    return mlp(64, 64, 32, 10)
 
 
 def small_cnn(channels: int = 1, classes: int = 10) -> nn.Sequential:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,15 +20,15 @@ from typing import Annotated, Any
 import typer
 from edge_kernels import counter
 
-from edge_bench import datasets, provenance
-from edge_bench.cli import read_toml, write_json
-from edge_bench.curves import mean, shown
+from edge_bench import provenance
+from edge_bench.cli import open_simulation, write_json
+from edge_bench.curves import mean, moved, shown
 from edge_bench.demo import Ended, Fleet, fleet
-from edge_bench.simulate import Simulated, SimulationConfig, find_bundle, read_config, run_all
+from edge_bench.simulate import Simulated, SimulationConfig, run_all
 from edge_client.bundle import Bundle, digest
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.data import DeviceData
-from edge_client.errors import CompactionError, ConfigError
+from edge_client.errors import CompactionError
 from edge_client.protocol.messages import Round, Scores
 
 
@@ -40,41 +40,37 @@ class Outcome:
     """Of the server's state, as `GET /v1/federations/{id}/state` answers it."""
     models: Mapping[str, str]
     """Of each device's `personal.onnx`."""
-    rounds: list[dict[str, Any]]
-    """The rounds' records without their seconds."""
+    rounds: Sequence[Round]
+    """The rounds' records, with 0 seconds."""
     scores: Scores | None
     """Of every device's own model."""
 
     def payload_bytes(self) -> dict[str, int]:
         """Of all devices and rounds, up and down, with what is sent once and the downlinks after the last round."""
-        sides = {"up": ("up", "one_time_up"), "down": ("down", "one_time_down", "last_down")}
-        return {
-            side: sum(sum(r["traffic"][part].values()) for r in self.rounds for part in parts)
-            for side, parts in sides.items()
-        }
+        up, down, last = (sum(moved(r.traffic, side) for r in self.rounds) for side in ("up", "down", "last"))
+        return {"up": up, "down": down + last}
 
 
-def _records(rounds: list[Round]) -> list[dict[str, Any]]:
-    return [r.model_dump(mode="json", exclude={"seconds"}) for r in rounds]
+def outcome(state: str, models: Mapping[str, Path], rounds: Sequence[Round], scores: Scores | None) -> Outcome:
+    """The outcome of a federation whose devices' models are these files."""
+    timeless = [r.model_copy(update={"seconds": 0.0}) for r in rounds]
+    return Outcome(state, {name: digest(path.read_bytes()) for name, path in models.items()}, timeless, scores)
 
 
 def in_one_process(bundle: Bundle, devices: Mapping[str, DeviceData], result: Simulated, folder: Path) -> Outcome:
     """The outcome of a simulation; its devices' models are written to `folder` as a device writes its own."""
-    models = {}
+    models = {name: folder / f"{name}.onnx" for name in devices}
     for name, data in devices.items():
-        path = folder / f"{name}.onnx"
         try:
-            write_personal(bundle, result.personal[name], path, data.x)
+            write_personal(bundle, result.personal[name], models[name], data.x)
         except CompactionError:  # a device then keeps the masked dense model too
-            write_dense(bundle, result.personal[name], path, data.x)
-        models[name] = digest(path.read_bytes())
-    return Outcome(result.state_sha256, models, _records([row.record for row in result.rows]), result.final)
+            write_dense(bundle, result.personal[name], models[name], data.x)
+    return outcome(result.state_sha256, models, [row.record for row in result.rows], result.final)
 
 
 def over_http(ended: Ended) -> Outcome:
     """The outcome of a real federation."""
-    models = {name: digest(path.read_bytes()) for name, path in ended.models.items()}
-    return Outcome(digest(ended.state), models, _records(ended.rounds), ended.scores())
+    return outcome(digest(ended.state), ended.models, ended.rounds, ended.scores())
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
@@ -136,32 +132,22 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Run a simulation's methods in one process and over HTTP, and compare every byte they came to."""
-    changes = {k: v for k, v in (("rounds", rounds), ("bundle", bundle)) if v is not None}
-    checked = read_config(read_toml(config) | changes)
-    wanted = list(checked.methods) if only is None else only.split(",")
-    unknown = sorted(set(wanted) - checked.methods.keys())
-    if unknown:
-        raise ConfigError(f"{config} has no methods {unknown}; it has {sorted(checked.methods)}")
-    found = find_bundle(checked.bundle)
-    devices = datasets.load(checked.data, checked.seed, found.manifest)
-    chosen = checked.model_copy(update={"methods": {label: checked.methods[label] for label in wanted}})
-    results = run_all(chosen, found, devices)
+    checked, found, devices = open_simulation(config, only, rounds=rounds, bundle=bundle)
+    results = run_all(checked, found, devices)
     records = {}
     with (
         tempfile.TemporaryDirectory(prefix="maskfleet-over-http-") as folder,
         fleet(Path(folder), found, devices) as running,
     ):
         for label, result in results.items():
-            records[label] = compare(chosen, label, found, running, result)
+            records[label] = compare(checked, label, found, running, result)
             print(_said(label, records[label]), flush=True)
     if json_file is not None:
-        words = ["python -m edge_bench.over_http", config, *(["--only", only] if only is not None else [])]
-        words += ["--rounds", rounds] if rounds is not None else []
-        top = {
-            **provenance.origin(" ".join(map(str, [*words, "--json", json_file]))),
-            "settings": checked.model_dump(mode="json", exclude={"methods", "bundle"}),
-        }
-        write_json(json_file, {**top, "methods": records})
+        given = {"--only": only, "--rounds": rounds, "--json": json_file}
+        options = [f"{option} {value}" for option, value in given.items() if value is not None]
+        command = " ".join(["python -m edge_bench.over_http", str(config), *options])
+        settings = checked.model_dump(mode="json", exclude={"methods", "bundle"})
+        write_json(json_file, {**provenance.origin(command), "settings": settings, "methods": records})
     if any(record["differences"] for record in records.values()):
         raise typer.Exit(1)
 

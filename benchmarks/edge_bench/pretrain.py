@@ -1,5 +1,6 @@
-"""Bundles with the weights that methods mask: pre-trained, or signed constants.
+"""The benchmarks' own bundles: those of the demo, and those whose weights methods mask (pre-trained, signed constants).
 
+    python -m edge_bench.pretrain digits   benchmarks/edge_bench/bundles/digits   (and har: `make bundles`)
     python -m edge_bench.pretrain mlp      build/bundles/mlp-mnist04
     python -m edge_bench.pretrain resnet20 build/bundles/resnet20-cifar100
     python -m edge_bench.pretrain signs    build/bundles/mlp-signs
@@ -7,12 +8,14 @@
 `mlp` is 784-300-100 trained here on MNIST's digits 0-4, with a new head for five other classes. `resnet20` is the
 CIFAR-10 ResNet-20 from the weights beside the checkout, with a new head for the 100 classes of CIFAR-100; only its last
 stage (`layer3`) and the head get gradients. New heads are zero. `signs` is 784-300-100-10 with every weight and bias
-+-e / sqrt(fan_in), as FedPM's published code draws them. Needs torch, downloads nothing.
++-e / sqrt(fan_in), as FedPM's published code draws them. `digits` and `har` are the demo's, package data: a seed
+replaces the weights and `model.pt2` is left out, so they take a few kilobytes. Needs torch, downloads nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench.datasets import DataConfig, find, read
-from edge_bench.models import mlp
+from edge_bench.models import DIGITS, HAR, mlp
 from edge_client.bundle import Bundle
 from edge_client.errors import DataError
 from edge_client.targets import Classification
@@ -146,11 +149,23 @@ def build_signs(folder: Path) -> Bundle:
     )
 
 
-BUILDERS: dict[str, Callable[[Path], Bundle]] = {"mlp": build_mlp, "resnet20": build_resnet20, "signs": build_signs}
+def build_demo(name: str, sizes: tuple[int, ...], folder: Path) -> Bundle:
+    """Write a bundle of the demo: an MLP whose weights a seed draws."""
+    example, target = torch.zeros(2, sizes[0]), Classification(classes=sizes[-1])
+    return export_bundle(mlp(*sizes), example, folder, name=name, target=target, seed=SEED, torch_part=False)
+
+
+BUILDERS: dict[str, Callable[[Path], Bundle]] = {
+    "mlp": build_mlp,
+    "resnet20": build_resnet20,
+    "signs": build_signs,
+    "digits": partial(build_demo, "digits", DIGITS),
+    "har": partial(build_demo, "har", HAR),
+}
 
 
 def main(
-    what: Annotated[Literal["mlp", "resnet20", "signs"], typer.Argument(help="Which bundle.")],
+    what: Annotated[Literal["mlp", "resnet20", "signs", "digits", "har"], typer.Argument(help="Which bundle.")],
     folder: Annotated[Path, typer.Argument(help="Where to write it.")],
 ) -> None:
     """Build a bundle."""

@@ -15,21 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_bench import datasets, provenance, report
-from edge_bench.cli import read_toml, write_json
+from edge_bench import provenance, report
+from edge_bench.cli import open_simulation, write_json
 from edge_bench.curves import shown
-from edge_bench.simulate import find_bundle, read_config, run_all
+from edge_bench.simulate import run_all
 from edge_client.methods import make_method
 
-ROW = (
-    "round",
-    "bits_per_parameter_up",
-    "bits_per_parameter_down",
-    "loss",
-    "score_before",
-    "score_after",
-    "traffic",
-)
+ROW = "round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic"
 
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:
@@ -67,23 +59,19 @@ def main(
     bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
 ) -> None:
     """Run every method of a simulation for every seed."""
-    raw = read_toml(config) | ({} if bundle is None else {"bundle": bundle})
     runs: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
     for seed in map(int, seeds.split(",")):
-        checked = read_config(raw | {"seed": seed})
-        found = find_bundle(checked.bundle)
-        devices = datasets.load(checked.data, seed, found.manifest)
+        checked, found, devices = open_simulation(config, only, seed=seed, bundle=bundle)
+        settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
+        command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
         for label, table in checked.methods.items():
             name = f"{label}/{seed}"
-            if name in runs or (only is not None and label not in only.split(",")):
+            if name in runs:
                 continue
-            one = checked.model_copy(update={"methods": {label: table}})
-            result = run_all(one, found, devices)[label]
+            result = run_all(checked.model_copy(update={"methods": {label: table}}), found, devices)[label]
             record = report.simulated(result, make_method({"name": label, **table}), found.model())
             runs[name] = {**slim(record), "commit": provenance.commit()}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
-            command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
-            settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
             top = {"command": command, "machine": provenance.machine(), "settings": settings}
             write_json(out, {**top, "summary": summary(runs), "runs": runs})
 

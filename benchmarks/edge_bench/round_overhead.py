@@ -18,37 +18,31 @@ round is not counted. CPU and memory are the server process's: CPU seconds over 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
+import socket
 import sqlite3
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import typer
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.loopback import (
-    PATIENCE,
-    Meter,
-    answer_of,
-    coordinator,
-    free_port,
-    install_plugin,
-    process,
-    wait_until_up,
-)
+from edge_bench.cli import write_json
+from edge_bench.loopback import PATIENCE, Meter, create, plugin
+from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client
 from edge_client.data import DeviceData
 from edge_client.events import Event
@@ -56,7 +50,7 @@ from edge_client.events import Event
 KINDS = {"float32": 4, "mask": 1 / 8}  # bytes a parameter
 TICK = 0.01  # seconds: the system's clock of a process's CPU time is no finer
 WORKERS = 2  # processes that the devices are threads of
-ME = ("-m", "edge_bench.round_overhead", "--as")
+MODULE = "edge_bench.round_overhead"
 Figures = dict[str, float]
 
 
@@ -74,7 +68,7 @@ def in_threads(names: list[str], run: Callable[[str, list[float]], None]) -> Non
     print(json.dumps(list(times.values())))
 
 
-def devices(url: str, token: str, names: list[str], rounds: int, folder: Path) -> None:
+def devices(url: str, token: str, rounds: str, folder: str, names: str) -> None:
     """maskfleet's own clients."""
     x, y = np.zeros((2, 1), np.float32), np.zeros(2, np.int64)
 
@@ -84,23 +78,23 @@ def devices(url: str, token: str, names: list[str], rounds: int, folder: Path) -
                 times.append(time.monotonic())
 
         data = DeviceData(x, y, x[:0], y[:0], x, y)
-        Client(url, token, data, device=name, state=folder / name).run(rounds, on_event=note)
+        Client(url, token, data, device=name, state=Path(folder) / name).run(int(rounds), on_event=note)
 
-    in_threads(names, run)
+    in_threads(names.split(","), run)
 
 
-def bare_devices(url: str, names: list[str], rounds: int, folder: Path) -> None:
+def bare_devices(url: str, rounds: str, folder: str, names: str) -> None:
     """GET and PUT the same bytes."""
 
     def run(name: str, times: list[float]) -> None:
         with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
-            for round_ in range(rounds):
+            for round_ in range(int(rounds)):
                 body = http.get(f"/payload/{round_}").raise_for_status().content
-                store(folder / name, body)
+                store(Path(folder) / name, body)
                 http.put(f"/update/{round_}/{name}", content=body).raise_for_status()
                 times.append(time.monotonic())
 
-    in_threads(names, run)
+    in_threads(names.split(","), run)
 
 
 # --- the bare server
@@ -114,11 +108,11 @@ def store(path: Path, body: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
+def bare_server(size: str, cohort: str, folder: str) -> None:
     """Serve until killed."""
     app = FastAPI()
-    payload = np.random.default_rng(0).bytes(size)
-    database = sqlite3.connect(folder / "updates.sqlite", check_same_thread=False, isolation_level=None)
+    payload = np.random.default_rng(0).bytes(int(size))
+    database = sqlite3.connect(Path(folder) / "updates.sqlite", check_same_thread=False, isolation_level=None)
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=FULL")
     database.execute("CREATE TABLE updates (round INTEGER, device TEXT, size INTEGER, PRIMARY KEY (round, device))")
@@ -127,14 +121,14 @@ def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
     over = asyncio.Condition()
 
     def keep(round_: int, device: str, body: bytes) -> None:
-        store(folder / device, body)
+        store(Path(folder) / device, body)
         with one_at_a_time:
             database.execute("INSERT INTO updates VALUES (?, ?, ?)", (round_, device, len(body)))
 
     @app.get("/payload/{round_}")
     async def get(round_: int) -> Response:
         async with over:
-            await over.wait_for(lambda: round_ == 0 or received.get(round_ - 1) == cohort)
+            await over.wait_for(lambda: round_ == 0 or received.get(round_ - 1) == int(cohort))
         return Response(payload, media_type="application/octet-stream")
 
     @app.put("/update/{round_}/{device}")
@@ -146,20 +140,30 @@ def bare_server(port: int, size: int, cohort: int, folder: Path) -> None:
             over.notify_all()
         return {"size": len(body)}
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listening:
+        print(f"{READY}http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run([listening])
+
+
+ROLES: dict[str, Callable[..., None]] = {"devices": devices, "bare-devices": bare_devices, "bare-server": bare_server}
+"""What a process of this benchmark does, with the arguments of its command line."""
 
 
 # --- one run of either
 
 
-def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
+def ran(start: Start, folder: Path, extra: Mapping[str, str], server: Process, cohort: int, *role: str) -> Figures:
     """Run `cohort` devices in `WORKERS` processes and measure: seconds and server CPU of a round, server memory."""
-    names = [f"d{i:02d}" for i in range(cohort)]
-    with ExitStack() as stack:
-        shares = [",".join(names[i::WORKERS]) for i in range(min(WORKERS, cohort))]
-        running = [stack.enter_context(process(folder, *ME, *role, share)) for share in shares]
-        times = [row for worker in running for row in answer_of(worker)]
+    names, workers = [f"d{i:02d}" for i in range(cohort)], []
+    meter = Meter(server.popen.pid)
+    for i in range(min(WORKERS, cohort)):
+        arguments = ["--as", *role, str(folder), ",".join(names[i::WORKERS])]
+        workers.append(start("devices", arguments, folder / f"devices-{i}.log", extra, MODULE))
+    for worker in workers:
+        worker.popen.wait()
+        worker.check()
     meter.stop()
+    times = [row for worker in workers for row in json.loads(worker.said().splitlines()[-1])]
     over = [max(round_) for round_ in zip(*times, strict=True)]
     durations = [b - a for a, b in pairwise(over)]
     cpu = max(meter.seconds(over[0], over[-1]), TICK) / len(durations)
@@ -168,20 +172,20 @@ def ran(folder: Path, meter: Meter, cohort: int, *role: str) -> Figures:
 
 def run_maskfleet(folder: Path, kind: str, d: int, cohort: int, rounds: int) -> Figures:
     """A federation; its devices leave one round before the end, so no model is written."""
-    state = tempfile.mkdtemp(dir=folder)
-    with coordinator(folder) as running:
-        token = running.create(kind, d, cohort, rounds=rounds + 1, guard="none")
-        meter = Meter(running.server.pid)
-        return ran(folder, meter, cohort, "devices", running.url, token, str(rounds), state)
+    environment = plugin(folder)
+    with children() as start:
+        server, url, operator = coordinator(start, folder, environment)
+        with operator:
+            token = create(operator, folder, kind, d, cohort, rounds=rounds + 1, guard="none")
+        return ran(start, folder, environment, server, cohort, "devices", url, token, str(rounds))
 
 
 def run_bare(folder: Path, size: int, cohort: int, rounds: int) -> Figures:
     """The bare loop."""
-    port, at_server, at_devices = free_port(), tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
-    url = f"http://127.0.0.1:{port}"
-    with process(folder, *ME, "bare-server", str(port), str(size), str(cohort), at_server) as server:
-        wait_until_up(url, server)
-        return ran(folder, Meter(server.pid), cohort, "bare-devices", url, str(rounds), at_devices)
+    with children() as start:
+        arguments = ["--as", "bare-server", str(size), str(cohort), str(folder)]
+        server = start("the bare server", arguments, folder / "server.log", {}, MODULE)
+        return ran(start, folder, {}, server, cohort, "bare-devices", address(server), str(rounds))
 
 
 # --- all of it
@@ -191,15 +195,14 @@ def measure(d: int, cohorts: list[int], updates: int, repeats: int) -> list[dict
     """One row for each kind and cohort: medians over the repeats, and maskfleet's over the bare loop's."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        install_plugin(folder)
         for kind, width in KINDS.items():
             for cohort in cohorts:
                 rounds = max(4, updates // cohort) + 1
                 ours, bare = [], []
                 for _ in range(repeats):
-                    ours.append(run_maskfleet(folder, kind, d, cohort, rounds))
-                    bare.append(run_bare(folder, int(d * width), cohort, rounds))
+                    fresh = [Path(tempfile.mkdtemp(dir=name)) for _ in range(2)]
+                    ours.append(run_maskfleet(fresh[0], kind, d, cohort, rounds))
+                    bare.append(run_bare(fresh[1], int(d * width), cohort, rounds))
                 row: dict[str, Any] = {"kind": kind, "cohort": cohort, "rounds": rounds - 1}
                 for figure in ours[0]:
                     mine, theirs = (statistics.median(run[figure] for run in runs) for runs in (ours, bare))
@@ -210,43 +213,23 @@ def measure(d: int, cohorts: list[int], updates: int, repeats: int) -> list[dict
     return rows
 
 
-def as_role(role: str, rest: list[str]) -> None:
-    """What a process of this benchmark does."""
-    if role == "devices":
-        url, token, rounds, folder, names = rest
-        devices(url, token, names.split(","), int(rounds), Path(folder))
-    elif role == "bare-devices":
-        url, rounds, folder, names = rest
-        bare_devices(url, names.split(","), int(rounds), Path(folder))
-    else:
-        port, size, cohort, folder = rest
-        bare_server(int(port), int(size), int(cohort), Path(folder))
-
-
-def main() -> None:
-    """Parse the command line; `--as ROLE` is how the benchmark starts its own processes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=int, default=1_000_000, help="d (default 1000000)")
-    parser.add_argument("--cohorts", default="2,10,50", help="devices of a round (default 2,10,50)")
-    parser.add_argument("--updates", type=int, default=40, help="about so many updates a run (default 40)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turns (default 1)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--as", dest="role", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role:
-        as_role(given.role[0], given.role[1:])
-        return
-    command = (
-        f"python -m edge_bench.round_overhead --parameters {given.parameters} --cohorts {given.cohorts} "
-        f"--updates {given.updates} --repeats {given.repeats}"
-    )
-    origin = provenance.origin(command)
-    rows = measure(given.parameters, [int(k) for k in given.cohorts.split(",")], given.updates, given.repeats)
+def main(
+    parameters: Annotated[int, typer.Option(min=2, help="d of the model.")] = 1_000_000,
+    cohorts: Annotated[str, typer.Option(help="Devices of a round, comma-separated.")] = "2,10,50",
+    updates: Annotated[int, typer.Option(min=1, help="About so many updates a run.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """What a round costs besides training: maskfleet against a bare durable loop of FastAPI and httpx."""
+    origin = provenance.origin(" ".join(["python -m", MODULE, *sys.argv[1:]]))
+    rows = measure(parameters, [int(k) for k in cohorts.split(",")], updates, repeats)
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
-    if given.json:
-        record = {**origin, "parameters": given.parameters, "units": units, "results": rows}
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    if json_file is not None:
+        write_json(json_file, {**origin, "parameters": parameters, "units": units, "results": rows})
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--as"]:  # how the benchmark starts its own processes
+        ROLES[sys.argv[2]](*sys.argv[3:])
+    else:
+        typer.run(main)

@@ -16,22 +16,24 @@ medians, and what counts are the ratios:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models, provenance
+from edge_bench.cli import write_json
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.targets import Classification
@@ -46,8 +48,7 @@ WAYS = {"": True, "_numpy": False}  # compiled or not
 BACKENDS = ("onnxruntime", "torch")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int, int]] = {
     # name: module, one sample, classes, batch, steps of a burst, bursts measured
-    "mlp 1152-300-100-6": (models.har_mlp, (1152,), 6, 32, 45, 8),
-    "mlp 1152-300-100-6, batch 128": (models.har_mlp, (1152,), 6, 128, 45, 3),
+    "mlp 1152-300-100-6": (partial(models.mlp, *models.HAR), (1152,), 6, 32, 45, 8),
     "small cnn": (models.small_cnn, (1, 28, 28), 10, 32, 8, 6),
     "vgg9": (models.vgg9, (1, 32, 32), 10, 32, 4, 2),
 }
@@ -147,26 +148,20 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(
+    json_file: Annotated[Path, typer.Option("--json", help="Write the figures here.")],
+    only: Annotated[str | None, typer.Option(help="Only these models, comma-separated.")] = None,
+) -> None:
     """Measure, print the ratios, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m edge_bench.step_time", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {
-        **provenance.origin(" ".join(["python -m edge_bench.step_time", *sys.argv[1:]])),
-        "threads": 1,
-        "clock": "CPU time of the process",
-        "models": {},
-    }
+    origin = provenance.origin(" ".join(["python -m edge_bench.step_time", *sys.argv[1:]]))
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for i, name in enumerate(arguments.models):
-            result["models"][name] = measure(name, Path(scratch) / str(i))
-            print(name, json.dumps(result["models"][name]["ratios"]), flush=True)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        for i, name in enumerate(MODELS if only is None else only.split(",")):
+            found[name] = measure(name, Path(scratch) / str(i))
+            print(name, json.dumps(found[name]["ratios"]), flush=True)
+    write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", "models": found})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

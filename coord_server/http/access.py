@@ -106,6 +106,7 @@ _device_scheme = HTTPBearer(
 OperatorHeader = Annotated[HTTPAuthorizationCredentials | None, Depends(_operator_scheme)]
 DeviceHeader = Annotated[HTTPAuthorizationCredentials | None, Depends(_device_scheme)]
 FederationId = Annotated[Name, Path(description="The federation's id: its name.", examples=["har"])]
+RoundNumber = Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round.", examples=[3])]
 BundleDigest = Annotated[Sha256, Path(description="SHA-256 of the bundle's manifest.")]
 
 
@@ -118,12 +119,12 @@ async def coordinator(request: Request) -> Coordinator:
 Served = Annotated[Coordinator, Depends(coordinator)]
 
 
-async def operator(served: Served, given: OperatorHeader) -> Coordinator:
+async def operator(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
     """The coordinator, for its operator. Raises Refusal."""
-    if given is None:
-        raise Refusal("unauthorized", "this needs the operator's token: send Authorization: Bearer TOKEN")
-    if not served.is_operator(given.credentials):
-        raise Refusal("unauthorized", "this is not the operator's token; `maskfleet serve` prints where it is")
+    call: Call = request.scope[CALL]
+    if not call.operator:
+        how = "send Authorization: Bearer TOKEN; `maskfleet serve` prints where it is"
+        raise Refusal("unauthorized", f"this needs the operator's token: {how}")
     return served
 
 
@@ -152,10 +153,10 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
     try:
         live = await served.find(federation)
     except Refusal:  # it does not exist, or could not be loaded: only its own devices get to see which
-        if await served.unloaded_of(credential) == federation:
+        if federation in await served.federations_of(credential):
             raise
     else:
-        device = await live.device_of(credential)
+        device = await live.devices.device_of(credential)
     if live is None or device is None:
         raise Refusal(
             "unauthorized",
@@ -180,7 +181,7 @@ class Reader:
     def count(self, size: int) -> None:
         """Account for bytes of the bundle that a device fetches."""
         if self.live is not None and self.device is not None:
-            self.live.count(self.device, "down", "bundle", size)
+            self.live.devices.count(self.device, "down", "bundle", size)
 
 
 async def reader(request: Request, served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
@@ -188,26 +189,19 @@ async def reader(request: Request, served: Served, digest: BundleDigest, given: 
     call: Call = request.scope[CALL]
     if call.operator:
         return Reader(served, None, None)
-    if given is not None:
-        credential = auth.hashed(given.credentials)
-        removed: Refusal | None = None
-        for live in served.federations():
-            if live.config.bundle != digest:
-                continue
-            try:
-                device = await live.device_of(credential)
-            except Refusal as refused:  # removed from this federation, perhaps not from another one
-                removed = refused
-                continue
-            if device is not None:
-                call.of_device(credential)
-                return Reader(served, live, device)
-        if removed is not None:
-            raise removed
-        unloaded = await served.unloaded_of(credential)
-        if unloaded is not None:
-            served.federation(unloaded)
-    raise Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
+    refused = Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
+    credential = "" if given is None else auth.hashed(given.credentials)
+    for id_ in await served.federations_of(credential):
+        try:
+            live = await served.find(id_)
+            device = await live.devices.device_of(credential) if live.config.bundle == digest else None
+        except Refusal as refusal:  # removed from this federation or not loaded; perhaps another one has the bundle
+            refused = refusal
+            continue
+        if device is not None:
+            call.of_device(credential)
+            return Reader(served, live, device)
+    raise refused
 
 
 Reading = Annotated[Reader, Depends(reader)]

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from coord_server.problems import Refusal
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -30,7 +30,7 @@ def _range(header: str | None, size: int) -> tuple[int, int] | None:
 
 
 async def immutable(
-    request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
+    request: Request, blobs: FolderBlobs, shelf: str, sha256: str, size: int, media_type: str, data: bytes | None = None
 ) -> Response:
     """Content-addressed bytes, `data` or a blob.
 
@@ -51,10 +51,3 @@ async def immutable(
         return Response(data[start:stop] if span else data, status, headers, media_type)
     headers["Content-Length"] = str(stop - start)
     return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)
-
-
-def to_the_end(answer: Response, size: int) -> bool:
-    """Whether an answer of `immutable` carries the last of the content's `size` bytes."""
-    if answer.status_code == 206:
-        return answer.headers["content-range"].endswith(f"-{size - 1}/{size}")
-    return answer.status_code == 200

@@ -15,13 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord_server.http.access import CALL, Call
+from coord_server.live.uploads import receive
 from coord_server.problems import Refusal
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 
 JSON_LIMIT = 256 * 1024  # bytes of the operator's JSON messages
 DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long reason, every character escaped
 JSON_DEPTH = 201  # levels of nested objects and lists that the parser reads
-CHUNK = 1 << 20  # bytes gathered before a thread writes them
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
 _COUNT = re.compile(r"^[0-9]{1,18}$")
 _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
@@ -133,21 +133,15 @@ async def read_bounded(request: Request, limit: int, what: str) -> bytes:
     return bytes(body)
 
 
-async def store(request: Request, blobs: Blobs, shelf: str, sha256: str, size: int, what: str) -> None:
+async def store(request: Request, blobs: FolderBlobs, shelf: str, sha256: str, size: int, what: str) -> None:
     """Make the body durable as the blob `sha256` of `shelf`. Raises Refusal, StateError; then nothing is kept."""
     check_length(request, size, what)
-    incoming, pieces, received = blobs.receive(shelf), bytearray(), 0
+    incoming = blobs.receive(shelf)
     try:
-        async for chunk in request.stream():
-            received += len(chunk)
-            if received > size:
-                raise Refusal("too-large", f"{what} has at most {size} bytes; this body has more")
-            pieces += chunk
-            if len(pieces) >= CHUNK:
-                await asyncio.to_thread(incoming.write, bytes(pieces))
-                pieces.clear()
-        await asyncio.to_thread(incoming.write, bytes(pieces))
-        found = incoming.stored().sha256
+        _, small = await receive(incoming, request.stream(), size, what)
+        if small is not None:
+            await asyncio.to_thread(incoming.write, small)
+        found = incoming.sha256
         if found != sha256:
             raise Refusal(
                 "bad-bundle", f"{what} has SHA-256 {found} instead of {sha256}; send the file of its manifest"

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from coord_server.bundles import bundle_shelf
 from coord_server.http import blobs, bodies
-from coord_server.http.access import BundleDigest, Caller, Calling, Reading, Served
+from coord_server.http.access import BundleDigest, Caller, Calling, Reading, RoundNumber, Served
 from coord_server.http.openapi import MANIFEST_SCHEMA
-from coord_server.http.problems import STORAGE, documented
+from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.errors import StateError
 from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
@@ -25,12 +25,18 @@ log = logging.getLogger("maskfleet")
 router = APIRouter(prefix="/v1", tags=["device"])
 
 DeviceName = Annotated[Name, Path(description="The device's name.", examples=["pi-07"])]
-RoundNumber = Annotated[int, Path(alias="round", ge=1, lt=2**31, description="The round of the lease.", examples=[3])]
 Lease = Annotated[str, Header(description="The lease from the work message.", max_length=64)]
 Hold = Query(ge=0, allow_inf_nan=False, description=f"Seconds to hold the answer back, at most {WAIT_MOST:g}.")
 
-_COMMON = ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *STORAGE)
-_LEASED = ("forbidden", "wrong-round", "round-closed", "wrong-lease", "not-in-cohort", "wrong-phase")
+_LEASED = (
+    "forbidden",
+    "wrong-round",
+    "round-closed",
+    "wrong-lease",
+    "not-in-cohort",
+    "conflicting-update",
+    "wrong-phase",
+)
 
 
 def _bytes(description: str, media_type: str, schema: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
@@ -40,10 +46,12 @@ def _bytes(description: str, media_type: str, schema: dict[str, str] | None = No
         200: {"description": description, "content": whole},
         206: {"description": "the range that was asked for", "content": binary},
         304: {"description": "the copy that If-None-Match names is valid"},
+        **documented("not-found", "bad-range"),
     }
 
 
 _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "the update was in already"}}
+_BODY = {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
 
 def _length(answer: Response) -> int:
@@ -61,12 +69,7 @@ def _json(found: BaseModel, status: int = 200, released: bool = False) -> Respon
     return Response(body, status, {"Connection": "close"} if released else None, "application/json")
 
 
-@router.post(
-    "/enrol",
-    summary="Enrol with a join token",
-    response_model=Enrolled,
-    responses=documented(*_COMMON, "token-spent", "name-taken", "wrong-phase"),
-)
+@router.post("/enrol", response_model=Enrolled, responses=documented("token-spent", "name-taken", "wrong-phase"))
 async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 
@@ -75,27 +78,21 @@ async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """
     found = await served.enrol(request)
     live, answer = served.federation(found.federation), _json(found)
-    live.count(found.device, "up", "enrol", len(await raw.body()))
-    live.count(found.device, "down", "enrol", _length(answer))
+    live.devices.count(found.device, "up", "enrol", len(await raw.body()))
+    live.devices.count(found.device, "down", "enrol", _length(answer))
     return answer
 
 
-@router.get(
-    "/federations/{federation}/work",
-    summary="Ask for work",
-    response_model=Work,
-    responses=documented(*_COMMON),
-)
-async def work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
+@router.get("/federations/{federation}/work", response_model=Work)
+async def ask_for_work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
     """What this device has to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
 
     A device counts, and may be drawn, from its first request on. With `wait` the answer is held back until there is
     work. When connections run out, held answers are given early and their connections closed.
     """
-    calling.live.note(calling.device)
     found = await _work(calling, min(wait, WAIT_MOST))
     answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
-    calling.live.count(calling.device, "down", "work", _length(answer))
+    calling.live.devices.count(calling.device, "down", "work", _length(answer))
     return answer
 
 
@@ -107,12 +104,10 @@ async def _work(calling: Caller, wait: float) -> Work | None:
 
 @router.get(
     "/bundles/{digest}",
-    summary="Fetch a bundle's manifest",
     response_class=Response,
-    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA)
-    | documented(*_COMMON, "not-found", "bad-range"),
+    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA),
 )
-async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
+async def fetch_manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
     await reading.served.bundle(digest)
     shelf, store = bundle_shelf(digest), reading.served.store.blobs
@@ -123,11 +118,10 @@ async def manifest(request: Request, reading: Reading, digest: BundleDigest) -> 
 
 @router.get(
     "/bundles/{digest}/parts/{name}",
-    summary="Fetch a part of a bundle",
     response_class=Response,
-    responses=_bytes("the part's bytes", "application/octet-stream") | documented(*_COMMON, "not-found", "bad-range"),
+    responses=_bytes("the part's bytes", "application/octet-stream"),
 )
-async def part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
+async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
     shelf, sha256, size = await reading.served.part(digest, name)
     store = reading.served.store.blobs
@@ -140,38 +134,32 @@ async def part(request: Request, reading: Reading, digest: BundleDigest, name: N
 
 @router.get(
     "/federations/{federation}/payloads/{sha256}",
-    summary="Fetch a round's payload",
     response_class=Response,
-    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE) | documented(*_COMMON, "not-found", "bad-range"),
+    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE),
 )
-async def payload(
-    request: Request, calling: Calling, sha256: Annotated[Sha256, Path(description="From the work message.")]
+async def fetch_payload(
+    request: Request,
+    served: Served,
+    calling: Calling,
+    sha256: Annotated[Sha256, Path(description="From the work message.")],
 ) -> Response:
     """Immutable. Only payloads that are due now are here; after a 404 ask for work again."""
     down = await calling.live.payload(calling.device, sha256)
     answer = await blobs.immutable(
-        request, calling.live.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
+        request, served.store.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.fetched(calling.device, down, _length(answer), blobs.to_the_end(answer, down.size))
+    calling.live.fetched(calling.device, down, _length(answer))
     return answer
 
 
 @router.put(
     "/federations/{federation}/rounds/{round}/updates/{device}",
-    summary="Upload an update",
     status_code=201,
     response_model=Receipt,
-    responses=_AGAIN
-    | documented(*_COMMON, *_LEASED, "conflicting-update", "too-large", "bad-digest", "bad-payload", "too-slow",
-                 "superseded", "round-not-open"),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
-)  # fmt: skip
-async def put_update(
+    responses=_AGAIN | documented(*_LEASED, "too-large", "bad-digest", "bad-payload", "too-slow"),
+    openapi_extra={"requestBody": _BODY},
+)
+async def upload_update(
     request: Request,
     calling: Calling,
     round_: RoundNumber,
@@ -187,16 +175,16 @@ async def put_update(
     """
     _own(calling, device, "upload")
     sha256 = bodies.sha256_of_header(content_digest)
-    known = await calling.live.admit(round_, device, maskfleet_lease, sha256)
+    known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
     if known is None:
-        bodies.check_length(request, await calling.live.limit(), "an update of this method")
-        receipt = await calling.live.take(round_, device, maskfleet_lease, sha256, request.stream())
+        bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
+        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, request.stream())
         receipt, released = await _with_work(calling, receipt, wait)
         answer = _json(receipt, 201, released)
     else:  # the body is still arriving, and its sender reads the answer only after it: nothing is held back
         receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
         answer = _json(receipt)
-    calling.live.count(device, "down", "receipt", _length(answer))
+    calling.live.devices.count(device, "down", "receipt", _length(answer))
     return answer
 
 
@@ -217,12 +205,9 @@ async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> t
 
 
 @router.put(
-    "/federations/{federation}/rounds/{round}/failures/{device}",
-    summary="Say that this device cannot do the round",
-    status_code=204,
-    responses=documented(*_COMMON, *_LEASED, "conflicting-update"),
+    "/federations/{federation}/rounds/{round}/failures/{device}", status_code=204, responses=documented(*_LEASED)
 )
-async def put_failure(
+async def report_failure(
     request: Request,
     calling: Calling,
     round_: RoundNumber,
@@ -236,20 +221,15 @@ async def put_failure(
     after the last is accepted, which has no lease.
     """
     _own(calling, device, "report a failure")
-    calling.live.note(device)
-    calling.live.count(device, "up", "failure", len(await request.body()))
+    calling.live.devices.note(device)
+    calling.live.devices.count(device, "up", "failure", len(await request.body()))
     await calling.live.fail(round_, device, maskfleet_lease, failure)
 
 
-@router.put(
-    "/federations/{federation}/devices/{device}/report",
-    summary="Report the personal model",
-    status_code=204,
-    responses=documented(*_COMMON, "forbidden"),
-)
-async def put_report(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
+@router.put("/federations/{federation}/devices/{device}/report", status_code=204, responses=documented("forbidden"))
+async def report_personal_model(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """The device's final result on its own test data. The newest report counts."""
     _own(calling, device, "report")
-    calling.live.note(device)
-    calling.live.count(device, "up", "report", len(await request.body()))
+    calling.live.devices.note(device)
+    calling.live.devices.count(device, "up", "report", len(await request.body()))
     await calling.live.report(device, report)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from coord_server.http.problems import describe
 from edge_client.bundle import Manifest
 from edge_client.protocol.messages import Problem
 
@@ -50,13 +51,18 @@ def _messages(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Complete the OpenAPI document of `app`, which has all its routes."""
-    describe = app.openapi
+    written = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema:
             return app.openapi_schema
-        document = describe()
+        document = written()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                describe(operation)
         components = document["components"]["schemas"]
+        for replaced in ("HTTPValidationError", "ValidationError"):
+            components.pop(replaced, None)
         components |= {**_schema(Manifest), **_schema(Problem)}
         for name, example in EXAMPLES.items():
             components[name]["examples"] = [example]

@@ -15,8 +15,12 @@ from edge_client.errors import StateError, StorageDamagedError, StorageUnreachab
 
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
-STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
-"""What every operation that reads or writes may answer."""
+_STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
+COMMON: dict[str, tuple[str, ...]] = {
+    "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
+    "operator": ("unauthorized", "not-found", "not-loaded", "bad-message", *_STORAGE),
+}
+"""What every operation with this tag may answer."""
 
 log = logging.getLogger("maskfleet")
 
@@ -36,6 +40,18 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
         entry = found.setdefault(example.status, {"description": example.title, "content": content})
         entry["content"][MEDIA_TYPE]["examples"][kind] = {"value": example.model_dump()}
     return found
+
+
+def describe(operation: dict[str, Any]) -> None:
+    """Add to an operation of the OpenAPI document the problems that all with its tag have in common."""
+    answers = operation["responses"]
+    for status, entry in documented(*COMMON.get(operation["tags"][0], ())).items():
+        known = answers.get(str(status), {}).get("content", {}).get(MEDIA_TYPE)
+        if known is None:
+            answers[str(status)] = entry
+        else:
+            known["examples"] |= entry["content"][MEDIA_TYPE]["examples"]
+    operation["responses"] = dict(sorted(answers.items()))
 
 
 async def _refused(_: Request, error: Exception) -> Response:

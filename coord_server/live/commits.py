@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from uuid import uuid4
+from dataclasses import dataclass
+from typing import Any
 
 from coord_server import engine
 from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Tick
-from coord_server.live.faults import Faults
+from coord_server.live.status import Faults
 from coord_server.problems import Refusal
-from coord_server.store.metadata import Metadata
-from coord_server.store.rows import Rows
+from coord_server.store.metadata import Metadata, Rows
 from coord_server.store.tables import Head
 from edge_client.errors import MaskfleetError, StateError, StorageUnreachableError
 from edge_client.protocol.messages import FederationConfig
@@ -31,7 +30,8 @@ LOOK_DRAWING = 5.0  # seconds between looks at who is present while a round wait
 RETRY = 1.0  # seconds until a deadline that could not be written is tried again
 TRIES = 50  # commits of other processes in between until a batch is given up
 
-Write = Callable[[Rows], None]
+Write = Callable[[Rows], Any]
+Answer = tuple[Decision, ...]
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,14 @@ class Followers:
 
 @dataclass
 class _Waiting:
-    """An event until its answer; None asks only that memory is brought up to date."""
+    """An event until its answer."""
 
-    event: Event | None
+    event: Event
     write: Write | None
     adopt: Callable[[], None]
-    answer: asyncio.Future[tuple[Decision, ...]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    answer: asyncio.Future[Answer]
 
-    def resolve(self, answer: tuple[Decision, ...] | Exception) -> None:
+    def resolve(self, answer: Answer | Exception) -> None:
         """Give the answer, unless the caller has gone."""
         if self.answer.done():
             return
@@ -67,21 +65,6 @@ class _Waiting:
             self.answer.set_exception(answer)
         else:
             self.answer.set_result(answer)
-
-
-@dataclass
-class _Batch:
-    """Events applied one after another: the state to write, the rows that go with it, and each event's answer."""
-
-    state: engine.State
-    writes: list[Write] = field(default_factory=list)
-    adopts: list[Callable[[], None]] = field(default_factory=list)
-    answers: list[tuple[_Waiting, tuple[Decision, ...] | Refusal]] = field(default_factory=list)
-
-    @property
-    def decisions(self) -> list[Decision]:
-        """What was decided, in order."""
-        return [d for _, answer in self.answers if not isinstance(answer, Refusal) for d in answer]
 
 
 class Commits:
@@ -99,8 +82,9 @@ class Commits:
     ) -> None:
         self.id, self.config = id_, config
         self.version, self.state = head.version, engine.load(head.state)
-        self._metadata, self._followers, self._faults, self._clock = metadata, followers, faults, clock
+        self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
+        self._memory = asyncio.Lock()  # held while the state and its version change
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -110,18 +94,26 @@ class Commits:
 
     async def submit(
         self, event: Event, write: Write | None = None, adopt: Callable[[], None] = lambda: None
-    ) -> tuple[Decision, ...]:
+    ) -> Answer:
         """Apply `event` and write the new state; its decisions once they are on disk.
 
         `write` adds rows to the same transaction, except for a duplicate. `adopt` runs when memory takes the new state,
-        before anything else can see it. Raises Refusal when the engine refuses, StateError when nothing was written.
+        before anything else can see it. The event is committed even when the caller goes away. Raises Refusal when the
+        engine refuses, StateError when that was not confirmed: the caller then sends the same request again.
         """
-        return await self._enqueue(_Waiting(event, write, adopt))
+        if self._closed:
+            raise StorageUnreachableError("the coordinator is going down; send the request again soon")
+        waiting = _Waiting(event, write, adopt, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._drain())
+        return await waiting.answer
 
     async def refresh(self, since: int | None = None) -> bool:
         """Bring memory up to date; whether it then differs from version `since`, None: from now. Raises StateError."""
         before = self.version if since is None else since
-        await self._enqueue(_Waiting(None, None, lambda: None))
+        async with self._memory:
+            await self._reload()
         return self.version != before
 
     async def ask(self, event: Event) -> Decision | None:
@@ -134,82 +126,70 @@ class Commits:
             raise Refusal(first.kind, first.detail)
         return first
 
-    async def _enqueue(self, waiting: _Waiting) -> tuple[Decision, ...]:
-        if self._closed:
-            raise StorageUnreachableError("the coordinator is going down; send the request again soon")
-        self._queue.append(waiting)
-        if self._writer is None:
-            self._writer = asyncio.create_task(self._drain())
-        return await waiting.answer
-
     async def _drain(self) -> None:
         """Commit what waits until nothing does."""
         try:
             while self._queue:
                 batch, self._queue = self._queue, []
                 try:
-                    await self._commit(batch)
+                    async with self._memory:
+                        answers = await self._commit(batch)
                 except Exception as error:
-                    for waiting in batch:
-                        waiting.resolve(error)
+                    answers = [error] * len(batch)
+                for waiting, answer in zip(batch, answers, strict=True):
+                    waiting.resolve(answer)
         finally:
             self._writer = None
 
-    async def _commit(self, waiting: list[_Waiting]) -> None:
-        if any(w.event is None for w in waiting):
-            await self._reload()
+    async def _commit(self, batch: list[_Waiting]) -> list[Answer | Exception]:
+        """Apply the events one after another and write them together; the answer to each."""
         for _ in range(TRIES):
-            batch = await self._apply(waiting)
-            if any(isinstance(answer, Refusal) for _, answer in batch.answers) and await self._reload():
+            state, answers, counted = self.state, list[Answer | Exception](), list[_Waiting]()
+            for one in batch:
+                state, decisions = await self._apply(state, one.event)
+                first = decisions[0] if decisions else None
+                if isinstance(first, Refuse):
+                    answers.append(Refusal(first.kind, first.detail))
+                    continue
+                if one.write is not None and not (isinstance(first, Acknowledge) and first.duplicate):
+                    counted.append(one)
+                answers.append(decisions)
+            if any(isinstance(answer, Refusal) for answer in answers) and await self._reload():
                 continue  # a refusal that an old memory decided
-            if (batch.state == self.state and not batch.writes) or await self._write(batch):
+            if (state == self.state and not counted) or await self._write(state, counted):
                 break
             await self._reload()
         else:
             raise StorageUnreachableError("other coordinators commit without a pause; send the request again")
-        self._faults.clear("commits")
-        self._followers.carry_out(batch.decisions)
-        for one, answer in batch.answers:
-            one.resolve(answer)
+        self.faults.clear("commits")
+        self._followers.carry_out([d for answer in answers if isinstance(answer, tuple) for d in answer])
+        return answers
 
-    async def _apply(self, waiting: list[_Waiting]) -> _Batch:
-        """Apply every event to the state that the one before it left; a Draw is answered at once."""
-        batch = _Batch(self.state)
-        for one in waiting:
-            if one.event is None:
-                batch.answers.append((one, ()))
-                continue
-            after, decisions = engine.apply(self.config, batch.state, one.event)
-            if decisions and isinstance(decisions[0], Refuse):
-                batch.answers.append((one, Refusal(decisions[0].kind, decisions[0].detail)))
-                continue
-            if any(isinstance(d, Draw) for d in decisions):
-                now = self._clock()
-                after, more = engine.apply(self.config, after, Present(now, await self._followers.present(now)))
-                decisions = (*decisions, *more)
-            if one.write is not None and not any(isinstance(d, Acknowledge) and d.duplicate for d in decisions):
-                batch.writes.append(one.write)
-                batch.adopts.append(one.adopt)
-            batch.state = after
-            batch.answers.append((one, decisions))
-        return batch
+    async def _apply(self, state: engine.State, event: Event) -> tuple[engine.State, Answer]:
+        """Apply an event; a Draw is answered at once."""
+        state, decisions = engine.apply(self.config, state, event)
+        if any(isinstance(d, Draw) for d in decisions):
+            now = self.clock()
+            state, more = engine.apply(self.config, state, Present(now, await self._followers.present(now)))
+            decisions = (*decisions, *more)
+        return state, decisions
 
-    async def _write(self, batch: _Batch) -> bool:
-        """Write the batch and take its state; False when another process was first. Raises StateError."""
-        stamp, text = uuid4().hex, engine.dump(batch.state)
+    async def _write(self, state: engine.State, counted: list[_Waiting]) -> bool:
+        """Write the state with its rows and take it; False when another process was first.
+
+        Raises StateError; when the transaction was made nevertheless, the next one finds that out by the version.
+        """
+        rows, text = [one.write for one in counted if one.write is not None], engine.dump(state)
         try:
-            written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, stamp, batch.writes)
+            written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
         except StateError as error:
-            self._faults.set("commits", str(error))
-            if (await asyncio.to_thread(self._metadata.head, self.id)).stamp != stamp:
-                await self._reload()
-                raise
-            written = True  # only the confirmation was lost
+            self.faults.set("commits", str(error))
+            raise
         if written:
-            before, self.state = self.state, batch.state
+            before, self.state = self.state, state
             self.version += 1
-            for adopt in batch.adopts:
-                adopt()
+            for one in counted:
+                one.adopt()
             self._moved(before)
         return written
 
@@ -227,25 +207,23 @@ class Commits:
     # --- time
 
     def begin(self) -> None:
-        """Start the timer."""
-        self._arm()
+        """Start the timer; a round that waits for devices looks for them at once."""
+        self._arm(0.0)
 
     def _moved(self, before: engine.State) -> None:
         self._arm()
         if before != self.state:
             self._followers.moved(before)
 
-    def _arm(self) -> None:
-        """Wait for the deadline that the state has now, or for devices, instead of what it had."""
+    def _arm(self, look: float = LOOK_DRAWING) -> None:
+        """Wait for the deadline that the state has now, or `look` seconds for devices, instead of what it had."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         s = self.state
         if self._closed or s.phase != "running" or s.stage not in ("drawing", "collecting"):
             return
-        delay = LOOK_DRAWING
-        if s.deadline is not None:
-            delay = min(max(s.deadline - self._clock(), 0.0), LOOK_MOST)
+        delay = look if s.deadline is None else min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
         self._timer = asyncio.get_running_loop().call_later(delay, self._start_tick)
 
     def _start_tick(self) -> None:
@@ -253,9 +231,9 @@ class Commits:
             self._ticking = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
-        now = self._clock()
+        now = self.clock()
         try:
-            with self._faults.watch("clock", "the deadline cannot be acted upon"):
+            with self.faults.watch("clock", "the deadline cannot be acted upon"):
                 drawing = self.state.stage == "drawing"
                 await self.submit(Present(now, await self._followers.present(now)) if drawing else Tick(now))
         except MaskfleetError as error:

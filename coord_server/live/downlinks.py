@@ -1,6 +1,6 @@
 """Downlinks by audience: encoded once, in threads, off every lock; devices of one audience get the same bytes.
 
-They are a cache: the same state and record give the same bytes again. Large ones lie in the blob store, not durable.
+They are a cache: the same state and record give the same bytes again. Large ones lie in the blob store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from coord_server import aggregation
 from coord_server.live.method_state import MethodState, StaleError, Values
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 from edge_client.bundle import digest
 
 IN_MEMORY = 16 << 20  # bytes of downlinks of one round that stay in memory; those beyond lie in the blob store
@@ -33,7 +33,7 @@ class Downlink:
 class Downlinks:
     """The downlinks of one federation's round under way."""
 
-    def __init__(self, blobs: Blobs, method_state: MethodState) -> None:
+    def __init__(self, blobs: FolderBlobs, method_state: MethodState) -> None:
         self._blobs, self._values = blobs, method_state
         self._round = 0
         self._audiences: dict[str, str] = {}  # of each device that has asked
@@ -78,9 +78,7 @@ class Downlinks:
 
     def _encode(self, values: Values, round_: int, record: Any, fits: int) -> Downlink:
         encoded = aggregation.downlink(self._values.method, values.course, round_, values.state, record)
-        shelf, size = self._values.downlinks_shelf(round_), len(encoded.data)
+        shelf, size = self._values.shelf("downlinks", round_), len(encoded.data)
         if size <= fits:
             return Downlink(round_, shelf, digest(encoded.data), size, encoded.sizes, encoded.data)
-        self._values.large = True
-        stored = self._blobs.put(shelf, encoded.data, durable=False)
-        return Downlink(round_, shelf, stored.sha256, size, encoded.sizes, None)
+        return Downlink(round_, shelf, self._blobs.put(shelf, encoded.data), size, encoded.sizes, None)

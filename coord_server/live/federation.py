@@ -1,12 +1,12 @@
 """One live federation, as HTTP sees it: its life, the operator's commands, polls, and what there is to see.
 
 commits        the only writer; the engine's state, the timer
-uploads        updates on their way in
+uploads        updates on their way in: HTTP calls this room itself
 rounds         the fold of a round, and the sweep after it
 method_state   the method's global state and records
 downlinks      what devices fetch, by audience
-devices        who is enrolled, who is present, what each one sent and received
-faults         what keeps it from going on
+devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
+status         its state in words, and what keeps it from going on
 
 These rooms know no HTTP; blocking work runs in threads. Public coroutines may be called concurrently.
 """
@@ -16,33 +16,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coord_server import engine, events
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
-from coord_server.live.faults import Faults
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.summary import reason, summary, visible
+from coord_server.live.status import Faults, reason, summary, visible
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import Blobs
 from coord_server.store.tables import Head
-from edge_client.errors import StateError, StorageUnreachableError
+from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
-    Device,
     Enrol,
     Enrolled,
     Failure,
     Federation,
     FederationConfig,
     Finish,
-    Receipt,
     Report,
     Round,
     Stopped,
@@ -67,18 +63,15 @@ class LiveFederation:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
         self.id, self.config = id_, config
         self._store, self._clock, self._faults = store, clock, Faults()
-        self._devices = Devices(store.metadata, id_, config, head, self._faults, clock)
-        followers = Followers(self._devices.present, self._moved, self._carry_out, self._reloaded)
+        self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
+        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
-        self._rounds = Rounds(store, self._commits, self._values, self._downlinks, self._faults, clock)
-        self._uploads = Uploads(store, self._commits, self._values, self._rounds, self._devices, self._faults, clock)
+        self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
+        self.uploads = Uploads(store, self._commits, self._values, self._rounds)
         self._changed = asyncio.Event()
         self._closing = False
-        self._calling = asyncio.Lock()
-        self._next_call: asyncio.Task[None] | None = None
-        self._first_call: asyncio.Task[None] | None = None
 
     # --- life
 
@@ -86,18 +79,13 @@ class LiveFederation:
         """Take up what the stored state says is still to be done."""
         self._rounds.begin()
         self._commits.begin()
-        if any(isinstance(d, events.Draw) for d in engine.pending(self._commits.state)):
-            self._first_call = asyncio.create_task(self._call_later())
 
     async def close(self) -> None:
         """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
         self.wake(closing=True)
-        await self._uploads.close()
-        await self._rounds.close()
-        if self._first_call is not None:
-            self._first_call.cancel()
         await self._commits.close()
-        await self._devices.close()
+        await self._rounds.close()
+        await self.devices.close()
 
     def wake(self, closing: bool = False) -> None:
         """Let every long poll look again; with `closing` they all answer."""
@@ -127,20 +115,17 @@ class LiveFederation:
                 log.info("%s: finished after round %d", self.id, decision.round)
 
     def _reloaded(self, head: Head) -> None:
-        self._devices.reloaded(head)
+        self.devices.reloaded(head)
         self._rounds.reloaded(head)
         self._downlinks.forget_all()
         for decision in engine.pending(self._commits.state):
             if isinstance(decision, events.Aggregate):
                 self._rounds.fold(decision, OTHERS_FOLD)
 
-    async def look(self, version: int, ready: int) -> None:
-        """The database has this version and number of ready devices. Raises StateError."""
-        grown, self._devices.ready_count = ready > self._devices.ready_count, ready
-        if version != self._commits.version:
-            await self._commits.refresh()
-        if grown:  # the devices that came to other coordinators may be enough to start
-            await self._call()
+    async def look(self, version: int) -> None:
+        """The database has this version. Raises Refusal, StateError."""
+        if version != self._commits.version and await self._commits.refresh():
+            await self._call()  # the devices that came to other coordinators may be enough to start
 
     # --- devices
 
@@ -150,40 +135,29 @@ class LiveFederation:
         It takes part from the moment it first asks for work. `token` is the SHA-256 of the join token.
         """
         stopped = self._commits.state.phase == "stopped"
-        await self._devices.enrol(request, token, uses_left, expires_at, stopped)
+        await self.devices.enrol(request, token, uses_left, expires_at, stopped)
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
             cohort=c.cohort, seed=c.seed, backend=c.backend,
         )  # fmt: skip
 
-    async def device_of(self, credential_sha256: str) -> str | None:
-        """The device with this credential digest. Raises Refusal when it was removed, StateError."""
-        return await self._devices.device_of(credential_sha256)
-
-    def note(self, device: str) -> None:
-        """A device has made a request: it is present."""
-        self._devices.note(device)
-
-    def count(self, device: str, side: str, kind: str, size: int) -> None:
-        """Account for a message that is no payload, "up" or "down"."""
-        self._devices.count(device, side, kind, size)
-
-    def fetched(self, device: str, down: Downlink, size: int, to_the_end: bool) -> None:
-        """Account for an answer that carried `size` bytes of a downlink, its last byte among them or not."""
-        self._devices.fetched(device, size)
-        if down.round > self.config.rounds and to_the_end:
-            self._devices.has_last(device, down.sizes)
+    def fetched(self, device: str, down: Downlink, size: int) -> None:
+        """Account for an answer that carried `size` bytes of a downlink."""
+        self.devices.fetched(device, size)
+        if down.round > self.config.rounds:
+            self.devices.has_last(device, down.sizes)
 
     async def work(self, device: str, wait: float) -> Work:
         """What `device` is to do, held back up to `wait` seconds while that is nothing. Raises Refusal, StateError.
 
         The first question makes it one of those that take part.
         """
-        self._devices.note(device)
+        arrives = self.devices.arrives(device)
+        self.devices.note(device)
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
-            if self._commits.state.phase not in ("finished", "stopped") and await self._devices.arrive(device):
-                await self._call()
+            if arrives and self._commits.state.phase not in ("finished", "stopped"):
+                await self._arrive(device)
             loop = asyncio.get_running_loop()
             until = loop.time() + wait
             while True:
@@ -197,27 +171,22 @@ class LiveFederation:
                 except asyncio.TimeoutError:
                     return await self._due(device, waited=True)
 
+    async def _arrive(self, device: str) -> None:
+        """Commit the arrival of a device, so that every process can draw it, and start what waits for devices."""
+        now, new = self._clock(), list[int]()
+        await self._commits.submit(
+            events.Present(now, ()),
+            lambda rows: new.append(rows.arrive(device, now)),
+            lambda: self.devices.arrived(device, new[-1]),
+        )
+        await self._call()
+
     async def _call(self) -> None:
-        """Tell the engine who is present, if it waits for that; callers that come together share one call."""
-        s = self._commits.state
-        starts = s.phase == "recruiting" and self.config.start == "auto"
-        if not (starts and self._devices.ready_count >= self.config.min_devices) and s.stage != "drawing":
-            return
-        if self._next_call is None:
-            self._next_call = asyncio.create_task(self._call_now())
-        await asyncio.shield(self._next_call)
-
-    async def _call_now(self) -> None:
-        async with self._calling:  # a call under way may have missed the device that has just arrived
-            self._next_call = None
-            now = self._clock()
-            await self._commits.submit(events.Present(now, await self._devices.present(now, fresh=True)))
-
-    async def _call_later(self) -> None:
-        try:
-            await self._call()
-        except StateError as error:  # the timer tries again
-            log.error("%s: %s", self.id, error)
+        """Tell the engine who is present, if it waits for that."""
+        s, c, now = self._commits.state, self.config, self._clock()
+        starts = s.phase == "recruiting" and c.start == "auto" and self.devices.ready_count >= c.min_devices
+        if starts or s.stage == "drawing":
+            await self._commits.submit(events.Present(now, await self.devices.present(now)))
 
     async def _due(self, device: str, waited: bool) -> Work:
         fresh = False
@@ -228,7 +197,7 @@ class LiveFederation:
             left = engine.left(self.config, s, self._clock())
             asked = s.phase == "running" and s.stage == "collecting" and device in engine.missing(s)
             if s.phase != "finished" and (not asked or left is None):
-                why = reason(self.config, s, device, self._devices.ready_count, self._closing)
+                why = reason(self.config, s, device, self.devices.ready_count, self._closing)
                 return Wait(reason=why, poll_after=POLL_AGAIN if waited else POLL_AFTER)
             round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
             if asked and not fresh:  # its update may just have been accepted by another process: train no round twice
@@ -268,21 +237,6 @@ class LiveFederation:
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 
-    async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
-        """Before the body is read: the receipt when the update is already in, None when it is welcome.
-
-        Raises Refusal otherwise, StateError.
-        """
-        return await self._uploads.admit(round_, device, lease, sha256)
-
-    async def limit(self) -> int:
-        """The most bytes an update may have. Raises StateError."""
-        return await self._uploads.limit()
-
-    async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
-        """Receive, check, commit, acknowledge an update. Raises Refusal, StateError; then nothing of it is kept."""
-        return await self._uploads.take(round_, device, lease, sha256, body)
-
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Again is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
@@ -298,68 +252,54 @@ class LiveFederation:
     async def report(self, device: str, report: Report) -> None:
         """Keep a device's last word. Raises StateError."""
         with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
-            if self._commits.state.phase == "finished" and not await self._devices.has_fetched_last(device):
-                # It reports on the last downlink, so it has fetched it, and the coordinator ended before it noted that.
+            if self._commits.state.phase == "finished":  # it has fetched the last downlink, perhaps before a restart
                 down = await self._downlinks.get(self.config.rounds + 1, device)
-                self.fetched(device, down, down.size, to_the_end=True)
-            await self._devices.report(device, report)
+                self.devices.has_last(device, down.sizes)
+            await self.devices.report(device, report)
 
     # --- the operator
 
-    def now(self) -> float:
-        """The coordinator's clock, seconds."""
-        return self._clock()
-
-    async def operate(self, event: events.Event) -> None:
+    async def operate(self, kind: type[events.Event]) -> None:
         """Start, pause, resume or stop. Raises Refusal, StateError."""
+        event = kind(self._clock())
         if isinstance(event, events.Started):
-            event = replace(event, devices=await self._devices.present(event.now, fresh=True))
+            await self._commits.refresh()
+            event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
 
     async def remove(self, device: str) -> None:
         """Take a device out for good. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
             raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+        was_ready = list[int]()
         await self._commits.submit(
             events.Removed(self._clock(), device),
-            lambda rows: rows.remove_device(device),
-            lambda: self._devices.removed(device),
+            lambda rows: was_ready.append(rows.remove_device(device)),
+            lambda: self.devices.removed(device, was_ready[-1]),
         )
 
     def summary(self) -> Federation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
-        return summary(self.config, self._commits.state, self._devices.ready_count, self._clock(), fault)
-
-    async def listed(self) -> list[Device]:
-        """Every device that ever enrolled. Raises StateError."""
-        return await self._devices.listed()
+        return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
 
     async def rounds(self) -> list[str]:
         """The records of the closed rounds as JSON, in order. Raises StateError."""
-        records = await asyncio.to_thread(self._store.metadata.all_rounds, self.id)
-        if len(records) == self.config.rounds:
-            records[-1] = await self._with_last_downlinks(records[-1])
-        return records
+        return await self._records()
 
     async def round(self, round_: int) -> str | None:
         """The record of one closed round as JSON, None while it is not closed. Raises StateError."""
-        record = await asyncio.to_thread(self._store.metadata.one_round, self.id, round_)
-        if record is not None and round_ == self.config.rounds:
-            record = await self._with_last_downlinks(record)
-        return record
+        return next(iter(await self._records(round_)), None)
 
-    async def _with_last_downlinks(self, record: str) -> str:
-        """The last round's record with what was fetched after it was written."""
-        found, last = Round.model_validate_json(record), await self._devices.last_downlinks()
-        traffic = found.traffic.model_copy(update={"last_down": last})
-        return found.model_copy(update={"traffic": traffic}).model_dump_json()
+    async def _records(self, round_: int | None = None) -> list[str]:
+        """Records of closed rounds; the last round's with what was fetched after it was written."""
+        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, round_)
+        if self._commits.state.phase == "finished" and round_ in (None, self.config.rounds):
+            last = Round.model_validate_json(found[-1])
+            traffic = last.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
+            found[-1] = last.model_copy(update={"traffic": traffic}).model_dump_json()
+        return found
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
         return await self._values.exported()
-
-    @property
-    def blobs(self) -> Blobs:
-        """Where its payloads lie."""
-        return self._store.blobs

@@ -15,8 +15,8 @@ from coord_server.bundles import load_model
 from coord_server.live.commits import Commits
 from coord_server.store import Store
 from coord_server.store.tables import Head
-from coord_server.store.values import Content, put, read
-from edge_client.errors import MaskfleetError, StorageDamagedError
+from coord_server.store.values import read
+from edge_client.errors import MaskfleetError
 from edge_client.methods import Method
 from edge_client.task import Course
 
@@ -45,8 +45,6 @@ class MethodState:
         self._course: Course | None = None
         self._values: Values | None = None
         self._loading = asyncio.Lock()
-        self.large = False
-        """Whether anything was ever too large for its row, so that there are blobs to sweep."""
 
     async def values(self) -> Values:
         """The method's global state that memory stands at, loaded when it is first needed. Raises StateError."""
@@ -61,13 +59,7 @@ class MethodState:
         if self._course is None:
             model = await asyncio.to_thread(load_model, self._store, config.bundle)
             self._course = Course(model, config.seed, config.rounds, config.cohort)
-        version = self._commits.version
-        try:
-            round_, data = await asyncio.to_thread(self._stored)
-        except StorageDamagedError:  # perhaps another process has replaced it, then swept it
-            if not await self._commits.refresh(version):
-                raise
-            return
+        round_, data = await asyncio.to_thread(self._stored)
         if round_ != self.closed:
             await self._commits.refresh()
             return
@@ -77,7 +69,7 @@ class MethodState:
 
     def _stored(self) -> tuple[int, bytes]:
         round_, content = self._store.metadata.values(self.id)
-        return round_, read(self._store.blobs, self.values_shelf(round_), content)
+        return round_, read(self._store.blobs, self.shelf("values", round_), content)
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
@@ -99,29 +91,13 @@ class MethodState:
         data = read(self._store.blobs, self.record_shelf(device, written), content)
         return aggregation.unpack(self.method.record_type, data)
 
-    def put(self, shelf: str, data: bytes) -> Content:
-        """Make `data` ready for its row. Blocks. Raises StateError."""
-        content = put(self._store.blobs, shelf, data)
-        self.large = self.large or content.data is None
-        return content
-
     def stand_at(self, closed: int, values: Values | None) -> None:
         """Memory takes the state after round `closed`; with None it is loaded when it is needed."""
         self.closed, self._values = closed, values
 
-    # --- the shelves
-
-    def updates_shelf(self, round_: int) -> str:
-        """Where the large updates of a round lie."""
-        return f"{self.id}/updates/{round_}"
-
-    def downlinks_shelf(self, round_: int) -> str:
-        """Where the large downlinks of a round lie."""
-        return f"{self.id}/downlinks/{round_}"
-
-    def values_shelf(self, round_: int) -> str:
-        """Where a large global state after a round lies."""
-        return f"{self.id}/values/{round_}"
+    def shelf(self, kind: str, round_: int) -> str:
+        """Where the large values, updates or downlinks of a round lie."""
+        return f"{self.id}/{kind}/{round_}"
 
     def record_shelf(self, device: str, round_: int) -> str:
         """Where a large record that a round has written lies."""

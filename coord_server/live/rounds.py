@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,14 +18,12 @@ from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
-from coord_server.live.faults import Faults
 from coord_server.live.method_state import MethodState, StaleError, Values
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.tables import ClosedRow, Head
-from coord_server.store.values import read
+from coord_server.store.tables import Head
+from coord_server.store.values import Content, put, read
 from edge_client.errors import MaskfleetError, StorageDamagedError
-from edge_client.methods import Influence
 
 log = logging.getLogger("maskfleet")
 
@@ -37,18 +35,9 @@ RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to fold while so
 class Rounds:
     """The rounds of one federation: the updates that wait for the fold, the fold, and the sweep after it."""
 
-    def __init__(
-        self,
-        store: Store,
-        commits: Commits,
-        method_state: MethodState,
-        downlinks: Downlinks,
-        faults: Faults,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, store: Store, commits: Commits, method_state: MethodState, downlinks: Downlinks) -> None:
         self.id, self.config = commits.id, commits.config
         self._store, self._commits, self._values, self._downlinks = store, commits, method_state, downlinks
-        self._faults, self._clock = faults, clock
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
         self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -97,7 +86,7 @@ class Rounds:
         pause = RETRY_FIRST
         while self._due(decision):
             try:
-                with self._faults.watch("fold", f"round {decision.round} cannot be aggregated"):
+                with self._commits.faults.watch("fold", f"round {decision.round} cannot be aggregated"):
                     await self._fold(decision)
                 break
             except Refusal as refused:  # another process has folded it, or the federation was stopped
@@ -112,12 +101,12 @@ class Rounds:
                     log.debug("%s: %s", self.id, unread)
                 known = isinstance(error, MaskfleetError)
                 why = str(error) if known else "see the coordinator's log"
-                self._faults.set("fold", f"round {decision.round} cannot be aggregated: {why}")
+                self._commits.faults.set("fold", f"round {decision.round} cannot be aggregated: {why}")
                 log.error("%s: round %d: %s; next attempt in %.0f s", self.id, decision.round, error, pause,
                           exc_info=None if known else error)  # fmt: skip
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_MOST)
-        self._faults.clear("fold")
+        self._commits.faults.clear("fold")
         await self._sweep_later(decision.devices)
 
     async def _fold(self, decision: events.Aggregate) -> None:
@@ -126,17 +115,18 @@ class Rounds:
             raise StaleError(f"round {round_} is not under way")
         down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
         closed, left_out = await asyncio.to_thread(self._close, values, decision, down, dict(self._fresh))
-        now = self._clock()
+        now = self._commits.clock()
         if closed is None:
             log.error("%s: no update of round %d can be folded", self.id, round_)
             await self._commits.submit(events.Unusable(now, round_, decision.attempt, tuple(left_out)))
             return
         more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
-        row = await asyncio.to_thread(self._row, closed, round_, closed.round.model_copy(update=more).model_dump_json())
+        record = closed.round.model_copy(update=more).model_dump_json()
+        content, kept = await asyncio.to_thread(self._written, closed, round_)
         await self._commits.submit(
             events.Aggregated(now, round_, decision.attempt),
-            lambda rows: rows.close_round(row),
+            lambda rows: rows.close_round(round_, record, content, kept),
             lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
         )
 
@@ -152,8 +142,7 @@ class Rounds:
         The same updates give the same outcome wherever and whenever this is done.
         """
         round_, devices, left_out = decision.round, list(decision.devices), list[str]()
-        stored = self._store.metadata.influences(self.id, round_)
-        influences = {device: Influence(*figures) for device, figures in stored.items()}
+        influences = self._store.metadata.influences(self.id, round_)
 
         def contributions() -> Iterator[Contribution]:
             for device in devices:
@@ -163,17 +152,11 @@ class Rounds:
         while devices:
             counted = {d: i for d, i in influences.items() if d in devices}
             try:
-                parts = contributions()
-                return aggregation.close_round(
-                    self._values.method,
-                    values.course,
-                    round_,
-                    values.state,
-                    parts,
-                    counted,
-                    self.config.guard,
-                    left_out,
-                ), left_out
+                closed = aggregation.close_round(
+                    self._values.method, values.course, round_, values.state, contributions(), counted,
+                    self.config.guard, left_out,
+                )  # fmt: skip
+                return closed, left_out
             except UnusableUpdate as unusable:
                 log.error("%s: round %d: %s; it is left out", self.id, round_, unusable)
                 devices.remove(unusable.device)
@@ -184,16 +167,19 @@ class Rounds:
         found = self._store.metadata.update_content(self.id, round_, device)
         if found is None:
             raise StorageDamagedError(f"the update of {device!r} in round {round_} is not in the database; restore it")
-        return read(self._store.blobs, self._values.updates_shelf(round_), found)
+        return read(self._store.blobs, self._values.shelf("updates", round_), found)
 
-    def _row(self, closed: Closed, round_: int, record: str) -> ClosedRow:
-        """A folded round as it is written; what is too large for its row is durable now. Blocks. Raises StateError."""
-        held = self._values
-        records = {
-            device: None if value is None else held.put(held.record_shelf(device, round_), aggregation.pack(value))
+    def _written(self, closed: Closed, round_: int) -> tuple[Content, dict[str, Content | None]]:
+        """The new global state and records as they enter their rows; large ones are durable now. Blocks.
+
+        Raises StateError.
+        """
+        blobs, held = self._store.blobs, self._values
+        kept = {
+            device: None if value is None else put(blobs, held.record_shelf(device, round_), aggregation.pack(value))
             for device, value in closed.records.items()
         }
-        return ClosedRow(round_, record, held.put(held.values_shelf(round_), aggregation.pack(closed.state)), records)
+        return put(blobs, held.shelf("values", round_), aggregation.pack(closed.state)), kept
 
     async def close(self) -> None:
         """Stop folding: what is not committed is folded again by the next process."""
@@ -215,23 +201,20 @@ class Rounds:
     def _sweep(self, devices: Iterable[str] | None) -> None:
         """Drop the blobs that no process can ask for; records only of `devices`, None: of all. Blocks.
 
-        The downlinks of the last closed round stay, because a process whose memory is one round behind may still send
-        them. A federation whose values all fit into rows has no blobs.
+        The downlinks of the last closed round and the values of the one before stay, because a process whose memory is
+        one round behind may still read them.
         """
         blobs, closed = self._store.blobs, self._values.closed
-        if devices is None and blobs.shelves(self.id):
-            self._values.large = True
-        if not self._values.large:
-            return
         over = self._commits.state.phase in ("finished", "stopped")
-        for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed)):
+        for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
             for round_ in self._rounds_on(f"{self.id}/{name}"):
                 if round_ < oldest:
                     blobs.drop(f"{self.id}/{name}/{round_}")
         for device in blobs.shelves(f"{self.id}/records") if devices is None else devices:
-            found = self._store.metadata.record(self.id, device)
-            for round_ in self._rounds_on(f"{self.id}/records/{device}"):
-                if round_ < closed and (found is None or round_ != found[0]):
+            old = [round_ for round_ in self._rounds_on(f"{self.id}/records/{device}") if round_ < closed]
+            found = self._store.metadata.record(self.id, device) if old else None
+            for round_ in old:
+                if found is None or round_ != found[0]:
                     blobs.drop(self._values.record_shelf(device, round_))
 
     def _rounds_on(self, shelf: str) -> list[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +20,7 @@ from rich.text import Text
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, first_fault
-from edge_client.protocol.messages import Failure, Federation, FederationConfig, Phase, TokenRequest
+from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Phase, Round, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,6 +33,7 @@ Url = Annotated[str, typer.Option(envvar="MASKFLEET_URL", help="The coordinator'
 TokenFile = Annotated[Path, typer.Option(help=f"File with the operator's token, unless {OPERATOR_ENV} is set.")]
 Id = Annotated[str, typer.Argument(help="The federation's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+T = TypeVar("T")
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
@@ -74,11 +76,14 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
         raise ConfigError(f"{where}, {first_fault(error, 'settings')}") from None
 
 
-def _json(found: Sequence[BaseModel] | BaseModel) -> None:
-    shown = (
-        found.model_dump(mode="json") if isinstance(found, BaseModel) else [f.model_dump(mode="json") for f in found]
-    )
-    print(json.dumps(shown, indent=1))
+def _show(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
+    """Print what the coordinator answers: as JSON, or what `table` makes of it."""
+    with _operator(url, token_file) as operator:
+        found = ask(operator)
+    if as_json:
+        print(json.dumps(to_jsonable_python(found), indent=1))
+    else:
+        Console().print(*table(found), sep="\n")
 
 
 def _plain(text: str) -> Text:
@@ -139,25 +144,23 @@ def create(
 @app.command("list")
 def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the federations."""
-    with _operator(url, token_file) as operator:
-        found = operator.federations()
-    if as_json:
-        _json(found)
-        return
+    _show(lambda operator: operator.federations(), _federations, url, token_file, as_json)
+
+
+def _federations(found: Sequence[Federation]) -> list[Table]:
     table = _table("id", "method", "phase", "round", "devices", "updates", "ends in", "fault")
     for f in found:
         table.add_row(*_row(f))
-    Console().print(table)
+    return [table]
 
 
 @app.command()
 def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """Show a federation: phase, round, updates, deadline, fault, and its settings."""
-    with _operator(url, token_file) as operator:
-        found = operator.federation(id_)
-    if as_json:
-        _json(found)
-        return
+    _show(lambda operator: operator.federation(id_), _federation, url, token_file, as_json)
+
+
+def _federation(found: Federation) -> list[Table]:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -168,17 +171,16 @@ def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: A
     for name, setting in ({} if found.config is None else found.config.model_dump(mode="json")).items():
         if name != "name" and setting is not None:
             table.add_row(name, _plain(setting if isinstance(setting, str) else json.dumps(setting)))
-    Console().print(table)
+    return [table]
 
 
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List a federation's devices: updates, bytes of payloads, bundle and messages, score, last failure."""
-    with _operator(url, token_file) as operator:
-        found = operator.devices(id_)
-    if as_json:
-        _json(found)
-        return
+    _show(lambda operator: operator.devices(id_), _devices, url, token_file, as_json)
+
+
+def _devices(found: Sequence[Device]) -> list[Table | Text]:
     heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
     caption = "\nbytes of bodies since enrolment; messages: all other bodies (--json: by kind)"
     table = _table(*heads, "score", "state", caption=caption)
@@ -189,7 +191,7 @@ def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json
         others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
         counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
         table.add_row(d.device, *(f"{n:,}" for n in counts), score, state)
-    Console().print(table, *(_failure(d.device, d.failure) for d in found if d.failure is not None), sep="\n")
+    return [table, *(_failure(d.device, d.failure) for d in found if d.failure is not None)]
 
 
 @app.command()
@@ -207,11 +209,10 @@ def remove(
 @app.command()
 def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the closed rounds: scores, bits per parameter, payload bytes by kind, failures, guarded updates."""
-    with _operator(url, token_file) as operator:
-        found = operator.rounds(id_)
-    if as_json:
-        _json(found)
-        return
+    _show(lambda operator: operator.rounds(id_), _rounds, url, token_file, as_json)
+
+
+def _rounds(found: Sequence[Round]) -> list[Table | Text]:
     table = _table(
         "round", "devices", "loss", "score", "worst", "bits/par up", "bits/par down", "seconds", "failed", "skipped"
     )
@@ -227,11 +228,11 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
         t = r.traffic
         sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
         kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
-    notes = []
+    notes = list[Text]()
     for r in found:
         notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
         notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
-    Console().print(table, "", kinds, *([""] if notes else []), *notes, sep="\n")
+    return [table, Text(), kinds, Text(), *notes]
 
 
 def _by_kind(sizes: dict[str, int]) -> str:
@@ -252,34 +253,22 @@ def token(
         print(operator.token(id_, TokenRequest(uses=uses, expires_in=expires_in)).token)
 
 
-@app.command()
-def start(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """Begin round 1 with the devices there are."""
-    _operate(id_, "start", url, token_file)
+def _operation(action: str) -> Callable[..., None]:
+    def operate(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+        with _operator(url, token_file) as operator:
+            f = operator.operate(id_, action)
+        print(f"{f.id}: {f.phase}, round {f.round}" + (f" of {f.config.rounds}" if f.config else ""))
+
+    return operate
 
 
-@app.command()
-def pause(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """Stop the round's clock; updates under way are still taken."""
-    _operate(id_, "pause", url, token_file)
-
-
-@app.command()
-def resume(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """Go on after a pause."""
-    _operate(id_, "resume", url, token_file)
-
-
-@app.command()
-def stop(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-    """End a federation for good; its state can still be exported."""
-    _operate(id_, "stop", url, token_file)
-
-
-def _operate(id_: str, action: str, url: str, token_file: Path) -> None:
-    with _operator(url, token_file) as operator:
-        found = operator.operate(id_, action)
-    print(f"{found.id}: {found.phase}, round {found.round}" + (f" of {found.config.rounds}" if found.config else ""))
+for _action, _help in {
+    "start": "Begin round 1 with the devices there are.",
+    "pause": "Stop the round's clock; updates under way are still taken.",
+    "resume": "Go on after a pause.",
+    "stop": "End a federation for good; its state can still be exported.",
+}.items():
+    app.command(_action, help=_help)(_operation(_action))
 
 
 @app.command()

@@ -32,9 +32,8 @@ class Store:
     blobs: FolderBlobs
 
     def close(self) -> None:
-        """Close the database and remove this process's temporary files."""
+        """Close the database."""
         self.metadata.close()
-        self.blobs.close()
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
@@ -71,9 +70,8 @@ def _private(path: Path) -> None:
     """Make the database's file readable by its owner only; SQLite gives the same mode to the files beside it."""
     with disk(f"{path} cannot be used"):
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        for name in (path, *(path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))):
-            if name.exists():
-                os.chmod(name, 0o600)
+        for file in path.parent.glob(f"{path.name}*"):
+            file.chmod(0o600)
 
 
 def _match(folder: Path, metadata: Metadata) -> None:

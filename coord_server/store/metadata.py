@@ -1,30 +1,38 @@
-"""The coordinator's tables in use: SQLAlchemy Core, SQLite by default, PostgreSQL by URL.
+"""The queries of the coordinator's database: SQLAlchemy Core, SQLite by default, PostgreSQL by URL.
 
 Each public function of `Metadata` is one transaction. `commit` is the one that changes a federation: the engine's
-state and the rows that go with it, written together or not at all, and only over the version they were made from.
-Nothing here decides anything.
+state and the rows that go with it (`Rows`), written together or not at all, and only over the version they were made
+from. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, bindparam, create_engine, event, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Select,
+    bindparam,
+    case,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from coord_server.store.rows import MINE, SAVE_SEEN, Rows, add_ready, seen_values
 from coord_server.store.tables import (
     MESSAGES,
     METADATA,
-    DeviceRow,
-    FederationRow,
     Head,
-    Member,
     Seen,
-    TokenRow,
     bundles,
     devices,
     federations,
@@ -36,16 +44,103 @@ from coord_server.store.tables import (
 )
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
+from edge_client.methods import Influence
 
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
+# Statements of every update, built once: building one costs more than running it.
 _SAVE_STATE = (
     update(federations)
     .where(federations.c.id == bindparam("b_id"), federations.c.version == bindparam("b_version"))
-    .values(state=bindparam("b_state"), version=federations.c.version + 1, stamp=bindparam("b_stamp"))
+    .values(state=bindparam("b_state"), version=federations.c.version + 1)
 )
-_HEAD = select(*(federations.c[name] for name in Head.__dataclass_fields__))
-_DEVICE = [devices.c[name] for name in DeviceRow.__dataclass_fields__ if name != "messages"]
+_MINE = (devices.c.federation == bindparam("b_federation"), devices.c.device == bindparam("b_device"))
+_LAST_SEEN = case((devices.c.last_seen_at < bindparam("b_at"), bindparam("b_at")), else_=devices.c.last_seen_at)
+_COUNT_UPDATE = (
+    update(devices)
+    .where(*_MINE)
+    .values(
+        last_seen_at=_LAST_SEEN,
+        updates=devices.c.updates + 1,
+        bytes_up=devices.c.bytes_up + bindparam("b_size"),
+        failure=None,
+    )
+)
+_SAVE_SEEN = (
+    update(devices)
+    .where(*_MINE)
+    .values(
+        last_seen_at=_LAST_SEEN,
+        bytes_down=devices.c.bytes_down + bindparam("b_down"),
+        last_down=func.coalesce(bindparam("b_last"), devices.c.last_down),
+        **{name: devices.c[name] + bindparam(f"b_{name}") for name in MESSAGES},
+    )
+)
+
+
+def _of(table: Any, federation: str, device: str) -> tuple[Any, Any]:
+    return table.c.federation == federation, table.c.device == device
+
+
+class Rows:
+    """Rows that go with a federation's new state into one transaction."""
+
+    def __init__(self, connection: Connection, federation: str) -> None:
+        self._c, self._federation = connection, federation
+
+    def add_update(
+        self, round_: int, device: str, content: Content, size: int, at: float, influence: Influence | None
+    ) -> None:
+        """An update of `size` bytes that is acknowledged at `at`."""
+        row = {"federation": self._federation, "round": round_, "device": device, "sha256": content.sha256,
+               "size": size, "received_at": at, "content": content.data}  # fmt: skip
+        figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
+        self._c.execute(insert(updates), {**row, **figures})
+        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size}
+        self._c.execute(_COUNT_UPDATE, named)
+
+    def add_failure(self, device: str, failure: str, forget: bool) -> None:
+        """A device's failure as JSON; with `forget` its record is dropped."""
+        self._c.execute(update(devices).where(*_of(devices, self._federation, device)).values(failure=failure))
+        if forget:
+            self._c.execute(delete(records).where(*_of(records, self._federation, device)))
+
+    def arrive(self, device: str, at: float) -> int:
+        """A device has asked for work; 1 when it had not before."""
+        mine = _of(devices, self._federation, device)
+        self._c.execute(update(devices).where(*mine).values(last_seen_at=at))
+        return self._ready(+1, *mine, ~devices.c.ready, ~devices.c.removed)
+
+    def remove_device(self, device: str) -> int:
+        """A device is out for good; 1 when it had asked for work."""
+        mine = _of(devices, self._federation, device)
+        was_ready = self._ready(-1, *mine, devices.c.ready)
+        self._c.execute(update(devices).where(*mine).values(removed=True))
+        return was_ready
+
+    def _ready(self, change: int, *where: Any) -> int:
+        """Make one device ready, or no longer ready, and count it; how many were changed."""
+        changed = self._c.execute(update(devices).where(*where).values(ready=change > 0)).rowcount
+        if changed:
+            mine = update(federations).where(federations.c.id == self._federation)
+            self._c.execute(mine.values(ready=federations.c.ready + change))
+        return changed
+
+    def close_round(self, round_: int, record: str, values: Content, kept: Mapping[str, Content | None]) -> None:
+        """A round's record as JSON, the method's new global state, its new records by device (None: dropped).
+
+        The small contents of the round's updates go.
+        """
+        self._c.execute(insert(rounds).values(federation=self._federation, round=round_, record=record))
+        for device, content in kept.items():
+            self._c.execute(delete(records).where(*_of(records, self._federation, device)))
+            if content is not None:
+                new = {"round": round_, "sha256": content.sha256, "content": content.data}
+                self._c.execute(insert(records).values(federation=self._federation, device=device, **new))
+        of_round = (updates.c.federation == self._federation, updates.c.round == round_)
+        self._c.execute(update(updates).where(*of_round).values(content=None))
+        after = {"values_round": round_, "values_sha256": values.sha256, "values_content": values.data}
+        self._c.execute(update(federations).where(federations.c.id == self._federation).values(**after))
 
 
 def _prepare_sqlite(engine: Engine) -> None:
@@ -89,21 +184,24 @@ class Metadata:
         self._engine.dispose()
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """One transaction that writes."""
+    def _connected(self, writes: bool) -> Iterator[Connection]:
         try:
-            with self._engine.connect().execution_options(writes=True) as c, c.begin():
+            with self._engine.connect().execution_options(writes=writes) as c, c.begin():
                 yield c
         except (DBAPIError, PoolTimeout) as error:
             raise _kind(error) from None
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        try:
-            with self._engine.connect() as c:
-                yield c
-        except (DBAPIError, PoolTimeout) as error:
-            raise _kind(error) from None
+    def writing(self) -> AbstractContextManager[Connection]:
+        """One transaction that writes, as a context manager that gives the Connection."""
+        return self._connected(writes=True)
+
+    def _all(self, query: Select[Any]) -> Sequence[Any]:
+        with self._connected(writes=False) as c:
+            return c.execute(query).all()
+
+    def _first(self, query: Select[Any]) -> Any:
+        with self._connected(writes=False) as c:
+            return c.execute(query).first()
 
     def identify(self, c: Connection, fresh: str | None) -> str | None:
         """The id of the data folder that belongs to this database; `fresh` is stored where there is none."""
@@ -121,68 +219,57 @@ class Metadata:
     def add_bundle(self, digest: str, now: float) -> None:
         """Store the fact that a bundle's manifest is a blob; again is harmless."""
         with self.writing() as c:
-            if c.execute(select(bundles.c.digest).where(bundles.c.digest == digest)).first() is None:
+            if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
                 c.execute(insert(bundles).values(digest=digest, added_at=now))
 
     def has_bundle(self, digest: str) -> bool:
         """Whether the manifest of a bundle is stored."""
-        with self._reading() as c:
-            return c.execute(select(bundles.c.digest).where(bundles.c.digest == digest)).first() is not None
+        return self._first(select(bundles).where(bundles.c.digest == digest)) is not None
 
     # --- federations
 
-    def add_federation(self, row: FederationRow) -> bool:
-        """Store a new federation; False, and nothing, when its id is taken."""
+    def add_federation(self, id_: str, config: str, state: str, values: Content, now: float) -> bool:
+        """Store a new federation; `config` and `state` are JSON. False, and nothing, when its id is taken."""
         with self.writing() as c:
-            if c.execute(select(federations.c.id).where(federations.c.id == row.id)).first() is not None:
+            if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
                 return False
-            c.execute(
-                insert(federations).values(
-                    id=row.id, config=row.config, state=row.state, values_round=0, values_sha256=row.values.sha256,
-                    values_content=row.values.data, created_at=row.created_at,
-                )
-            )  # fmt: skip
+            new = {"id": id_, "config": config, "state": state, "created_at": now}
+            c.execute(insert(federations).values(**new, values_sha256=values.sha256, values_content=values.data))
             return True
 
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """Version and number of ready devices of every federation, oldest first: cheap, for watching."""
-        with self._reading() as c:
-            query = select(federations.c.id, federations.c.version, federations.c.ready)
-            found = c.execute(query.order_by(federations.c.created_at, federations.c.id))
-            return {row[0]: (row[1], row[2]) for row in found}
+    def versions(self) -> dict[str, int]:
+        """The version of every federation, oldest first: cheap, for watching."""
+        f = federations.c
+        return {row.id: row.version for row in self._all(select(f.id, f.version).order_by(f.created_at, f.id))}
 
     def config(self, federation: str) -> str:
         """A federation's FederationConfig as JSON."""
-        with self._reading() as c:
-            return str(c.scalars(select(federations.c.config).where(federations.c.id == federation)).one())
+        return str(self._of_federation(federation, federations.c.config)[0])
 
     def head(self, federation: str) -> Head:
         """What changes about a federation."""
-        with self._reading() as c:
-            row = c.execute(_HEAD.where(federations.c.id == federation)).mappings().first()
-        if row is None:
-            raise StorageDamagedError(f"federation {federation!r} is not in the coordinator's database; restore it")
-        return Head(**row)
+        return Head(*self._of_federation(federation, *(federations.c[name] for name in Head.__dataclass_fields__)))
 
     def values(self, federation: str) -> tuple[int, Content]:
         """The last closed round, 0 at first, and the method's global state after it."""
-        columns = (federations.c.values_round, federations.c.values_sha256, federations.c.values_content)
-        with self._reading() as c:
-            row = c.execute(select(*columns).where(federations.c.id == federation)).one()
-            return row[0], Content(row[1], row[2])
+        f = federations.c
+        row = self._of_federation(federation, f.values_round, f.values_sha256, f.values_content)
+        return row[0], Content(row[1], row[2])
 
-    def commit(
-        self, federation: str, version: int, state: str, stamp: str, rows: Sequence[Callable[[Rows], None]]
-    ) -> bool:
+    def _of_federation(self, federation: str, *columns: Any) -> Any:
+        row = self._first(select(*columns).where(federations.c.id == federation))
+        if row is None:
+            raise StorageDamagedError(f"federation {federation!r} is not in the coordinator's database; restore it")
+        return row
+
+    def commit(self, federation: str, version: int, state: str, rows: Sequence[Callable[[Rows], Any]]) -> bool:
         """Write `state` and `rows` over `version`; False, and nothing, when another commit was first."""
         with self.writing() as c:
-            named = {"b_id": federation, "b_version": version, "b_state": state, "b_stamp": stamp}
+            named = {"b_id": federation, "b_version": version, "b_state": state}
             if c.execute(_SAVE_STATE, named).rowcount != 1:
                 return False
-            gathered = Rows(c, federation)
             for add in rows:
-                add(gathered)
-            gathered.write()
+                add(Rows(c, federation))
             return True
 
     # --- tokens and devices
@@ -192,138 +279,108 @@ class Metadata:
         with self.writing() as c:
             c.execute(insert(tokens).values(token=token, federation=federation, uses_left=uses, expires_at=expires_at))
 
-    def token(self, token: str) -> TokenRow | None:
-        """The terms of the token with this SHA-256."""
-        with self._reading() as c:
-            columns = (tokens.c.federation, tokens.c.uses_left, tokens.c.expires_at)
-            row = c.execute(select(*columns).where(tokens.c.token == token)).mappings().first()
-            return None if row is None else TokenRow(**row)
+    def token(self, token: str) -> Any:
+        """`federation`, `uses_left` and `expires_at` of the token with this SHA-256."""
+        return self._first(select(tokens).where(tokens.c.token == token))
 
     def enrol(self, federation: str, device: str, credential: str, token: str, now: float, valid: bool) -> Enrolment:
         """Store a new device and one use of its token, if the token is still `valid`; only "new" changes anything.
 
         The same device again is harmless: a lost answer loses nothing.
         """
-        here = devices.c.federation == federation
         with self.writing() as c:
-            mine = c.execute(
-                select(devices.c.credential, devices.c.removed).where(here, devices.c.device == device)
-            ).first()
+            mine = c.execute(select(devices).where(*_of(devices, federation, device))).first()
             if mine is not None:
-                same: Enrolment = "again" if mine[0] == credential else "name-taken"
-                return "removed" if mine[1] else same
-            if c.execute(select(devices.c.device).where(here, devices.c.credential == credential)).first() is not None:
+                same: Enrolment = "again" if mine.credential == credential else "name-taken"
+                return "removed" if mine.removed else same
+            shown = (devices.c.federation == federation, devices.c.credential == credential)
+            if c.execute(select(devices.c.device).where(*shown)).first() is not None:
                 return "credential-taken"
             one_less = update(tokens).values(uses_left=tokens.c.uses_left - 1)
             unspent = (tokens.c.token == token, tokens.c.uses_left > 0)
             if not valid or c.execute(one_less.where(*unspent)).rowcount != 1:
                 return "spent"
-            c.execute(
-                insert(devices).values(
-                    federation=federation, device=device, credential=credential, enrolled_at=now, last_seen_at=now
-                )
-            )
+            new = {"federation": federation, "device": device, "credential": credential}
+            c.execute(insert(devices).values(**new, enrolled_at=now, last_seen_at=now))
             return "new"
 
-    def member(self, federation: str, credential: str) -> Member | None:
-        """The device with this credential, a SHA-256."""
-        with self._reading() as c:
-            columns = (devices.c.device, devices.c.credential, devices.c.ready, devices.c.removed)
-            query = select(*columns).where(devices.c.credential == credential, devices.c.federation == federation)
-            row = c.execute(query).first()
-            return None if row is None else Member(*row)
+    def member(self, federation: str, credential: str) -> Any:
+        """`device`, `ready` and `removed` of the device with this credential, a SHA-256."""
+        d = devices.c
+        return self._first(
+            select(d.device, d.ready, d.removed).where(d.credential == credential, d.federation == federation)
+        )
 
     def federations_of(self, credential: str) -> list[str]:
         """The federations in which a device has this credential, a SHA-256."""
-        with self._reading() as c:
-            return list(c.scalars(select(devices.c.federation).where(devices.c.credential == credential)))
+        found = self._all(select(devices.c.federation).where(devices.c.credential == credential))
+        return [row.federation for row in found]
 
     def has_device(self, federation: str, device: str) -> bool:
         """Whether a device is enrolled and not removed."""
-        query = select(devices.c.device).where(
-            devices.c.federation == federation, devices.c.device == device, ~devices.c.removed
-        )
-        with self._reading() as c:
-            return c.execute(query).first() is not None
+        query = select(devices.c.device).where(*_of(devices, federation, device), ~devices.c.removed)
+        return self._first(query) is not None
 
-    def devices(self, federation: str) -> list[DeviceRow]:
-        """Every device that ever enrolled, by name."""
-        with self._reading() as c:
-            columns = (*_DEVICE, *(devices.c[name] for name in MESSAGES))
-            query = select(*columns).where(devices.c.federation == federation).order_by(devices.c.device)
-            rows = [dict(row) for row in c.execute(query).mappings()]
-        return [DeviceRow(messages={name: row.pop(name) for name in MESSAGES}, **row) for row in rows]
+    def devices(self, federation: str) -> Sequence[Any]:
+        """The rows of every device that ever enrolled, by name."""
+        return self._all(select(devices).where(devices.c.federation == federation).order_by(devices.c.device))
 
-    def present(self, federation: str, since: float) -> list[tuple[str, float]]:
+    def present(self, federation: str, since: float) -> dict[str, float]:
         """Ready devices that are not removed and made a request at `since` or later, and when."""
-        query = select(devices.c.device, devices.c.last_seen_at).where(
-            devices.c.federation == federation, devices.c.last_seen_at >= since, devices.c.ready, ~devices.c.removed
-        )
-        with self._reading() as c:
-            return [(row[0], row[1]) for row in c.execute(query)]
+        d = devices.c
+        query = select(d.device, d.last_seen_at).where(d.federation == federation, d.last_seen_at >= since)
+        return {row.device: row.last_seen_at for row in self._all(query.where(d.ready, ~d.removed))}
 
-    def save_seen(self, federation: str, seen: Mapping[str, Seen], ready: Sequence[str] = ()) -> int:
-        """Store what happened to devices; those of `ready` have asked for work. The number of all ready devices."""
+    def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
+        """Store what happened to devices."""
+        rows = [
+            {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
+             "b_last": s.last_down, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
+            for device, s in seen.items()
+        ]  # fmt: skip
         with self.writing() as c:
-            if seen:
-                c.execute(SAVE_SEEN, [seen_values(federation, device, s) for device, s in seen.items()])
-            first = update(devices).where(*MINE, ~devices.c.ready, ~devices.c.removed).values(ready=True)
-            new = sum(c.execute(first, {"b_federation": federation, "b_device": d}).rowcount for d in ready)
-            add_ready(c, federation, new)
-            return int(c.scalars(select(federations.c.ready).where(federations.c.id == federation)).one())
+            c.execute(_SAVE_SEEN, rows)
 
-    def save_report(self, federation: str, device: str, report: str, seen: Seen) -> None:
-        """Store a device's report, and what happened to the device."""
+    def save_report(self, federation: str, device: str, report: str) -> None:
+        """Store a device's report as JSON."""
         with self.writing() as c:
-            c.execute(SAVE_SEEN, seen_values(federation, device, seen))
-            mine = (devices.c.federation == federation, devices.c.device == device)
-            c.execute(update(devices).where(*mine).values(report=report))
+            c.execute(update(devices).where(*_of(devices, federation, device)).values(report=report))
 
-    def last_down(self, federation: str, device: str | None = None) -> list[str]:
-        """Bytes by kind, as JSON, of the downlinks after the last round that devices, or `device`, fetched."""
-        query = select(devices.c.last_down).where(devices.c.federation == federation, devices.c.last_down.is_not(None))
-        with self._reading() as c:
-            return list(c.scalars(query if device is None else query.where(devices.c.device == device)))
+    def last_down(self, federation: str) -> list[str]:
+        """Bytes by kind, as JSON, of the downlinks after the last round that devices fetched."""
+        d = devices.c
+        found = self._all(select(d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
+        return [row.last_down for row in found]
 
     # --- rounds
 
+    def _update(self, federation: str, round_: int, device: str, *columns: Any) -> Any:
+        return self._first(select(*columns).where(*_of(updates, federation, device), updates.c.round == round_))
+
     def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
         """SHA-256 and size of the update that was acknowledged, None when none was."""
-        mine = (updates.c.federation == federation, updates.c.round == round_, updates.c.device == device)
-        with self._reading() as c:
-            row = c.execute(select(updates.c.sha256, updates.c.size).where(*mine)).first()
-            return None if row is None else (row[0], row[1])
-
-    def influences(self, federation: str, round_: int) -> dict[str, tuple[float, float, float]]:
-        """Norm, weight and norm of the statistics of each acknowledged update of a round that has an influence."""
-        query = select(updates.c.device, updates.c.norm, updates.c.weight, updates.c.statistics)
-        query = query.where(updates.c.norm.is_not(None))
-        with self._reading() as c:
-            rows = c.execute(query.where(updates.c.federation == federation, updates.c.round == round_))
-            return {row[0]: (row[1], row[2], row[3]) for row in rows}
+        row = self._update(federation, round_, device, updates.c.sha256, updates.c.size)
+        return None if row is None else (row[0], row[1])
 
     def update_content(self, federation: str, round_: int, device: str) -> Content | None:
         """An acknowledged update of a round that is not closed yet."""
-        mine = (updates.c.federation == federation, updates.c.round == round_, updates.c.device == device)
-        with self._reading() as c:
-            row = c.execute(select(updates.c.sha256, updates.c.content).where(*mine)).first()
-            return None if row is None else Content(row[0], row[1])
+        row = self._update(federation, round_, device, updates.c.sha256, updates.c.content)
+        return None if row is None else Content(*row)
+
+    def influences(self, federation: str, round_: int) -> dict[str, Influence]:
+        """The influence of each acknowledged update of a round that has one."""
+        u = updates.c
+        query = select(u.device, *(u[name] for name in Influence.__dataclass_fields__)).where(u.norm.is_not(None))
+        found = self._all(query.where(u.federation == federation, u.round == round_))
+        return {row[0]: Influence(*row[1:]) for row in found}
 
     def record(self, federation: str, device: str) -> tuple[int, Content] | None:
         """What the method keeps about a device, and the round that wrote it."""
-        mine = (records.c.federation == federation, records.c.device == device)
-        with self._reading() as c:
-            row = c.execute(select(records.c.round, records.c.sha256, records.c.content).where(*mine)).first()
-            return None if row is None else (row[0], Content(row[1], row[2]))
+        row = self._first(select(records).where(*_of(records, federation, device)))
+        return None if row is None else (row.round, Content(row.sha256, row.content))
 
-    def all_rounds(self, federation: str) -> list[str]:
-        """The records of all closed rounds as JSON, in order."""
-        with self._reading() as c:
-            query = select(rounds.c.record).where(rounds.c.federation == federation).order_by(rounds.c.round)
-            return list(c.scalars(query))
-
-    def one_round(self, federation: str, round_: int) -> str | None:
-        """One closed round's record as JSON."""
-        with self._reading() as c:
-            query = select(rounds.c.record).where(rounds.c.federation == federation, rounds.c.round == round_)
-            return c.scalars(query).first()
+    def rounds(self, federation: str, round_: int | None = None) -> list[str]:
+        """The records of the closed rounds as JSON, in order, or of one of them."""
+        query = select(rounds.c.record).where(rounds.c.federation == federation).order_by(rounds.c.round)
+        found = self._all(query if round_ is None else query.where(rounds.c.round == round_))
+        return [row.record for row in found]

@@ -1,9 +1,9 @@
-"""The tables of the coordinator's database, and the dataclasses of its rows. `metadata` holds the queries."""
+"""The tables of the coordinator's database. `metadata` holds the queries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -20,8 +20,6 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from coord_server.store.values import Content
-
 METADATA = MetaData()
 
 UP = ("enrol", "report", "failure")
@@ -29,39 +27,46 @@ DOWN = ("enrol", "work", "receipt", "bundle")
 """Kinds of messages that are no payloads, each with a column of its bytes: `up_enrol`, `down_work`, ..."""
 MESSAGES = (*(f"up_{kind}" for kind in UP), *(f"down_{kind}" for kind in DOWN))
 
-store = Table("store", METADATA, Column("id", String(64), primary_key=True))  # one row: the data folder's marker
+NAME = String(64)  # of a federation or device, or a SHA-256
 
+
+def _key(name: str, kind: Any = NAME) -> Column[Any]:
+    return Column(name, kind, primary_key=True)
+
+
+def _column(name: str, kind: Any = NAME, default: Any = None) -> Column[Any]:
+    return Column(name, kind, nullable=False, default=default)
+
+
+store = Table("store", METADATA, _key("id"))  # one row: the data folder's marker
+bundles = Table("bundles", METADATA, _key("digest"), _column("added_at", Float))
 federations = Table(
     "federations",
     METADATA,
-    Column("id", String(64), primary_key=True),
-    Column("config", Text, nullable=False),  # FederationConfig as JSON
-    Column("version", BigInteger, nullable=False, default=0),  # counts the commits
-    Column("stamp", String(32), nullable=False, default=""),  # the last commit's own random name
-    Column("state", Text, nullable=False),  # the engine's State as JSON
-    Column(
-        "values_round", Integer, nullable=False
-    ),  # the closed round that the method's global state is of, 0 at first
-    Column("values_sha256", String(64), nullable=False),  # that global state
-    Column("values_content", LargeBinary),
-    Column("ready", Integer, nullable=False, default=0),  # devices that asked for work and are not removed
-    Column("removals", Integer, nullable=False, default=0),  # devices that were removed
-    Column("created_at", Float, nullable=False),
+    _key("id"),
+    _column("config", Text),  # FederationConfig as JSON
+    _column("version", BigInteger, 0),  # counts the commits
+    _column("state", Text),  # the engine's State as JSON
+    _column("values_round", Integer, 0),  # the last closed round, 0 at first
+    _column("values_sha256"),  # the method's global state after it
+    Column("values_content", LargeBinary),  # NULL when it is a blob, as in every column of contents
+    _column("ready", Integer, 0),  # devices that asked for work and are not removed
+    _column("created_at", Float),
 )
 devices = Table(
     "devices",
     METADATA,
-    Column("federation", String(64), primary_key=True),
-    Column("device", String(64), primary_key=True),
-    Column("credential", String(64), nullable=False),  # SHA-256 of the device's credential
-    Column("ready", Boolean, nullable=False, default=False),  # it has asked for work
-    Column("removed", Boolean, nullable=False, default=False),
-    Column("enrolled_at", Float, nullable=False),
-    Column("last_seen_at", Float, nullable=False),
-    Column("updates", Integer, nullable=False, default=0),
-    Column("bytes_up", BigInteger, nullable=False, default=0),
-    Column("bytes_down", BigInteger, nullable=False, default=0),
-    *(Column(name, BigInteger, nullable=False, default=0) for name in MESSAGES),
+    _key("federation"),
+    _key("device"),
+    _column("credential"),  # SHA-256 of the device's credential
+    _column("ready", Boolean, False),  # it has asked for work
+    _column("removed", Boolean, False),
+    _column("enrolled_at", Float),
+    _column("last_seen_at", Float),
+    _column("updates", Integer, 0),
+    _column("bytes_up", BigInteger, 0),
+    _column("bytes_down", BigInteger, 0),
+    *(_column(name, BigInteger, 0) for name in MESSAGES),
     Column("last_down", Text),  # bytes by kind of the downlink after the last round, as JSON, once it is fetched
     Column("report", Text),  # Report as JSON
     Column("failure", Text),  # Failure as JSON, until an update of it is accepted
@@ -72,110 +77,51 @@ devices = Table(
 tokens = Table(
     "tokens",
     METADATA,
-    Column("token", String(64), primary_key=True),  # SHA-256 of the join token
-    Column("federation", String(64), nullable=False),
-    Column("uses_left", Integer, nullable=False),
-    Column("expires_at", Float, nullable=False),
+    _key("token"),  # SHA-256 of the join token
+    _column("federation"),
+    _column("uses_left", Integer),
+    _column("expires_at", Float),
 )
 updates = Table(
     "updates",
     METADATA,
-    Column("federation", String(64), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("device", String(64), primary_key=True),
-    Column("sha256", String(64), nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("received_at", Float, nullable=False),
+    _key("federation"),
+    _key("round", Integer),
+    _key("device"),
+    _column("sha256"),
+    _column("size", BigInteger),
+    _column("received_at", Float),
     Column("norm", Float),  # Influence; NULL when the method bounds it by construction
     Column("weight", Float),
     Column("statistics", Float),
     Column("content", LargeBinary),  # dropped when the round is closed
 )
-rounds = Table(
-    "rounds",
-    METADATA,
-    Column("federation", String(64), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("record", Text, nullable=False),  # Round as JSON
-)
+rounds = Table("rounds", METADATA, _key("federation"), _key("round", Integer), _column("record", Text))  # Round as JSON
 records = Table(
     "records",
     METADATA,
-    Column("federation", String(64), primary_key=True),
-    Column("device", String(64), primary_key=True),
-    Column("round", Integer, nullable=False),  # the round that wrote it
-    Column("sha256", String(64), nullable=False),  # what the method keeps about the device
+    _key("federation"),
+    _key("device"),
+    _column("round", Integer),  # the round that wrote it
+    _column("sha256"),  # what the method keeps about the device
     Column("content", LargeBinary),
 )
-bundles = Table("bundles", METADATA, Column("digest", String(64), primary_key=True), Column("added_at", Float))
-
-
-@dataclass(frozen=True)
-class FederationRow:
-    """A new federation; `config` and `state` are JSON, `values` is the method's global state before round 1."""
-
-    id: str
-    config: str
-    state: str
-    values: Content
-    created_at: float
 
 
 @dataclass(frozen=True)
 class Head:
-    """What changes about a federation: the engine's `state` (JSON) at `version`, written by commit `stamp`.
+    """What changes about a federation: the engine's `state` (JSON) at `version`.
 
-    `values_round` is the last closed round and `values_sha256` the method's global state after it. `ready` devices have
-    asked for work and are not removed; `removals` counts those that were removed.
+    `values_round` is the last closed round. `ready` devices have asked for work and are not removed.
     """
 
     version: int
-    stamp: str
     state: str
     values_round: int
-    values_sha256: str
     ready: int
-    removals: int
 
 
-@dataclass(frozen=True)
-class Member:
-    """A device as requests need it; `credential` is a SHA-256."""
-
-    device: str
-    credential: str
-    ready: bool
-    removed: bool
-
-
-@dataclass(frozen=True)
-class DeviceRow:
-    """A device as the operator sees it; `last_down`, `report` and `failure` are JSON."""
-
-    device: str
-    removed: bool
-    ready: bool
-    enrolled_at: float
-    last_seen_at: float
-    updates: int
-    bytes_up: int
-    bytes_down: int
-    messages: Mapping[str, int]
-    last_down: str | None
-    report: str | None
-    failure: str | None
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """A join token's terms."""
-
-    federation: str
-    uses_left: int
-    expires_at: float
-
-
-@dataclass(frozen=True)
+@dataclass
 class Seen:
     """What happened to a device since its row was written: its last request, payload bytes fetched, bytes by message.
 
@@ -184,30 +130,13 @@ class Seen:
 
     at: float
     bytes_down: int = 0
-    messages: Mapping[str, int] = field(default_factory=dict)
+    messages: dict[str, int] = field(default_factory=dict)
     last_down: str | None = None
 
-
-@dataclass(frozen=True)
-class UpdateRow:
-    """An update about to be acknowledged; `seen` goes into its device's row."""
-
-    round: int
-    device: str
-    content: Content
-    size: int
-    received_at: float
-    norm: float | None
-    weight: float | None
-    statistics: float | None
-    seen: Seen
-
-
-@dataclass(frozen=True)
-class ClosedRow:
-    """A round about to be closed: its record as JSON, the method's new global state, new records (None: dropped)."""
-
-    round: int
-    record: str
-    values: Content
-    records: Mapping[str, Content | None]
+    def add(self, other: Seen) -> None:
+        """Add what happened before or after."""
+        self.at = max(self.at, other.at)
+        self.bytes_down += other.bytes_down
+        for name, size in other.messages.items():
+            self.messages[name] = self.messages.get(name, 0) + size
+        self.last_down = other.last_down or self.last_down

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coord_server.store.blobs import Blobs
+from coord_server.store.blobs import FolderBlobs
 from edge_client.bundle import digest
 from edge_client.errors import StorageDamagedError
 
@@ -22,14 +22,14 @@ class Content:
     data: bytes | None
 
 
-def put(blobs: Blobs, shelf: str, data: bytes) -> Content:
+def put(blobs: FolderBlobs, shelf: str, data: bytes) -> Content:
     """Make `data` ready for its row: a large one is a durable blob once this returns. Blocks. Raises StateError."""
     if len(data) <= INLINE:
         return Content(digest(data), data)
-    return Content(blobs.put(shelf, data).sha256, None)
+    return Content(blobs.put(shelf, data), None)
 
 
-def read(blobs: Blobs, shelf: str, content: Content) -> bytes:
+def read(blobs: FolderBlobs, shelf: str, content: Content) -> bytes:
     """The bytes as they were written. Blocks. Raises StorageDamagedError when they are damaged or missing."""
     if content.data is None:
         return blobs.read(shelf, content.sha256)

@@ -1,24 +1,5 @@
-"""The author's side: a PyTorch model becomes a bundle, a compacted model becomes ONNX. Needs torch to be called."""
+"""The author's side: a PyTorch model becomes a bundle. Needs torch."""
 
-from __future__ import annotations
+from edge_export.writer import export_bundle
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from edge_export.channels import find_groups
-    from edge_export.writer import export_bundle
-
-__all__ = ["export_bundle", "find_groups"]
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that the command line can list `export` on a device without torch.
-    if name == "export_bundle":
-        from edge_export.writer import export_bundle
-
-        return export_bundle
-    if name == "find_groups":
-        from edge_export.channels import find_groups
-
-        return find_groups
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["export_bundle"]

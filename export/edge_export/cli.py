@@ -1,31 +1,17 @@
-"""`maskfleet export`: a function in the author's Python file builds the model. Imports torch when called."""
+"""`maskfleet export`: a function in the author's Python file builds the model."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from edge_client.errors import ConfigError
-
-
-class Dtype(str, Enum):
-    """Type of one input value."""
-
-    float32 = "float32"
-    int64 = "int64"
-
-
-class Scheme(str, Enum):
-    """How a seed draws the weights; see `edge_export.tables.InitScheme`."""
-
-    he = "he"
-    torch = "torch"
-    sign = "sign"
+from edge_export.writer import export_bundle
 
 
 def load_factory(place: str) -> Any:
@@ -70,18 +56,12 @@ def export(
         int | None, typer.Option(help="Regression: numbers per sample; the model's outputs when left out.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Draw the weights from this seed instead of storing them.")] = None,
-    init: Annotated[Scheme, typer.Option(help="How the seed draws weights.")] = Scheme.he,
-    dtype: Annotated[Dtype, typer.Option(help="Type of one input value.")] = Dtype.float32,
+    init: Annotated[Literal["he", "torch", "sign"], typer.Option(help="How the seed draws weights.")] = "he",
+    dtype: Annotated[Literal["float32", "int64"], typer.Option(help="Type of one input value.")] = "float32",
     name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
 ) -> None:
     """Export a PyTorch model as a bundle that devices train without PyTorch."""
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError("export needs PyTorch; install it with: pip install 'maskfleet[author]'") from None
-    from edge_export.writer import export_bundle
-
     try:
         shape = tuple(int(n) for n in input_.split(","))
     except ValueError:
@@ -93,7 +73,7 @@ def export(
     module = load_factory(factory)()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{factory} returned a {type(module).__name__}; it must return a torch.nn.Module")
-    example = torch.zeros((2, *shape), dtype=torch.float32 if dtype is Dtype.float32 else torch.int64)
+    example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     try:
         bundle = export_bundle(
             module,
@@ -102,7 +82,7 @@ def export(
             name=name or factory.rpartition(":")[2],
             target={"kind": target, **sizes},
             seed=seed,
-            init=init.value,
+            init=init,
             torch_part=torch_part,
         )
     except OSError as error:

@@ -1,15 +1,19 @@
 """Small passes over an exported ONNX graph: fewer nodes, canonical names, no metadata.
 
-    common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes -> names and order
-    -> recurrences as scans
+    identities -> common subexpressions -> transposes folded into Gemm -> keepdims folded -> dead nodes
+    -> names and order -> recurrences as scans -> flattens (evaluation graphs)
 
 Each pass is a function over :class:`onnx.GraphProto`, in place. Same graph in, same bytes out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
 from edge_export.recurrence_onnx import to_scans
 
@@ -35,13 +39,23 @@ def _ranks(graph: GraphProto) -> dict[str, int]:
     return ranks
 
 
+def _set(field: Any, values: Iterable[Any]) -> None:
+    """Replace the entries of a repeated field; `values` may come from it."""
+    kept = list(values)
+    del field[:]
+    field.extend(kept)
+
+
 def _attributes(node: NodeProto) -> dict[str, object]:
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
+def _set_attributes(node: NodeProto, settings: dict[str, object]) -> None:
+    _set(node.attribute, [helper.make_attribute(k, v) for k, v in sorted(settings.items())])
+
+
 def _constants_to_initializers(graph: GraphProto) -> None:
-    kept = []
-    outputs = {o.name for o in graph.output}
+    kept, outputs = [], {o.name for o in graph.output}
     for node in graph.node:
         value = next((a.t for a in node.attribute if a.name == "value" and a.type == AttributeProto.TENSOR), None)
         if node.op_type == "Constant" and value is not None and node.output[0] not in outputs:
@@ -50,8 +64,7 @@ def _constants_to_initializers(graph: GraphProto) -> None:
             tensor.name = node.output[0]
         else:
             kept.append(node)
-    del graph.node[:]
-    graph.node.extend(kept)
+    _set(graph.node, kept)
 
 
 def _replace(graph: GraphProto, names: dict[str, str]) -> int:
@@ -67,9 +80,7 @@ def _replace(graph: GraphProto, names: dict[str, str]) -> int:
 def _fold_identities(graph: GraphProto) -> int:
     outputs = {o.name for o in graph.output}
     same = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Identity" and n.output[0] not in outputs}
-    kept = [n for n in graph.node if n.op_type != "Identity" or n.output[0] in outputs]
-    del graph.node[:]
-    graph.node.extend(kept)
+    _set(graph.node, [n for n in graph.node if n.op_type != "Identity" or n.output[0] in outputs])
     return _replace(graph, same)
 
 
@@ -91,9 +102,7 @@ def _fold_common(graph: GraphProto) -> int:
         first_node = seen.setdefault((node.op_type, reads, *settings), node)
         if first_node is not node and not outputs & set(node.output) and len(node.output) == len(first_node.output):
             same |= dict(zip(node.output, first_node.output, strict=True))
-    kept = [n for n in graph.node if n.output[0] not in same]
-    del graph.node[:]
-    graph.node.extend(kept)
+    _set(graph.node, [n for n in graph.node if n.output[0] not in same])
     return _replace(graph, same)
 
 
@@ -121,9 +130,8 @@ def _fold_transposes(graph: GraphProto, ranks: dict[str, int]) -> int:
                 node.input[side] = made.input[0]
                 settings[name] = 1 - int(str(settings.get(name, 0)))
                 folded += 1
-        del node.attribute[:]
         plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
-        node.attribute.extend(helper.make_attribute(k, v) for k, v in sorted(settings.items()) if v != plain[k])
+        _set_attributes(node, {k: v for k, v in settings.items() if v != plain[k]})
     return folded
 
 
@@ -152,14 +160,11 @@ def _fold_keepdims(graph: GraphProto, ranks: dict[str, int]) -> int:
         # One axis left: any reshape to one dimension is that axis.
         if rank - numpy_helper.to_array(axes).size == 1 == ranks[node.output[0]]:
             settings["keepdims"] = 0
-            del made.attribute[:]
-            made.attribute.extend(helper.make_attribute(k, v) for k, v in sorted(settings.items()))
+            _set_attributes(made, settings)
             made.output[0] = node.output[0]
             node.op_type = "Dead"
             folded += 1
-    kept = [n for n in graph.node if n.op_type != "Dead"]
-    del graph.node[:]
-    graph.node.extend(kept)
+    _set(graph.node, [n for n in graph.node if n.op_type != "Dead"])
     return folded
 
 
@@ -171,11 +176,8 @@ def _drop_dead(graph: GraphProto) -> None:
         if live & set(node.output):
             live |= set(node.input)
             kept.append(node)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
-    constants = [t for t in graph.initializer if t.name in live]
-    del graph.initializer[:]
-    graph.initializer.extend(constants)
+    _set(graph.node, reversed(kept))
+    _set(graph.initializer, [t for t in graph.initializer if t.name in live])
 
 
 def _canonical(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto:
@@ -213,3 +215,29 @@ def _canonical(model: ModelProto, inputs: list[str], outputs: list[str]) -> Mode
     tidy_model = helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version, producer_name="maskfleet")
     onnx.checker.check_model(tidy_model)
     return tidy_model
+
+
+def free_flattens(model: ModelProto) -> ModelProto:
+    """Write each `Reshape` that joins all axes except the batch as a `Flatten`, in place.
+
+    PyTorch's exporter writes `[-1, features]`, which a model that lost channels would no longer fit.
+
+    Such a reshape has two axes, and the second is as large as all the input's axes after the first together. A reshape
+    that mixes samples into another axis, as `[n, t, f]` to `[n * t, f]`, differs in that.
+    """
+    graph = model.graph
+    inferred = shape_inference.infer_shapes(model).graph
+    sizes = {
+        value.name: [d.dim_value for d in value.type.tensor_type.shape.dim]  # 0 where it is symbolic
+        for value in (*inferred.input, *inferred.value_info)
+    }
+    targets = {t.name: numpy_helper.to_array(t).tolist() for t in graph.initializer if t.data_type == t.INT64}
+    for node in graph.node:
+        target = targets.get(node.input[1]) if node.op_type == "Reshape" else None
+        features = sizes.get(node.input[0], [])[1:] if target is not None else []
+        if target is not None and len(target) == 2 and features and all(features) and target[1] == prod(features):
+            node.op_type = "Flatten"
+            del node.input[1:]
+            _set_attributes(node, {"axis": 1})
+    _drop_dead(graph)
+    return model

@@ -24,11 +24,9 @@ from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part,
 from edge_client.errors import ModelError, first_fault
 from edge_client.targets import Target, target_type
 from edge_export.channels import find_groups
-from edge_export.eval_graph import eval_graph
 from edge_export.evaluation import evaluating
+from edge_export.graphs import eval_graph, torch_program, train_graph
 from edge_export.tables import InitScheme, Tables, tables, unseeded
-from edge_export.torch_program import torch_program
-from edge_export.train_graph import train_graph
 
 _FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2"})
 

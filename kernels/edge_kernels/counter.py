@@ -69,15 +69,6 @@ def _mix(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
     z ^= np.right_shift(z, np.uint64(31), out=spare)
 
 
-def uint64_at(stream: int, where: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The numbers of the stream at the indices `where`, in any order, uint64[len(where)]."""
-    z: NDArray[np.uint64] = where + np.uint64(1)
-    z *= np.uint64(GAMMA)
-    z += np.uint64(stream & _MASK)
-    _mix(z, np.empty_like(z))
-    return z
-
-
 def uniform(stream: int, count: int, start: int = 0) -> NDArray[np.float64]:
     """Numbers `start` .. `start + count - 1` of the stream as float64 in [0, 1), exact multiples of 2**-53."""
     numbers: NDArray[np.float64] = (uint64(stream, count, start) >> np.uint64(11)) * 2.0**-53

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import codecs, counter, coupling
-from edge_kernels.codecs import counts, fuse, klms, png, values
+from edge_kernels.codecs import counts, fuse, png, values
 
 HERE = Path(__file__).parent
 
@@ -86,21 +86,6 @@ def count_cases() -> list[dict[str, Any]]:
     return out
 
 
-def klms_cases() -> list[dict[str, Any]]:
-    """Samples: the prior as float32 in hex, the stream, the payload and the mask it decodes to."""
-    d = 300
-    prior = (counter.uint64(counter.key("vectors", "prior"), d) % np.uint64(11)).astype(np.float32) / np.float32(10)
-    target = np.clip(prior + np.float32(0.05), 0, 1)
-    out = []
-    for bits in (4, 8):
-        stream = counter.key("vectors", "klms", bits)
-        payload = klms.encode(target, prior, stream, counter.key("vectors", "choice"), bits, margin=2)
-        mask = np.flatnonzero(klms.decode(payload, prior, stream)).tolist()
-        out.append({"d": d, "prior_float32_hex": prior.astype("<f4").tobytes().hex(), "stream": str(stream),
-                    "hex": payload.hex(), "positions": mask})  # fmt: skip
-    return out
-
-
 def coupling_cases() -> list[dict[str, Any]]:
     """Flips of one device and net flips of three, with and without history; few flips take no model."""
     shapes, stream = [(12, 30), (140,)], counter.key("vectors", "coupled")
@@ -167,7 +152,7 @@ def counter_cases() -> list[dict[str, Any]]:
 def main() -> None:
     """Write every file."""
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
-    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(),
+    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(),
               "coupling": coupling_cases(), "values": value_cases(), "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)

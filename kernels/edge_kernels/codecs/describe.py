@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from edge_kernels import bits as bitset
-from edge_kernels.codecs import auto, bits, classes, counts, entropy, fuse, klms, png, rice
+from edge_kernels.codecs import auto, bits, classes, counts, entropy, fuse, png, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, check_size, popcount
 from edge_kernels.codecs.streams import Reader
 
@@ -47,33 +47,14 @@ def _bits(data: bytes, d: int | None) -> Description:
 
 
 def _rice(data: bytes, d: int | None) -> Description:
-    """Walks from block to block; makes no positions."""
-    reader = Reader(data)
-    log, count, inverted = rice.read_head(reader)
+    log, count, inverted = rice.read_head(Reader(data))
     if count > 8 * len(data) or (d is not None and count > d // 2):
         raise CodecError(f"{count} positions are more than this rice payload can list; it is damaged or d is wrong")
-    parameters = [_rice_block(reader, min(1 << log, count - low)) for low in range(0, count, 1 << log)]
-    reader.end()
-    found: Description = {"block": 1 << log, "blocks": len(parameters)}
-    if parameters:
-        found |= {"least_parameter": min(parameters), "greatest_parameter": max(parameters)}
+    found: Description = {"block": 1 << log, "blocks": -(-count >> log)}
     if not inverted:
         return {"members": count, **found}
     found = {"listed": f"the {count} that are not in the set", **found}
     return found if d is None else {"members": d - count, **found}
-
-
-def _rice_block(reader: Reader, gaps: int) -> int:
-    """Skips a block and returns its Golomb parameter."""
-    k, thirds, length = rice.read_parameter(reader)
-    if not gaps <= length <= 8 * reader.left:
-        raise CodecError(f"a rice block of {gaps} gaps cannot have {length} unary bits; the payload is damaged")
-    ahead = reader.peek_bits(length + (k + 2) * gaps)
-    used = length + (k + thirds) * gaps
-    if thirds:
-        used += int(np.count_nonzero(ahead[used - gaps : used]))
-    reader.skip_bits(ahead, used)
-    return (3 if thirds else 1) << k
 
 
 def _entropy(data: bytes, d: int | None) -> Description:
@@ -119,7 +100,7 @@ def _png(data: bytes, d: int | None) -> Description:
     return {**_fuse(png.filter_bytes(data, keys), d, 8), "width": width, "height": height}
 
 
-# --- counts, samples, bit planes
+# --- counts, bit planes
 
 
 def _counts(data: bytes, d: int | None) -> Description:
@@ -137,15 +118,6 @@ def _counts(data: bytes, d: int | None) -> Description:
         if len(segments) > 1:
             found["as_predicted"] = f"{found['as_predicted']} of the first {segments[0].stop}"
     return {**found, **first}
-
-
-def _klms(data: bytes, d: int | None) -> Description:
-    reader = Reader(data)
-    log, least, _, count = klms.read_head(reader)
-    if count * least > 8 * reader.left or (d is not None and not min(d, 1) <= count <= -(-d >> log)):
-        raise CodecError(f"{count} blocks do not fit {reader.left} bytes, or d; the payload is damaged or d is wrong")
-    found: Description = {"blocks": count, "unit": 1 << log, "least_index_bits": least}
-    return {**found, "mean_block": d / count} if d and count else found
 
 
 def _planes(data: bytes, d: int | None) -> Description:
@@ -199,7 +171,6 @@ _READERS: Mapping[str, Callable[[bytes, int | None], Description]] = {
     **{f"fuse{width}": partial(_fuse, width=width) for width in (8, 16, 32)},
     "fuse8-png": _png,
     "counts": _counts,
-    "klms": _klms,
     "planes": _planes,
     "coupled": _coupled,
     "coupled-net": _net,

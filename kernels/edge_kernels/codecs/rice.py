@@ -67,14 +67,6 @@ def read_head(reader: Reader) -> tuple[int, int, bool]:
     return log, reader.varint(), bool(flags & _COMPLEMENT)
 
 
-def read_parameter(reader: Reader) -> tuple[int, bool, int]:
-    """A block's k, whether its parameter is 3 * 2**k, and its number of unary bits."""
-    parameter = reader.byte()
-    if parameter & 192:
-        raise CodecError(f"{parameter} is not the parameter of a rice block; the payload is damaged")
-    return parameter & 31, bool(parameter & _THIRDS), reader.varint()
-
-
 def _gaps(positions: Positions, low: int, count: int) -> NDArray[np.uint32]:
     """Gaps before positions `low` .. `low + count - 1`."""
     block = positions[low : low + count]
@@ -144,7 +136,10 @@ def _cost(gaps: NDArray[np.uint32], k: int, thirds: bool) -> int:
 
 
 def _decode_block(reader: Reader, count: int, d: int) -> NDArray[np.uint64]:
-    k, thirds, length = read_parameter(reader)
+    parameter = reader.byte()
+    if parameter & 192:
+        raise CodecError(f"{parameter} is not the parameter of a rice block; the payload is damaged")
+    k, thirds, length = parameter & 31, bool(parameter & _THIRDS), reader.varint()
     if not count <= length <= count + (d >> k):
         raise CodecError(f"a rice block of {count} gaps cannot have {length} unary bits; the payload is damaged")
     bits = reader.peek_bits(length + (k + 2) * count)
