@@ -20,8 +20,8 @@ from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
 from edge_client.methods import bits_digest, changes, make_method
-from edge_client.methods.fedmask import FedMask, Kept, Record, State
-from edge_client.methods.fedmask_wire import Held
+from edge_client.methods.fedmask import FedMask, State
+from edge_client.methods.fedmask_wire import Held, Kept, Record
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Local, Task
@@ -132,6 +132,8 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=name):
             make_method({"name": "fedmask", name: value})
+    with pytest.raises(ConfigError, match="keeps one bit"):
+        make_method({"name": "fedmask", "state": "client", "down": "count"})
 
 
 def test_a_codec_that_adds_false_positives_is_refused() -> None:
@@ -387,6 +389,25 @@ def test_an_old_average_does_not_undo_what_a_device_learned_since() -> None:
     assert server.down("b") == [0, 0, 0]
 
 
+def test_client_state_shows_a_device_only_the_averages_it_took_part_in() -> None:
+    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"))
+    server.fold({d: update([1, 1, 1, 0, 0, 0], [0, d == "a", 1]) for d in ("a", "b")})
+    assert server.down("a") == server.down("b") == [0, 1, 1]
+    later = {"b": update([1, 1, 1, 0, 0, 0], [1, 1, 0], known=[0, 1, 1], send=False)}
+    server.fold({**later, "c": update([1, 1, 1, 0, 0, 0], [1, 1, 0])})
+    assert server.down("a") == [0, 1, 1]
+    assert server.down("b") == [1, 1, 0]
+    assert server.down("new") == [1] * 6
+    assert server.state.share.tolist() == [1] * 6  # what devices hold is in their records alone
+
+
+def test_client_state_leaves_an_element_that_one_device_holds_as_it_is() -> None:
+    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"))
+    server.fold({"a": update([1, 1, 1, 0, 0, 0], [0, 0, 1]), "b": update([1, 0, 0, 0, 1, 1], [0, 0, 1])})
+    assert server.down("a") == [0, 0, 1]
+    assert server.down("b") == [0, 0, 1]
+
+
 @pytest.mark.parametrize(("cohort", "width"), [(1, 1), (2, 2), (3, 2), (4, 3), (7, 3), (8, 4)])
 def test_counts_travel_in_as_many_bits_as_the_cohort_needs(cohort: int, width: int) -> None:
     server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"))
@@ -634,6 +655,7 @@ def arrays_of(value: Any) -> dict[str, Any]:
 @given(
     codec=st.sampled_from(["auto", "entropy", "rice"]),
     first=st.sampled_from(["ones", "random"]),
+    state=st.sampled_from(["global", "client"]),
     down=st.sampled_from(["bit", "count"]),
     restart=st.sampled_from(["radius", "latent"]),
     absent=st.lists(st.sampled_from(["a", "b", "c"]), min_size=4, max_size=4),
@@ -641,9 +663,10 @@ def arrays_of(value: Any) -> dict[str, Any]:
     dropped=st.lists(st.sampled_from(["a", "b", "c", "", ""]), min_size=4, max_size=4),
 )
 def test_coded_changes_lead_exactly_where_bits_lead(
-    codec: str, first: str, down: str, restart: str, absent: list[str], wiped: list[str], dropped: list[str]
+    codec: str, first: str, state: str, down: str, restart: str, absent: list[str], wiped: list[str], dropped: list[str]
 ) -> None:
-    made = {"initial_mask": first, "down": down, "restart": restart, "epochs": 1, "lr": 30.0}
+    down = "bit" if state == "client" else down
+    made = {"initial_mask": first, "state": state, "down": down, "restart": restart, "epochs": 1, "lr": 30.0}
     ends: list[Any] = []
     for name in (codec, "bits"):
         fleet, lost = Fleet(FedMask.model_validate({**made, "codec": name})), []

@@ -25,14 +25,14 @@ from edge_kernels import bits as bitset
 from edge_kernels import counter
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model, digest
 from edge_client.flat import to_arrays
 from edge_client.methods import Influence
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
-from edge_client.methods.fedmask_wire import STRUCTURE, Held, Received, Update, Wire
+from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
 from edge_client.methods.structure import Bits, Packed, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
@@ -41,7 +41,8 @@ from edge_client.training.gates import GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
 
-Total = tuple[Tally, Tally, Mean]  # ones and holders of every element, the `real` values
+# Ones and holders of every element, the `real` values, and with state="client" every device's update.
+Total = tuple[Tally, Tally, Mean, dict[str, Held]]
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,6 @@ class State:
     averaged: NDArray[np.uint32]
     levels: int
     real: F32
-
-
-@dataclass(frozen=True)
-class Record:
-    """A device's last update and its round."""
-
-    held: Held
-    round: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a device keeps: its last update, its own float32 parameters and statistics, latent scores."""
-
-    held: Held
-    local: F32
-    buffers: F32
-    scores: F32 | None = None
 
 
 class FedMask(PrunedMasks):
@@ -95,6 +78,8 @@ class FedMask(PrunedMasks):
     """The set codec of changed bits; `bits` takes one bit an element, like the paper."""
     down: Literal["bit", "count"] = "bit"
     """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
+    state: Literal["global", "client"] = "global"
+    """`client`: a device receives only the averages of rounds that it took part in."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
@@ -102,6 +87,12 @@ class FedMask(PrunedMasks):
     local_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
     """Learning rate of everything trained as float32."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    @model_validator(mode="after")
+    def _client_state_is_bits(self) -> FedMask:
+        if self.state == "client" and self.down == "count":
+            raise ValueError('state="client" keeps one bit per element and device; use down="bit"')
+        return self
 
     def wire(self, model: Model) -> Wire:
         return Wire(self.codec, self.down == "count", self.division(model))
@@ -128,6 +119,7 @@ class FedMask(PrunedMasks):
             division = self.division(course.model)
             known, live = bitset.unpack(record.held.bits, division.live), division.expand(record.held.structure)
             share = np.where(state.averaged[live] >= record.round, share[live], np.float32(known))
+            share = share if record.own is None else bitset.unpack(record.own, division.live).astype(np.float32)
         levels = state.levels if self.down == "count" else 1
         return (np.floor(share.astype(np.float64) * levels + 0.5) / levels).astype(np.float32), known
 
@@ -158,18 +150,26 @@ class FedMask(PrunedMasks):
         ones = np.zeros(live.size, np.bool_)
         ones[live] = bitset.unpack(update.held.bits, division.live)
         if total is None:
-            total = Tally(live.size), Tally(live.size), Mean(state.real.size)
+            total = Tally(live.size), Tally(live.size), Mean(state.real.size), {}
         total[0].add(bitset.pack(ones))
         total[1].add(bitset.pack(live))
         total[2].add(1.0, update.real)
+        if self.state == "client":
+            total[3][a.device] = update.held
         return total, Record(update.held, a.round)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         ones, holders, real = total[0].counts(), total[1].counts(), total[2].value
-        shared = holders >= 2
-        share = np.where(shared, ones / np.maximum(holders, 1), state.share).astype(np.float32)
+        shared, mean = holders >= 2, ones / np.maximum(holders, 1)
+        if self.state == "client":
+            division, records = self.division(course.model), {}
+            for device, held in total[3].items():
+                live, bits = division.expand(held.structure), bitset.unpack(held.bits, division.live)
+                records[device] = Record(held, round_, bitset.pack(np.where(shared[live], mean[live] >= 0.5, bits)))
+            return replace(state, real=real), records
+        share = np.where(shared, mean, state.share).astype(np.float32)
         averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
         return State(share, averaged, max(state.levels, len(took_part)), real), {}
 

@@ -1,4 +1,4 @@
-"""What FedMask sends, checked: a downlink is shares of ones, an update is bits, both of live elements.
+"""What FedMask sends, checked, and what each side keeps for it: shares of ones down, bits up, both of live elements.
 
 Bits travel as changes to bits that both sides hold (changes.py). Shares in steps of one over a cohort travel as bit
 planes. Either side names the structure and the known bits, so values of another round are found before they are used.
@@ -28,6 +28,25 @@ class Held:
 
     structure: Packed
     bits: Packed
+
+
+@dataclass(frozen=True)
+class Record:
+    """A device's last update and its round; `own` with ``state="client"``: the bits of live elements that it is due."""
+
+    held: Held
+    round: int
+    own: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device keeps: its last update, its own float32 parameters and statistics, latent scores."""
+
+    held: Held
+    local: F32
+    buffers: F32
+    scores: F32 | None = None
 
 
 @dataclass(frozen=True)
