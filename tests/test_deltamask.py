@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import codecs, counter
+from edge_kernels import bits, codecs, counter
 from edge_kernels.coupling import coupling_contexts
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from edge_kernels.folding import Tally
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task, stored
 from numpy_mlp import assignment, course, mlp, secret
 
-from edge_client.errors import PayloadError
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import make_method
 from edge_client.methods.deltamask import DeltaMask, most_telling
 from edge_client.protocol.payload import Payload
 from edge_client.training.gates import sigmoid
@@ -38,6 +40,46 @@ def test_kappa_goes_along_half_a_cosine() -> None:
     # A quarter of the way the cosine is at 1 - .2 (1 + cos 45 degrees) / 2.
     assert method.kappa_at(assignment(M, round_=3, rounds=6)) == pytest.approx(1 - 0.2 * (1 + 0.5**0.5) / 2)
     assert DeltaMask().kappa_at(assignment(M, round_=5)) == 0.8
+
+
+def masks(*bit: int) -> Tally:
+    """Masks that are all ones or all zeros."""
+    found = Tally(MASKED)
+    for b in bit:
+        found.add(bits.pack(np.full(MASKED, b)))
+    return found
+
+
+def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
+    # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
+    method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
+    state = method.start(course(M))
+
+    def after(round_: int, *bit: int) -> set[float]:
+        nonlocal state
+        state = stored(method.finish(course(M), round_, DEVICES[: len(bit)], state, masks(*bit))[0])
+        return set(method.theta(course(M), state.posterior))
+
+    assert after(2, 1, 1, 1) == {2 / 5}
+    assert after(3, 0) == {2 / 6}
+    # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
+    after(4, 1, 0, 0)
+    assert after(5, 0, 1).pop() == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)
+
+
+def test_algorithm_2_to_the_letter_is_the_same_on_both_sides_and_bounds_theta() -> None:
+    fleet = Fleet(DeltaMask(tally="mean", posterior="mean"))
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    theta = fleet.theta().astype(np.float32)
+    assert (fleet.receive("a").theta.astype(np.float32) == theta).all()
+    assert 1 / 5 - 1e-6 < theta.min() < theta.max() < 2 / 5 + 1e-6
+
+
+def test_literal_algorithm_2_needs_its_own_mean() -> None:
+    with pytest.raises(ConfigError, match="posterior"):
+        make_method({"name": "deltamask", "tally": "mean"})
+    make_method({"name": "deltamask", "tally": "mean", "prior": 2})
 
 
 @pytest.mark.parametrize("sampling", ["independent", "common", "device"])

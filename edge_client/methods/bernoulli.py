@@ -48,9 +48,12 @@ MOST_MASKS = 2**32 - 1  # of one posterior
 
 @dataclass(frozen=True)
 class Posterior:
-    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one."""
+    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one.
 
-    ones: NDArray[np.uint32]
+    `ones` is float64 where a round does not count whole masks (DeltaMask with ``tally="mean"``).
+    """
+
+    ones: NDArray[Any]
     masks: int
 
 
@@ -194,8 +197,12 @@ class BernoulliMasks(Method):
 
     def tallied(self, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int) -> Posterior:
         """The posterior after a round of `masks` masks, which have `ones` ones."""
-        new = Posterior(ones.astype(np.uint32), masks)
+        new = Posterior(self.counted(ones, masks), masks)
         return new if self.resets(round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
+
+    def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
+        """What a round of `masks` masks adds to the posterior's ones."""
+        return ones.astype(np.uint32)
 
     # --- server half
 

@@ -2,7 +2,8 @@
 
 Tsouvalas, Asano, Saeed, "Federated Fine-Tuning of Foundation Models via Probabilistic Masking", arXiv 2311.17299.
 `bernoulli` says what is masked, probed, trained and aggregated; the paper masks the last blocks (`layers`) and probes
-the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default.
+the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default;
+Algorithm 2 as printed is ``tally="mean", posterior="mean"``.
 
 - Both sides draw the reference mask m_g ~ Bern(theta) from a shared key. A device draws m_k ~ Bern(theta_k). Of the
   positions where m_k differs from m_g it keeps the share kappa with the largest KL(theta_k || theta) (eq. 4). `codec`
@@ -18,13 +19,13 @@ the head for one round. Where the paper contradicts itself, docs/methods/deltama
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.coupling import coupling_contexts
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32
 from edge_client.methods import SetCodecName, changes
@@ -44,6 +45,18 @@ class DeltaMask(BernoulliMasks):
     """The share of the changes that is sent."""
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None
     """kappa moves from `kappa` to this along half a cosine over the rounds; None keeps it."""
+
+    tally: Literal["sum", "mean"] = "sum"
+    """`mean`: a round adds its share of ones to the ones and the rest of its masks to the zeros."""
+
+    @model_validator(mode="after")
+    def _posterior_exists(self) -> DeltaMask:
+        if self.tally == "mean" and self.posterior == "mode" and self.prior == 1:
+            raise ValueError('tally="mean" needs posterior="mean": its mode is 0 almost everywhere')
+        return self
+
+    def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
+        return ones / masks if self.tally == "mean" else super().counted(ones, masks)
 
     def kappa_at(self, a: Assignment) -> float:
         """The share of round `a.round`."""
