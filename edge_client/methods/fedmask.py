@@ -163,11 +163,9 @@ class FedMask(PrunedMasks):
     ) -> tuple[State, Mapping[str, Record]]:
         ones, holders, real = total[0].counts(), total[1].counts(), total[2].value
         shared, mean = holders >= 2, ones / np.maximum(holders, 1)
-        if self.state == "client":
-            division, records = self.division(course.model), {}
-            for device, held in total[3].items():
-                live, bits = division.expand(held.structure), bitset.unpack(held.bits, division.live)
-                records[device] = Record(held, round_, bitset.pack(np.where(shared[live], mean[live] >= 0.5, bits)))
+        if self.state == "client":  # the mean of one holder is its own bit
+            expand, on = self.division(course.model).expand, mean >= 0.5
+            records = {d: Record(h, round_, bitset.pack(on[expand(h.structure)])) for d, h in total[3].items()}
             return replace(state, real=real), records
         share = np.where(shared, mean, state.share).astype(np.float32)
         averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
