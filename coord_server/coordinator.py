@@ -134,7 +134,7 @@ class Coordinator:
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
         for live in self._federations.values():
-            live.wake(closing=True)
+            live.answer_polls()
 
     async def close(self) -> None:
         """Stop everything; the store stays open."""

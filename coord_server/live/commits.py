@@ -26,7 +26,7 @@ from edge_client.protocol.messages import FederationConfig
 log = logging.getLogger("maskfleet")
 
 LOOK_MOST = 60.0  # seconds until the deadline is looked at again, so that a clock that is set does no harm
-LOOK_DRAWING = 5.0  # seconds between looks at who is present while a round waits for devices
+LOOK_DRAWING = 5.0  # seconds between looks at which devices can be drawn while a round waits for them
 RETRY = 1.0  # seconds until a deadline that could not be written is tried again
 TRIES = 50  # commits of other processes in between until a batch is given up
 
@@ -215,15 +215,17 @@ class Commits:
         if before != self.state:
             self._followers.moved(before)
 
-    def _arm(self, look: float = LOOK_DRAWING) -> None:
-        """Wait for the deadline that the state has now, or `look` seconds for devices, instead of what it had."""
+    def _arm(self, look: float | None = None) -> None:
+        """Set the timer to the state's deadline; in stage drawing to `look` seconds, by default LOOK_DRAWING."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         s = self.state
         if self._closed or s.phase != "running" or s.stage not in ("drawing", "collecting"):
             return
-        delay = look if s.deadline is None else min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
+        delay = LOOK_DRAWING if look is None else look
+        if s.deadline is not None:
+            delay = min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
         self._timer = asyncio.get_running_loop().call_later(delay, self._start_tick)
 
     def _start_tick(self) -> None:

@@ -25,7 +25,7 @@ from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.status import Faults, reason, summary, visible
+from coord_server.live.status import Faults, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -70,7 +70,6 @@ class LiveFederation:
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
         self.uploads = Uploads(store, self._commits, self._values, self._rounds)
-        self._changed = asyncio.Event()
         self._closing = False
 
     # --- life
@@ -82,16 +81,15 @@ class LiveFederation:
 
     async def close(self) -> None:
         """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
-        self.wake(closing=True)
+        self.answer_polls()
         await self._commits.close()
         await self._rounds.close()
         await self.devices.close()
 
-    def wake(self, closing: bool = False) -> None:
-        """Let every long poll look again; with `closing` they all answer."""
-        self._closing = self._closing or closing
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def answer_polls(self) -> None:
+        """Answer every long poll now: the coordinator is about to go down."""
+        self._closing = True
+        self.devices.wake()
 
     # --- what follows from a commit
 
@@ -99,8 +97,10 @@ class LiveFederation:
         now = self._commits.state
         if now.round != before.round:
             self._faults.clear("updates")
-        if visible(before) != visible(now):
-            self.wake()
+        if now.phase != before.phase:
+            self.devices.wake()
+        elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
+            self.devices.wake(engine.missing(now))
 
     def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
         for decision in decisions:
@@ -158,16 +158,21 @@ class LiveFederation:
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
             if arrives and self._commits.state.phase not in ("finished", "stopped"):
                 await self._arrive(device)
-            loop = asyncio.get_running_loop()
-            until = loop.time() + wait
+            return await (self._hold(device, wait) if wait > 0 else self._due(device, waited=False))
+
+    async def _hold(self, device: str, wait: float) -> Work:
+        """Wait up to `wait` seconds for the work of `device`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait
+        with self.devices.polling(device) as woken:
             while True:
-                changed = self._changed
-                due = await self._due(device, waited=wait > 0)
+                woken.clear()
+                due = await self._due(device, waited=True)
                 left = until - loop.time()
                 if not isinstance(due, Wait) or left <= 0 or self._closing:
                     return due
                 try:
-                    await asyncio.wait_for(changed.wait(), left)
+                    await asyncio.wait_for(woken.wait(), left)
                 except asyncio.TimeoutError:
                     return await self._due(device, waited=True)
 
