@@ -123,7 +123,8 @@ def serve(
         str | None, typer.Option(help="SQLAlchemy URL of the metadata; default SQLite in the data folder.")
     ] = None,
     init: Annotated[
-        bool, typer.Option("--init", help="Start anew in a data folder that has lost its database or blobs.")
+        bool,
+        typer.Option("--init", help="Start anew in a data folder that is empty or has lost its database or blobs."),
     ] = False,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate chain (PEM); or let a proxy do it.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,
