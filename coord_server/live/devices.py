@@ -28,8 +28,8 @@ from edge_client.protocol.messages import Device, Enrol, Failure, FederationConf
 
 log = logging.getLogger("maskfleet")
 
-RECENT = 2.0  # seconds for which the devices present at other processes are not read again
-FLUSH = 10.0  # seconds
+RECENT = 2.0  # seconds between reads of the devices that are present at other processes
+FLUSH = 10.0  # seconds between writes, at most
 _KINDS = TypeAdapter(dict[str, int])
 
 
@@ -109,7 +109,7 @@ class Devices:
         self._last[device] = self._change(device).at = self._clock()
 
     def arrives(self, device: str) -> bool:
-        """Whether a device that asks for work was not present: its arrival is committed, so that it can be drawn."""
+        """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
         silent = self._clock() - self._last.get(device, 0.0)
         return device not in self._ready or not 0.0 <= silent <= self._config.presence_seconds
 
