@@ -8,6 +8,7 @@ What is stored where, and when a round closes, is not decided here.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -152,12 +153,16 @@ def update_limit(method: Method, course: Course) -> int:
 
 def scores(values: Sequence[float], weights: Sequence[int]) -> Scores | None:
     """Statistics over the devices that have test samples; the mean is weighted by them. None when none has."""
-    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if w > 0]
-    if not pairs:
+    plain, mean = [v for v, w in zip(values, weights, strict=True) if w > 0], _mean(values, weights)
+    if mean is None:
         return None
-    mean = math.fsum(v * w for v, w in pairs) / sum(w for _, w in pairs)
-    plain = [v for v, _ in pairs]
     return Scores(mean=mean, worst=min(plain), p10=float(np.percentile(plain, 10)), best=max(plain))
+
+
+def _mean(values: Sequence[float], samples: Sequence[int]) -> float | None:
+    """The mean weighted by `samples`, of which no device's claim outweighs all others; None without any."""
+    values, weights = [v for v, n in zip(values, samples, strict=True) if n], guard.capped([n for n in samples if n])
+    return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights) if weights else None
 
 
 @dataclass
@@ -234,14 +239,14 @@ def close_round(
 
 def _round(method: Method, course: Course, round_: int, tally: _Tally, skipped: Sequence[str]) -> Round:
     figures, exchanged = tally.figures, method.exchanged(course.model) * len(tally.devices)
-    weights, samples = [f.test_samples for f in figures], sum(f.samples for f in figures)
+    weights, samples = [f.test_samples for f in figures], [f.samples for f in figures]
     return Round(
         round=round_,
         devices=tally.devices,
         traffic=tally.traffic,
         bits_per_parameter_up=8 * sum(tally.traffic.up.values()) / exchanged if exchanged else 0.0,
         bits_per_parameter_down=8 * sum(tally.traffic.down.values()) / exchanged if exchanged else 0.0,
-        loss=math.fsum(f.loss * f.samples for f in figures) / samples if samples else None,
+        loss=_mean([f.loss for f in figures], samples),
         score_before=scores([f.score_before for f in figures], weights),
         score_after=scores([f.score_after for f in figures], weights),
         seconds=0.0,

@@ -1,9 +1,9 @@
 """Room for connections: which ones are closed, and in which order, when a new one needs a place.
 
 At the limit, a new connection replaces one that has no request, or whose request has shown no valid credential: the
-oldest of the address with most of those, so that a caller who opens many displaces its own. Connections that are only
-just there are spared while there are long polls: the oldest of them is answered at once and closed. When neither is
-left, new callers get a 503, except the operator.
+oldest of the address with most of those, so that a caller who opens many displaces its own. A connection younger than
+YOUNG seconds is spared while there are long polls: then the oldest long poll is answered at once and its connection is
+closed. When neither is left, new callers get a 503, except the operator.
 
 uvicorn has no time limit for a request's head, and answers its own limit on connections to every caller alike; hence
 the small subclass of its connection.
@@ -51,7 +51,7 @@ class Places:
         return full
 
     def enter(self, connection: Connection) -> bool:
-        """Take a place for a connection, closing another one if need be; False when it has to be closed itself."""
+        """Take a place for a connection, if need be by closing another one; False when the new one has to be closed."""
         if len(self.open) >= self.most and not self._make_room() and len(self.open) >= self.most + SPARE:
             return False
         self.open.add(connection)
@@ -75,7 +75,7 @@ class Places:
             self._unproven.pop(connection.address, None)
 
     async def hold(self, poll: Poll, answer: Coroutine[Any, Any, T], connection: Connection | None) -> T | None:
-        """What a long poll answers; None when it has to give up its place before there is an answer.
+        """The answer of a long poll; None when it had to give up its place first.
 
         A device has one long poll at a time: a newer one ends the older one, whose link may have broken.
         """

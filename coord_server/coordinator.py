@@ -69,7 +69,7 @@ class Coordinator:
     # --- life
 
     async def start(self) -> None:
-        """Load every federation and go on where the database stands; again is harmless. Raises StateError.
+        """Load every federation and resume it from the database; repeating this is harmless. Raises StateError.
 
         One that cannot be loaded (its method is no longer installed, its row is damaged) is listed with its fault;
         the others run.
@@ -134,7 +134,7 @@ class Coordinator:
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
         for live in self._federations.values():
-            live.wake(closing=True)
+            live.answer_polls()
 
     async def close(self) -> None:
         """Stop everything; the store stays open."""
@@ -153,7 +153,7 @@ class Coordinator:
     # --- bundles
 
     async def add_bundle(self, manifest: bytes) -> BundleReceipt:
-        """Take a manifest; again is harmless. Raises Refusal, StateError."""
+        """Store a manifest; repeating this is harmless. Raises Refusal, StateError."""
         try:
             parsed = parse_manifest(manifest)
         except BundleError as error:
@@ -198,7 +198,7 @@ class Coordinator:
     # --- federations
 
     async def create(self, config: FederationConfig) -> LiveFederation:
-        """Make a federation. Raises Refusal, StateError."""
+        """Create a federation. Raises Refusal, StateError."""
         taken = Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
         if config.name in {*self._federations, *self._unloaded, *RESERVED}:
             raise taken
@@ -218,7 +218,7 @@ class Coordinator:
         try:
             method = make_method(config.method)
             if config.backend is not None:
-                # As with methods: what is not installed here is taken for a mistake, before a fleet finds out.
+                # As with methods: a backend that is not installed here is taken for a typing error.
                 installed(
                     config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
                 )
@@ -258,7 +258,7 @@ class Coordinator:
         return live
 
     def federations(self) -> list[LiveFederation]:
-        """All that could be loaded, oldest first."""
+        """All federations that could be loaded, oldest first."""
         return list(self._federations.values())
 
     def summary(self, id_: str) -> Federation:
@@ -283,7 +283,7 @@ class Coordinator:
         return JoinToken(token=token, federation=live.id, uses=request.uses, expires_at=expires)
 
     async def enrol(self, request: Enrol) -> Enrolled:
-        """Take in the device that presents a join token. Raises Refusal, StateError."""
+        """Enrol the device that presents a join token. Raises Refusal, StateError."""
         token = auth.hashed(request.token)
         terms = await asyncio.to_thread(self.store.metadata.token, token)
         if terms is None:

@@ -10,15 +10,21 @@ The rules
   removed and made a request recently) with `Present`, whenever a `Draw` is open or the federation recruits.
 * It starts when `min_devices` are present, or when the operator starts it (`start = "manual"`).
 * Rounds are 1 .. N, one at a time, none skipped. A round asks a *cohort*: the `cohort` devices with the smallest
-  ``key(seed, "cohort", round, attempt, device)`` among those present. A round that fewer than `min_updates` devices
-  could report to stays in stage `drawing` until more are present.
+  ``key(seed, "cohort", round, attempt, device)`` among those present. A later attempt asks only as many as are still
+  missing, and none that has already reported. When too few devices are present for `min_updates` updates, the round
+  stays in stage `drawing`.
 * A round closes when every device of its cohort has reported, failed or been removed, or at its deadline; either way
   it needs `min_updates` updates. With fewer, the same round is run again: next attempt, new cohort, new deadline. The
   global value has not changed, so updates that are already acknowledged count, and a device that an earlier attempt
   asked may still report.
 * After `max_attempts` attempts the federation pauses with a fault. Resuming starts the count of attempts anew.
-* A device that reports a failure is not waited for in this attempt; a later attempt or round may draw it again. Kind
-  `lost` also drops the device's record. After the last round this is the only failure that is accepted.
+* A device that reports a failure is not waited for in this attempt. The same round draws it again only when the other
+  devices do not suffice, and at the earliest RETRY seconds after the last attempt ended or once the operator resumes;
+  so a device that always fails cannot use up the attempts at once. The next round draws it like any other.
+* A failure of kind `lost` drops the device's record and does not delay its next draw. After the last round this is the
+  only failure that is accepted.
+* An attempt that could not be closed may still get updates. Once they are enough, the round closes at once, or when the
+  federation resumes.
 * An update is named by round, device, lease and digest. The same one again gets the same acknowledgement; another
   body for the same lease is refused; so are a foreign round, lease or device. An acknowledged update is counted
   exactly once, even when its device is removed afterwards.
@@ -38,7 +44,7 @@ the row of either is a bug and raises KeyError.
     event       signal
     Present     begin and open (recruiting, enough devices), open (drawing), or none
     Started     begin, then open if enough devices are present
-    Updated     close when it was the last one the cohort owed, else none
+    Updated     close when it was the last one the cohort owed or the last one a failed attempt lacked, else none
     Failed      close, retry or give_up when no device is left to wait for, else none
     Removed     as Failed
     Tick        close, retry or give_up after the deadline, else none
@@ -85,7 +91,9 @@ STAGES: Mapping[Stage, Mapping[Signal, Stage]] = {
                     "pause": "aggregating", "resume": "aggregating", "stop": "idle"},
 }  # fmt: skip
 
+RETRY = 30.0  # seconds after an attempt until a device that failed in the round is drawn again
 SHOWN = 3  # failures that a fault quotes
+REASON = 200  # characters of a failure's reason that the state keeps
 
 
 def pending(state: State) -> tuple[Decision, ...]:
@@ -113,18 +121,21 @@ def _refuse(state: State, kind: str, detail: str) -> Step:
 
 def _open(config: FederationConfig, state: State, now: float, present: tuple[str, ...]) -> Step:
     """Open the next attempt with a cohort of `present`; stay in stage drawing when too few could ever report."""
-    able = tuple(d for d in present if d not in state.unusable)
-    if not able or len({*able, *usable(state)}) < config.min_updates:
+    able = [d for d in present if d not in state.received]
+    failed = {d for d, f in state.failed.items() if f.kind != "lost"}
+    fresh, again = tuple(d for d in able if d not in failed), tuple(d for d in able if d in failed)
+    if state.ended is not None and 0.0 <= now - state.ended < RETRY:
+        again = ()
+    attempt, deadline, in_ = state.attempt + 1, now + config.deadline_seconds, len(usable(state))
+    cohort = choose_cohort(config, fresh, state.round, attempt, config.cohort - in_)
+    cohort += choose_cohort(config, again, state.round, attempt, config.cohort - in_ - len(cohort))
+    if not cohort or len(cohort) + in_ < config.min_updates:
         return state, ()
-    attempt, deadline = state.attempt + 1, now + config.deadline_seconds
-    cohort = choose_cohort(config, able, state.round, attempt)
     opened = _move(
-        state, "open", attempt=attempt, tries=state.tries + 1, cohort=cohort, excused=(), deadline=deadline,
-        asked=tuple(sorted({*state.asked, *cohort})), opened=now if attempt == 1 else state.opened,
+        state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
+        deadline=deadline, asked=tuple(sorted({*state.asked, *cohort})), opened=now if attempt == 1 else state.opened,
     )  # fmt: skip
-    if not missing(opened) and len(usable(opened)) >= config.min_updates:
-        return _close(opened)
-    return opened, (OpenRound(state.round, attempt, cohort, deadline),)
+    return opened, (OpenRound(state.round, attempt, opened.cohort, deadline),)
 
 
 def _close(state: State) -> Step:
@@ -133,9 +144,9 @@ def _close(state: State) -> Step:
     return closed, (Aggregate(state.round, state.attempt, usable(state)),)
 
 
-def _again(config: FederationConfig, state: State) -> Step:
+def _again(config: FederationConfig, state: State, now: float) -> Step:
     """The attempt cannot be closed: draw a new cohort, or give up after the last attempt."""
-    over: dict[str, Any] = {"cohort": (), "excused": (), "deadline": None, "remaining": None}
+    over: dict[str, Any] = {"cohort": (), "excused": (), "deadline": None, "remaining": None, "ended": now}
     if state.tries >= config.max_attempts:
         fault = _fault(config, state)
         return _move(state, "give_up", fault=fault, **over), (GiveUp(state.round, fault),)
@@ -143,23 +154,29 @@ def _again(config: FederationConfig, state: State) -> Step:
     return retried, pending(retried)
 
 
+def _enough(config: FederationConfig, state: State) -> bool:
+    return len(usable(state)) >= config.min_updates
+
+
 def _fault(config: FederationConfig, state: State) -> str:
-    reasons = [f"{d}: {f.kind} ({f.reason[:200]})" for d, f in list(state.failed.items())[-SHOWN:]]
-    return (
-        f"round {state.round} has {len(usable(state))} of the {config.min_updates} updates it needs after "
-        f"{state.tries} attempts"
-        + (f"; last failures: {'; '.join(reasons)}" if reasons else "; the other devices did not report in time")
-        + "; mend the devices or lower the demands, then resume"
-    )
+    """Why the round was given up, with the updates that are in by now."""
+    has = f"round {state.round} has {len(usable(state))} of the {config.min_updates} updates it needs"
+    if _enough(config, state):
+        return f"{has}, but the last came after {state.tries} attempts; resume to go on"
+    reasons = "; ".join(f"{d}: {f.kind} ({f.reason})" for d, f in list(state.failed.items())[-SHOWN:])
+    why = f"last failures: {reasons}" if reasons else "the other devices did not report in time"
+    return f"{has} after {state.tries} attempts; {why}; mend the devices or lower the demands, then resume to go on"
 
 
 def _proceed(config: FederationConfig, state: State, now: float) -> Step:
     """Close or repeat the attempt when that is due at `now`."""
-    if state.phase != "running" or state.stage != "collecting":
+    if state.phase != "running":
         return state, ()
+    if state.stage == "drawing" and _enough(config, state):
+        return _close(state)
     late = state.deadline is not None and now >= state.deadline
-    if late or not missing(state):
-        return _close(state) if len(usable(state)) >= config.min_updates else _again(config, state)
+    if state.stage == "collecting" and (late or not missing(state)):
+        return _close(state) if _enough(config, state) else _again(config, state, now)
     return state, ()
 
 
@@ -227,6 +244,8 @@ def _updated(config: FederationConfig, state: State, event: events.Updated) -> S
         return foreign
     failed = {d: f for d, f in state.failed.items() if d != device}
     state = replace(state, received={**state.received, device: sha256}, failed=failed)
+    if state.fault is not None:
+        state = replace(state, fault=_fault(config, state))
     state, decisions = _proceed(config, state, event.now)
     return state, (Acknowledge(event.round, device, sha256, duplicate=False), *decisions)
 
@@ -241,7 +260,7 @@ def _failed(config: FederationConfig, state: State, event: events.Failed) -> Ste
     if foreign is not None:
         return foreign
     failed = {d: f for d, f in state.failed.items() if d != device}
-    state = replace(state, failed={**failed, device: Failure(kind=event.kind, reason=event.reason)})
+    state = replace(state, failed={**failed, device: Failure(kind=event.kind, reason=event.reason[:REASON])})
     return _proceed(config, _excuse(state, device), event.now)
 
 
@@ -273,7 +292,7 @@ def _aggregated(config: FederationConfig, state: State, event: events.Aggregated
 
 def _unusable(config: FederationConfig, state: State, event: events.Unusable) -> Step:
     unusable = tuple(sorted({*state.unusable, *event.devices}))
-    return _stale(state, event) or _again(config, replace(state, unusable=unusable))
+    return _stale(state, event) or _again(config, replace(state, unusable=unusable), event.now)
 
 
 def _paused(config: FederationConfig, state: State, event: events.Paused) -> Step:
@@ -283,10 +302,9 @@ def _paused(config: FederationConfig, state: State, event: events.Paused) -> Ste
 def _resumed(config: FederationConfig, state: State, event: events.Resumed) -> Step:
     deadline = None if state.remaining is None else event.now + state.remaining
     tries = 1 if state.stage == "collecting" else 0
-    state = _move(state, "resume", deadline=deadline, remaining=None, tries=tries, fault=None)
-    if state.stage == "drawing":
-        return state, pending(state)
-    return _proceed(config, state, event.now)
+    state = _move(state, "resume", deadline=deadline, remaining=None, tries=tries, ended=None, fault=None)
+    state, decisions = _proceed(config, state, event.now)
+    return state, decisions or (pending(state) if state.stage == "drawing" else ())
 
 
 def _stopped(config: FederationConfig, state: State, event: events.Stopped) -> Step:

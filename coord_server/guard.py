@@ -1,29 +1,28 @@
 """The guard of a round: which updates are far beyond the round's others, and what becomes of them.
 
-An update could outweigh all others by the size of its change or by its weight in the mean. Three figures are therefore
-compared with their median over the round's updates (of an even number the lower middle one, so that half of the updates
-cannot raise it): the norm of the change of the parameters, that of the batch-norm statistics, and the weight. Honest
-devices differ, so only a large multiple counts. With fewer than three updates there is no majority to compare with, and
-nothing is limited.
+An update could outweigh all others by the size of its change or by its weight in the mean. Four figures are therefore
+compared with their medians over the round's updates: the norm of the change of the parameters, that of the batch-norm
+statistics, the weight, and norm times weight. The median of an even number of updates is the lower of the two in the
+middle, so half of the updates cannot raise it. Honest devices differ, so only a large multiple counts. With fewer than
+three updates there is no majority to compare with, and nothing is limited.
 
-Under "clip" a change is scaled down to the multiple of the median norm (to nothing when the median is 0) and a weight
-is lowered to the multiple of the median weight; so one update of n moves a weighted mean by at most ``MOST_NORM *
-median norm`` times its share, which is at most ``MOST_WEIGHT / (MOST_WEIGHT + (n - 1) / 2)``. Under "drop" such an
-update is left out. A method whose updates are bounded by construction (a mask adds 0 or 1 to each count) has no
-influence to compare.
+Under "clip" an update that is out of line gets the influence of an ordinary device: its change is scaled down to the
+median norm (to nothing when the median is 0) and its weight is lowered to the median weight. Under "drop" it is left
+out. A method whose updates are bounded by construction (a mask adds 0 or 1 to each count) has no influence to compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal
 
 from edge_client.methods import Influence
 
-MOST_NORM = 5.0  # times the median norm
-MOST_WEIGHT = 20.0  # times the median weight: sample counts of honest devices differ widely
+MOST_NORM = 5.0  # times the median norm, of the parameters' change and of the statistics'
+MOST_WEIGHT = 10.0  # times the median weight: sample counts of honest devices differ widely
+MOST_PRODUCT = 10.0  # times the median of norm x weight
 FEWEST = 3  # updates
 
 
@@ -41,33 +40,36 @@ def limits(influences: Mapping[str, Influence], how: Literal["clip", "drop", "no
     """The limits of a round's updates, by device; most rounds have none."""
     if how == "none" or len(influences) < FEWEST:
         return {}
-    norm, statistics, weight = (
-        median_low([getattr(i, name) for i in influences.values()]) for name in ("norm", "statistics", "weight")
-    )
+    norm, statistics, weight, product = map(median_low, zip(*map(_figures, influences.values()), strict=True))
     found = {}
     for device, i in sorted(influences.items()):
-        norm_scale = _scale(i.norm, MOST_NORM * norm)
-        statistics_scale = _scale(i.statistics, MOST_NORM * statistics)
-        scale, most = min(norm_scale, statistics_scale), MOST_WEIGHT * weight
-        reasons = []
-        if norm_scale < 1:
-            reasons.append(f"its change has norm {i.norm:.4g}, the round's median is {norm:.4g}")
-        if statistics_scale < 1:
-            reasons.append(f"its statistics change by {i.statistics:.4g}, the round's median is {statistics:.4g}")
-        if i.weight > most:
-            reasons.append(f"it claims weight {i.weight:.4g}, the round's median is {weight:.4g}")
+        compared = (
+            (i.norm, norm, MOST_NORM, "its change has norm {}"),
+            (i.statistics, statistics, MOST_NORM, "its statistics change by {}"),
+            (i.weight, weight, MOST_WEIGHT, "it claims weight {}"),
+            (i.norm * i.weight, product, MOST_PRODUCT, "its norm times its weight is {}"),
+        )
+        reasons = [
+            f"{text.format(f'{figure:.4g}')}, the round's median is {median:.4g}"
+            for figure, median, most, text in compared
+            if figure > most * median
+        ]
         if reasons:
-            done = "left out" if how == "drop" else _clipped(scale, i.weight, most)
-            found[device] = Limit(scale, min(i.weight, most), how == "drop", f"{done}: {'; '.join(reasons)}")
+            scale, lowered = min(_scale(i.norm, norm), _scale(i.statistics, statistics)), min(i.weight, weight)
+            done = "left out" if how == "drop" else f"clipped to change times {scale:.3g} and weight {lowered:.4g}"
+            found[device] = Limit(scale, lowered, how == "drop", f"{done}: {'; '.join(reasons)}")
     return found
 
 
-def _scale(norm: float, most: float) -> float:
-    """What a change of this norm is multiplied by; 1 within the limit."""
-    return 1.0 if norm <= most else most / norm
+def capped(weights: Sequence[int]) -> list[float]:
+    """The weights of a mean in the round's record, each at most MOST_WEIGHT times the median of three or more."""
+    return [min(w, MOST_WEIGHT * median_low(weights)) for w in weights] if len(weights) >= FEWEST else list(weights)
 
 
-def _clipped(scale: float, weight: float, most: float) -> str:
-    done = [f"change times {scale:.3g}"] if scale < 1 else []
-    done += [f"weight {most:.4g}"] if weight > most else []
-    return f"clipped to {' and '.join(done)}"
+def _figures(i: Influence) -> tuple[float, float, float, float]:
+    return i.norm, i.statistics, i.weight, i.norm * i.weight
+
+
+def _scale(norm: float, median: float) -> float:
+    """What a change of this norm is multiplied by, so that it has at most the median norm."""
+    return 1.0 if norm <= median else median / norm

@@ -82,7 +82,7 @@ def room(most: int) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ConfigError."""
-    # With the protocol named, asyncio turns Nagle's delay off: else an answer may wait 40 ms for its last segment.
+    # asyncio sets TCP_NODELAY only on sockets that name IPPROTO_TCP. Without it an answer's last segment waits 40 ms.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -97,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def configured(coordinator: Coordinator, places: Places, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings. It is given no limit of its own on connections: `places` decides which ones are closed."""
+    """uvicorn's settings. They set no limit on connections, because `places` decides which ones are closed."""
     return uvicorn.Config(
         create_app(coordinator, places),
         http=partial(Connection, places),  # type: ignore[arg-type]
@@ -123,7 +123,8 @@ def serve(
         str | None, typer.Option(help="SQLAlchemy URL of the metadata; default SQLite in the data folder.")
     ] = None,
     init: Annotated[
-        bool, typer.Option("--init", help="Start anew in a data folder that has lost its database or blobs.")
+        bool,
+        typer.Option("--init", help="Start anew in a data folder that is empty or has lost its database or blobs."),
     ] = False,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate chain (PEM); or let a proxy do it.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,

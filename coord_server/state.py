@@ -39,7 +39,9 @@ class State:
     excused: tuple[str, ...] = ()
     """Devices of the cohort that failed or were removed: this attempt does not wait for them."""
     failed: Mapping[str, Failure] = field(default_factory=dict)
-    """The last failure in this round of each device that has not reported since."""
+    """The last failure in this round of each device that has not reported since; the reason is cut."""
+    ended: float | None = None
+    """When the round's last attempt ended without closing it; None once the operator has resumed."""
     opened: float = 0.0
     """When the round's first attempt opened."""
     deadline: float | None = None
@@ -55,11 +57,13 @@ def lease(config: FederationConfig, round_: int, device: str) -> str:
     return f"{counter.key(config.seed, 'lease', config.name, round_, device):016x}"
 
 
-def choose_cohort(config: FederationConfig, devices: tuple[str, ...], round_: int, attempt: int) -> tuple[str, ...]:
-    """The attempt's cohort among `devices`; both are sorted by name."""
+def choose_cohort(
+    config: FederationConfig, devices: tuple[str, ...], round_: int, attempt: int, size: int
+) -> tuple[str, ...]:
+    """The `size` devices that the attempt asks first; both are sorted by name."""
     prefix = counter.key(config.seed, "cohort", round_, attempt)
     keys = counter.keys(prefix, np.fromiter(map(_word, devices), np.uint64, len(devices)))
-    smallest = np.argsort(keys, kind="stable")[: config.cohort]  # equal keys: the smaller name
+    smallest = np.argsort(keys, kind="stable")[: max(size, 0)]  # equal keys: the smaller name
     return tuple(sorted(devices[i] for i in smallest))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from coord_server.coordinator import Coordinator
 from coord_server.http import create_app
 from coord_server.problems import PROBLEMS
-from coord_server.store import open_store
+from coord_server.store import Store, open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.protocol.messages import Problem
 from edge_client.protocol.payload import Payload, decode, encode
@@ -167,10 +167,15 @@ class Fleet:
         return await self.upload(device, work["round"], work["lease"], trained(await self.fetch(device, work), device))
 
 
+def open_folder(folder: Path) -> Store:
+    """The store of a test's folder, which may be new or empty."""
+    return open_store(folder, init=folder.is_dir() and not any(folder.iterdir()))
+
+
 @asynccontextmanager
 async def served(folder: Path, clock: Callable[[], float] = time.time, patience: float = 60.0) -> AsyncIterator[Fleet]:
     """A coordinator on `folder`, called without a socket; the same folder again is a restart."""
-    store = open_store(folder)
+    store = open_folder(folder)
     coordinator = Coordinator(store, OPERATOR, clock)
     await coordinator.start()
     transport = httpx.ASGITransport(create_app(coordinator, body_patience=patience), raise_app_exceptions=False)

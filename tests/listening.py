@@ -13,12 +13,11 @@ from typing import Any
 
 import httpx
 import uvicorn
-from coordination import LIMIT, OPERATOR, Fleet
+from coordination import LIMIT, OPERATOR, Fleet, open_folder
 
 from coord_server import serve
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
-from coord_server.store import open_store
 
 PATIENCE = 0.5  # seconds that a head may take in these tests
 HEALTH = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -84,7 +83,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 @asynccontextmanager
 async def listening(folder: Path, most: int = 100, certificate: Path | None = None) -> AsyncIterator[Served]:
-    store, places = open_store(folder), Places(most)
+    store, places = open_folder(folder), Places(most)
     bound = serve.listen("127.0.0.1", 0)
     if certificate is not None:
         serve.limit_handshakes(asyncio.get_running_loop())

@@ -58,6 +58,16 @@ def test_the_mean_score_is_weighted_by_test_samples_and_ignores_devices_without_
     assert aggregation.scores([0.3], [0]) is None
 
 
+def test_no_device_outweighs_the_others_in_the_means_of_a_record() -> None:
+    most = {"samples": MAX_SAMPLES, "test_samples": MAX_SAMPLES, "loss": 9.0, "score_after": 0.0}
+    claims = [("a", {}), ("b", {}), ("c", {}), ("evil", most)]
+    record = close([(d, update(np.ones(D), **{"device": d, **more})) for d, more in claims]).round
+    assert record.loss == pytest.approx((3 * 10 * 0.5 + 100 * 9.0) / 130)
+    assert record.score_after is not None
+    assert record.score_after.mean == pytest.approx(3 * 4 * 0.75 / (3 * 4 + 40))
+    assert aggregation.scores([1.0, 0.0, 0.0, 0.0], [8, 0, 0, 0]) is not None  # devices without samples do not count
+
+
 def test_a_round_without_samples_has_no_loss_and_no_score() -> None:
     nothing = {"method": "standalone", "round": 1, "samples": 0, "loss": 0.0}
     record = close([(d, encode(Payload({}, {**nothing, "device": d}))) for d in "ab"], Standalone()).round

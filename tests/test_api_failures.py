@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from coordination import Fleet, bearer, credential, play, refused, until
 
+from coord_server import engine
+from coord_server.live import commits
+
 FED = "/v1/federations/fed"
 
 
@@ -60,7 +63,12 @@ def test_a_failure_needs_the_device_s_own_lease_and_a_known_kind(tmp_path: Path)
     play(tmp_path, script)
 
 
-def test_after_max_attempts_the_federation_pauses_with_its_fault_until_the_operator_resumes_it(tmp_path: Path) -> None:
+def test_after_max_attempts_the_federation_pauses_with_its_fault_until_the_operator_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "RETRY", 0.1)  # seconds until both, which failed, are drawn again
+    monkeypatch.setattr(commits, "LOOK_DRAWING", 0.02)
+
     async def attempt(fleet: Fleet) -> None:
         for device in ("a", "b"):
             assert (await fleet.fail(device, await fleet.work(device), "data", f"{device} is odd")).status_code == 204

@@ -114,9 +114,9 @@ def test_the_cohort_is_the_devices_with_the_smallest_keys() -> None:
 
 @given(st.sets(st.text("abcdefgh", min_size=1, max_size=4), max_size=40), st.integers(1, 8), st.integers(0, 2**63 - 1))
 def test_a_cohort_chosen_at_once_is_the_one_chosen_key_by_key(names: set[str], size: int, seed: int) -> None:
-    c, devices = config(cohort=size, seed=seed), tuple(sorted(names))
+    c, devices = config(seed=seed), tuple(sorted(names))
     by_key = sorted((counter.key(seed, "cohort", 3, 2, n), n) for n in devices)
-    assert engine.choose_cohort(c, devices, 3, 2) == tuple(sorted(n for _, n in by_key[:size]))
+    assert engine.choose_cohort(c, devices, 3, 2, size) == tuple(sorted(n for _, n in by_key[:size]))
 
 
 def test_the_state_holds_no_device_that_was_not_asked() -> None:
@@ -124,7 +124,7 @@ def test_the_state_holds_no_device_that_was_not_asked() -> None:
     names = tuple(f"d{i:05}" for i in range(10_000))
     state, _ = run(c, Present(0.0, names))
     assert len(engine.dump(state)) < 1000
-    assert state.asked == state.cohort == engine.choose_cohort(c, names, 1, 1)
+    assert state.asked == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
 
 
 def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:
@@ -160,7 +160,7 @@ def test_at_the_deadline_a_round_closes_with_enough_updates() -> None:
     assert said == [Aggregate(1, 1, (state.cohort[0],))]
 
 
-def test_with_too_few_updates_the_round_runs_again_with_another_cohort_and_keeps_its_updates() -> None:
+def test_with_too_few_updates_the_round_asks_as_many_other_devices_as_are_missing_and_keeps_its_updates() -> None:
     c = config(min_updates=2, min_devices=6, cohort=3)
     state = opened(c, "abcdef")
     early, slow, _ = state.cohort
@@ -168,10 +168,21 @@ def test_with_too_few_updates_the_round_runs_again_with_another_cohort_and_keeps
     assert said[1:] == [Draw(1, 2)]
     state, _ = run(c, here("abcdef", 10.0), state=state)
     assert (state.round, state.attempt, state.deadline) == (1, 2, 20.0)
-    assert state.cohort == engine.choose_cohort(c, tuple("abcdef"), 1, 2)
+    others = tuple(sorted(set("abcdef") - {early}))
+    assert state.cohort == engine.choose_cohort(c, others, 1, 2, 2)
     assert dict(state.received) == {early: "s"}
     state, said = run(c, updated(c, state, slow, 11.0), state=state)  # asked by the first attempt: its work counts
     assert said[0] == Acknowledge(1, slow, "s", False)
+
+
+def test_a_late_update_closes_an_attempt_that_lacked_it() -> None:
+    c = config(min_updates=2)
+    state = opened(c)
+    early, slow = state.cohort
+    state, _ = run(c, updated(c, state, early), Tick(10.0), here(early, 10.0), state=state)
+    assert state.stage == "drawing"  # the only device present has reported
+    state, said = run(c, updated(c, state, slow, 11.0), state=state)
+    assert said == [Acknowledge(1, slow, "s", False), Aggregate(1, 1, (early, slow))]
 
 
 def test_a_round_stays_undrawn_while_fewer_devices_are_present_than_it_needs_updates() -> None:
@@ -282,10 +293,38 @@ def test_a_device_that_failed_is_not_waited_for_and_may_be_drawn_again() -> None
     assert refused(run(c, failed(c, closed, second), state=closed)[1]) == "conflicting-update"
     assert refused(run(c, failed(c, closed, first), state=closed)[1]) == "round-closed"
     again, said = run(c, failed(c, state, second), state=state, present="".join(state.cohort))
+    assert (again.stage, said) == ("drawing", [])
+    again, said = run(c, here("".join(state.cohort), 1.0 + engine.RETRY), state=again)
     assert (again.attempt, again.cohort, engine.missing(again)) == (2, state.cohort, state.cohort)
     mended, said = run(c, updated(c, again, first), state=again)
     assert said == [Acknowledge(1, first, "s", False)]
     assert set(mended.failed) == {second}
+
+
+def test_a_device_that_failed_is_drawn_again_only_when_the_others_do_not_suffice_and_not_at_once() -> None:
+    c = config(min_updates=2, min_devices=4)
+    state, _ = run(c, here("abcd"))
+    bad, good = state.cohort
+    others = tuple(sorted(set("abcd") - {bad, good}))
+    state, _ = run(c, updated(c, state, good), failed(c, state, bad), state=state)
+    assert run(c, here("abcd", 100.0), state=state)[0].cohort == engine.choose_cohort(c, others, 1, 2, 1)
+    for now in (1.0, 0.9 + engine.RETRY):
+        assert run(c, here(bad + good, now), state=state) == (state, [])
+    for now in (1.0 + engine.RETRY, 0.0):  # also when the clock was set back
+        assert run(c, here(bad + good, now), state=state)[0].cohort == (bad,)
+    c = config(cohort=1)
+    one = opened(c)
+    again, _ = run(c, failed(c, one, one.cohort[0]), here("".join(one.cohort), 1.0), state=one)
+    assert again.attempt == 1
+    again, _ = run(c, failed(c, one, one.cohort[0], kind="lost"), here("".join(one.cohort)), state=one)
+    assert (again.attempt, again.cohort) == (2, one.cohort)
+
+
+def test_the_state_keeps_the_beginning_of_a_reason() -> None:
+    c = config()
+    state = opened(c)
+    state, _ = run(c, replace(failed(c, state, state.cohort[0]), reason="x" * 2000), state=state)
+    assert state.failed[state.cohort[0]].reason == "x" * engine.REASON
 
 
 def test_a_device_may_say_that_it_lost_its_values_in_its_round_and_after_the_last() -> None:
@@ -313,13 +352,23 @@ def test_after_the_last_attempt_the_federation_pauses_with_its_fault_and_resumin
     for words in ("round 1 has 1 of the 2 updates", "after 2 attempts", f"{other}: diverged (loss is NaN)", "resume"):
         assert words in said[-1].fault
     assert run(c, here("abc", 20.0), Tick(1e6), state=state) == (state, [])
+    given_up = state
     state, said = run(c, Resumed(30.0), state=state, present="abc")
     assert (state.phase, state.attempt, state.tries, state.fault) == ("running", 3, 1, None)
     assert dict(state.received) == {one: "s"}  # acknowledged updates still count
-    state, _ = run(c, Tick(40.0), state=state, present="abc")
+    state, _ = run(c, Tick(40.0), here("abc", 40.0 + engine.RETRY), state=state)
     assert (state.phase, state.attempt, state.tries) == ("running", 4, 2)
-    state, said = run(c, Tick(50.0), state=state, present="abc")
+    state, said = run(c, Tick(99.0), state=state, present="abc")
     assert (state.phase, [type(d) for d in said]) == ("paused", [GiveUp])
+
+    state, said = run(c, updated(c, given_up, other, 50.0), state=given_up)  # it completes the round after all
+    assert (state.phase, said) == ("paused", [Acknowledge(1, other, "s", False)])
+    assert state.fault == (
+        "round 1 has 2 of the 2 updates it needs, but the last came after 2 attempts; resume to go on"
+    )
+    state, said = run(c, Resumed(60.0), state=state)
+    assert (state.phase, state.fault) == ("running", None)
+    assert said == [Aggregate(1, 2, tuple(sorted((one, other))))]
 
 
 def test_attempts_whose_updates_cannot_be_folded_count_too() -> None:
@@ -496,8 +545,11 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
                     assert len(decision.devices) >= c.min_updates
                     folding = decision
                 elif isinstance(decision, OpenRound):
-                    able = tuple(sorted(present - set(state.unusable)))
-                    assert decision.cohort == engine.choose_cohort(c, able, decision.round, decision.attempt)
+                    assert set(decision.cohort) <= present - set(state.received)
+                    assert 0 < len(decision.cohort) <= c.cohort - len(engine.usable(state))
+                    asked_again = {d for d in decision.cohort if d in state.failed and state.failed[d].kind != "lost"}
+                    spared = present - set(state.received) - set(state.failed) - set(decision.cohort)
+                    assert not (asked_again and spared)
                     assert state.tries <= c.max_attempts
                     assert folding is None
                 elif isinstance(decision, GiveUp):

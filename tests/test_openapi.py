@@ -28,7 +28,7 @@ Said = tuple[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    store = open_store(Path(tmp_path_factory.mktemp("store")))
+    store = open_store(Path(tmp_path_factory.mktemp("store")) / "data")
     found = create_app(Coordinator(store, "x")).openapi()
     store.close()
     return found

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordination import Fleet, credential, served, until
+from coordination import LIMIT, Fleet, credential, served, until
+from sqlalchemy import insert
 
+from coord_server.events import Started, Stopped
 from coord_server.live import commits
 from coord_server.live.devices import Devices
 from coord_server.live.status import Faults
+from coord_server.store import tables
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Seen
 from edge_client.errors import StorageFullError, StorageUnreachableError
-from edge_client.protocol.messages import Enrol, Wait
+from edge_client.protocol.messages import Enrol, Failure, Wait
 
 FED = "/v1/federations/fed"
 
@@ -38,8 +41,12 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room(fleet: Fleet) -> Devices:
-    found: Devices = fleet.http._transport.app.state.coordinator.federation("fed").devices  # type: ignore[attr-defined]
+    found: Devices = live(fleet).devices
     return found
+
+
+def live(fleet: Fleet) -> Any:
+    return fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
 
 
 def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tmp_path: Path) -> None:
@@ -68,6 +75,76 @@ def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tm
             await until(fleet, lambda f: f["phase"] == "finished")
             records = (await fleet.operator("GET", f"{FED}/rounds")).json()
             assert [r["devices"] for r in records] == [["a", "b", "c"], ["b", "c"], ["b", "c"]]
+
+    asyncio.run(main())
+
+
+def test_a_device_whose_long_poll_is_open_is_present(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as fleet:
+            await fleet.federation("a", "b", "c", min_devices=4, presence_seconds=100.0)
+            devices = room(fleet)
+            held = asyncio.create_task(fleet.work("a", LIMIT))
+            while "a" not in devices._polls:
+                await asyncio.sleep(0.001)
+            clock.ahead = 200.0
+            assert await devices.present(clock()) == ("a",)
+            newer = asyncio.create_task(fleet.work("a", LIMIT))
+            assert (await held)["status"] == "wait"  # the newer one has replaced it
+            assert await devices.present(clock()) == ("a",)
+            live(fleet).answer_polls()
+            await newer
+            assert devices._polls == {}
+            clock.ahead = 290.0
+            assert await devices.present(clock()) == ("a",)  # it was here until its poll ended
+            clock.ahead = 310.0
+            assert await devices.present(clock()) == ()
+
+    asyncio.run(main())
+
+
+def test_a_round_that_opens_wakes_its_cohort_and_no_other_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"d{i:03}" for i in range(500)]
+
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation(cohort=50, min_devices=500, start="manual", rounds=1)
+            fed, looked = live(fleet), list[str]()
+            with fed._store.metadata.writing() as c:
+                c.execute(
+                    insert(tables.devices),
+                    [{"federation": "fed", "device": n, "credential": n, "enrolled_at": 0.0, "last_seen_at": 0.0}
+                     for n in names],
+                )  # fmt: skip
+            due = fed._due
+
+            async def noted(device: str, waited: bool) -> Any:
+                looked.append(device)
+                return await due(device, waited)
+
+            monkeypatch.setattr(fed, "_due", noted)
+            polls = {n: asyncio.create_task(fed.work(n, 10 * LIMIT)) for n in names}
+            while len(looked) < 500:
+                await asyncio.sleep(0.001)
+            looked.clear()
+            await fed.operate(Started)
+            while sum(p.done() for p in polls.values()) < 50:
+                await asyncio.sleep(0.001)
+            assert sorted(looked) == names  # a new phase concerns every device
+            looked.clear()
+            trains = {n: p.result() for n, p in polls.items() if p.done()}
+            for name, work in trains.items():
+                await fed.fail(1, name, work.lease, Failure(kind="data", reason="odd"))
+            while sum(p.done() for p in polls.values()) < 100:
+                await asyncio.sleep(0.001)
+            assert len(looked) == 50
+            assert not trains.keys() & set(looked)
+            looked.clear()
+            await fed.operate(Stopped)
+            await asyncio.gather(*polls.values())
+            assert len(looked) == 400
 
     asyncio.run(main())
 
@@ -158,8 +235,7 @@ def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_a
     async def main() -> None:
         async with served(tmp_path) as fleet:
             await fleet.federation(min_devices=50)
-            live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
-            devices, names = room(fleet), [f"d{i:02}" for i in range(20)]
+            fed, devices, names = live(fleet), room(fleet), [f"d{i:02}" for i in range(20)]
             for name in names:
                 assert (await fleet.enrol(name)).status_code == 200
             calls: list[int] = []
@@ -172,11 +248,11 @@ def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_a
                 return commit(self, *given)
 
             monkeypatch.setattr(Metadata, "commit", noted)
-            said = await asyncio.gather(*(live.work(name, 0.0) for name in names), return_exceptions=True)
+            said = await asyncio.gather(*(fed.work(name, 0.0) for name in names), return_exceptions=True)
             assert all(isinstance(s, StorageUnreachableError) for s in said)
-            assert all(isinstance(s, Wait) for s in await asyncio.gather(*(live.work(n, 0.0) for n in names)))
+            assert all(isinstance(s, Wait) for s in await asyncio.gather(*(fed.work(n, 0.0) for n in names)))
             assert len(calls) == 2
-            assert live.summary().devices == 20
+            assert fed.summary().devices == 20
             assert await devices.present(time.time()) == tuple(names)
 
     asyncio.run(main())

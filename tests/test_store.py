@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coord_server import auth
+from coord_server import auth, store
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, Incoming
 from coord_server.store.metadata import Metadata
@@ -369,7 +369,7 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (["coordinator.db"], "holds a coordinator's blobs, but its database is new"),
+        (["coordinator.db"], "holds a coordinator's data, but its database is new"),
         (["blobs"], "has lost its blobs"),
         (["store-id"], "has lost its blobs"),
         (["store-id", "blobs"], "has lost its blobs"),
@@ -417,13 +417,60 @@ def test_a_database_elsewhere_whose_folder_is_empty_or_anothers_is_refused(tmp_p
         open_store(tmp_path / "third", url)
 
 
-def test_a_first_start_that_was_killed_between_folder_and_database_is_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["_open", "_private", "FolderBlobs", "write_whole"])
+def test_a_first_start_that_was_killed_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls, function = list[int](), getattr(store, name)
+
+    def killed(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        if name == "write_whole" and len(calls) == 1:
+            return function(*given, **more)  # the marker of the new folder; the second call is after the database's id
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(store, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(tmp_path / "data")
+    for _ in range(2):
+        open_store(tmp_path / "data").close()
+    assert [p.name for p in tmp_path.iterdir()] == ["data"]
+
+
+def test_an_empty_folder_is_refused_because_its_disk_may_not_be_mounted(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "lost+found").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(StorageDamagedError, match="is empty; if its disk is not mounted, mount it; --init starts"):
+            open_store(folder)
+    assert [p.name for p in folder.iterdir()] == ["lost+found"]
+    open_store(folder, init=True).close()
+    open_store(folder).close()
+
+
+def test_a_marker_without_its_database_is_refused_also_when_nothing_was_stored(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     open_store(folder).close()
-    for name in ("coordinator.db", "coordinator.db-wal", "coordinator.db-shm"):
-        (folder / name).unlink(missing_ok=True)
-    open_store(folder).close()
-    open_store(folder).close()
+    for path in folder.glob("coordinator.db*"):
+        path.unlink()
+    for _ in range(2):
+        with pytest.raises(StorageDamagedError, match="its database is new"):
+            open_store(folder)
+
+
+def test_a_database_without_the_marker_s_id_is_refused_also_when_nothing_was_stored(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        open_store(tmp_path / name).close()
+    (tmp_path / "other" / "coordinator.db").replace(tmp_path / "one" / "coordinator.db")
+    with pytest.raises(StorageDamagedError, match="different coordinators"):
+        open_store(tmp_path / "one")
+    opened = Metadata(f"sqlite:///{tmp_path / 'one' / 'coordinator.db'}")
+    with opened.writing() as c:
+        c.exec_driver_sql("DELETE FROM store")
+    opened.close()
+    with pytest.raises(StorageDamagedError, match="its database is new"):
+        open_store(tmp_path / "one")
 
 
 def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who is calling: admission of requests, and dependencies that turn a bearer token into the operator or a device.
+"""Callers: admission of requests, and dependencies that turn a bearer token into the operator or a device.
 
 `Admission` limits the requests under way: of an address while no credential is known, of a credential after that. The
 operator is always admitted.
@@ -46,7 +46,7 @@ class Call:
             self.places.proven(self.connection)
 
     def of_device(self, credential: str) -> None:
-        """It has shown a device's credential, and counts for it now. Raises Refusal when that has too many."""
+        """It has shown a device's credential and now counts for that. Raises Refusal when that has too many."""
         if self.connection is not None:
             self.places.proven(self.connection)
         self.over()
@@ -56,7 +56,7 @@ class Call:
             raise Refusal("too-many", f"this device has {OF_CREDENTIAL} requests under way; wait for their answers")
 
     def over(self) -> None:
-        """Count it no longer."""
+        """The request is answered and no longer counts."""
         self._counted[self._key] -= 1
         if not self._counted[self._key]:
             del self._counted[self._key]
@@ -140,7 +140,7 @@ class Caller:
     _call: Call
 
     async def hold(self, answer: Coroutine[Any, Any, T]) -> T | None:
-        """What a long poll answers, or None when it has to answer now to free its place."""
+        """The answer of a long poll, or None when it has to answer now to free its place."""
         return await self._call.places.hold((self.live.id, self.device), answer, self._call.connection)
 
 
@@ -152,7 +152,7 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
     live = device = None
     try:
         live = await served.find(federation)
-    except Refusal:  # it does not exist, or could not be loaded: only its own devices get to see which
+    except Refusal:  # missing or not loaded: only its own devices may see which
         if federation in await served.federations_of(credential):
             raise
     else:

@@ -30,8 +30,8 @@ _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/ro
 class BoundedBody:
     """ASGI middleware: ends an upload of which no byte arrives for `patience` seconds with 408.
 
-    Every other body is a message. It is held in memory before its sender is authenticated, so it is small unless the
-    operator sends it, has to be complete after `patience` seconds, and has to be JSON within the parser's limits.
+    Every other body is a message, which is read into memory before its sender is authenticated. Hence its limits: it is
+    small (larger from the operator), arrives completely within `patience` seconds, and nests no deeper than JSON_DEPTH.
     """
 
     def __init__(self, app: ASGIApp, patience: float) -> None:

@@ -64,7 +64,7 @@ def _own(calling: Caller, device: str, what: str) -> None:
 
 
 def _json(found: BaseModel, status: int = 200, released: bool = False) -> Response:
-    """The message as JSON; `released` when a long poll gave up its place, whose connection then closes."""
+    """The message as JSON; with `released`, for a long poll that gave up its place, the connection is closed."""
     body = found.model_dump_json(exclude_none=isinstance(found, Receipt)).encode()
     return Response(body, status, {"Connection": "close"} if released else None, "application/json")
 
@@ -181,7 +181,7 @@ async def upload_update(
         receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, request.stream())
         receipt, released = await _with_work(calling, receipt, wait)
         answer = _json(receipt, 201, released)
-    else:  # the body is still arriving, and its sender reads the answer only after it: nothing is held back
+    else:  # its sender reads the answer only after sending the whole body: answer at once
         receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
         answer = _json(receipt)
     calling.live.devices.count(device, "down", "receipt", _length(answer))
@@ -196,7 +196,7 @@ async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> t
         following = await _work(calling, min(wait, WAIT_MOST))
     except (Refusal, StateError):
         return receipt, False
-    except Exception:  # the update is in, whatever is wrong with the next work: the device learns that when it asks
+    except Exception:  # the update is in; the fault shows again when the device asks for work
         log.exception("no next work for %s after its update of round %d", calling.device, receipt.round)
         return receipt, False
     if following is None or isinstance(following, Wait):
@@ -215,7 +215,7 @@ async def report_failure(
     failure: Failure,
     maskfleet_lease: Lease = "",
 ) -> None:
-    """Idempotent. The round goes on without the device, which may be drawn again in a later attempt or round.
+    """Idempotent. The round goes on without the device; a later attempt or round may draw it again.
 
     After `lost` the device's next downlink holds everything. Once the federation is finished only `lost` of the round
     after the last is accepted, which has no lease.

@@ -93,7 +93,7 @@ async def list_federations(served: Operated) -> list[Federation]:
 @router.get("/federations/{federation}")
 async def show_federation(served: Operated, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
-    with suppress(Refusal):  # one that could not be loaded has a summary all the same
+    with suppress(Refusal):  # a federation that could not be loaded has a summary too
         await served.find(federation)
     return served.summary(federation)
 
@@ -127,7 +127,7 @@ async def list_devices(served: Operated, federation: FederationId) -> list[Devic
 
 @router.delete("/federations/{federation}/devices/{device}", status_code=204)
 async def remove_device(served: Operated, federation: FederationId, device: Name) -> None:
-    """The round no longer waits for it, and it cannot come back. Its acknowledged updates still count."""
+    """The round no longer waits for the device, and it cannot come back. Its acknowledged updates still count."""
     await (await served.find(federation)).remove(device)
 
 

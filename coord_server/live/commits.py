@@ -25,8 +25,8 @@ from edge_client.protocol.messages import FederationConfig
 
 log = logging.getLogger("maskfleet")
 
-LOOK_MOST = 60.0  # seconds until the deadline is looked at again, so that a clock that is set does no harm
-LOOK_DRAWING = 5.0  # seconds between looks at who is present while a round waits for devices
+LOOK_MOST = 60.0  # seconds between looks at the deadline, so that setting the clock does no harm
+LOOK_DRAWING = 5.0  # seconds between looks at which devices can be drawn while a round waits for them
 RETRY = 1.0  # seconds until a deadline that could not be written is tried again
 TRIES = 50  # commits of other processes in between until a batch is given up
 
@@ -50,7 +50,7 @@ class Followers:
 
 @dataclass
 class _Waiting:
-    """An event until its answer."""
+    """An event that waits for its answer."""
 
     event: Event
     write: Write | None
@@ -58,7 +58,7 @@ class _Waiting:
     answer: asyncio.Future[Answer]
 
     def resolve(self, answer: Answer | Exception) -> None:
-        """Give the answer, unless the caller has gone."""
+        """Give the answer, unless the caller was cancelled."""
         if self.answer.done():
             return
         if isinstance(answer, Exception):
@@ -110,7 +110,7 @@ class Commits:
         return await waiting.answer
 
     async def refresh(self, since: int | None = None) -> bool:
-        """Bring memory up to date; whether it then differs from version `since`, None: from now. Raises StateError."""
+        """Reload memory; whether its version changed since `since`, None: since before the call. Raises StateError."""
         before = self.version if since is None else since
         async with self._memory:
             await self._reload()
@@ -127,7 +127,7 @@ class Commits:
         return first
 
     async def _drain(self) -> None:
-        """Commit what waits until nothing does."""
+        """Commit what waits in the queue until it is empty."""
         try:
             while self._queue:
                 batch, self._queue = self._queue, []
@@ -155,7 +155,7 @@ class Commits:
                     counted.append(one)
                 answers.append(decisions)
             if any(isinstance(answer, Refusal) for answer in answers) and await self._reload():
-                continue  # a refusal that an old memory decided
+                continue  # the refusal was decided on an old state; decide again
             if (state == self.state and not counted) or await self._write(state, counted):
                 break
             await self._reload()
@@ -177,7 +177,7 @@ class Commits:
     async def _write(self, state: engine.State, counted: list[_Waiting]) -> bool:
         """Write the state with its rows and take it; False when another process was first.
 
-        Raises StateError; when the transaction was made nevertheless, the next one finds that out by the version.
+        Raises StateError. If the transaction was committed nevertheless, the next one finds a new version and reloads.
         """
         rows, text = [one.write for one in counted if one.write is not None], engine.dump(state)
         try:
@@ -194,7 +194,7 @@ class Commits:
         return written
 
     async def _reload(self) -> bool:
-        """Take the database's state if its version is another one; whether it was. Raises StateError."""
+        """Load the database's state when its version differs; whether it did. Raises StateError."""
         head = await asyncio.to_thread(self._metadata.head, self.id)
         if head.version == self.version:
             return False
@@ -215,15 +215,17 @@ class Commits:
         if before != self.state:
             self._followers.moved(before)
 
-    def _arm(self, look: float = LOOK_DRAWING) -> None:
-        """Wait for the deadline that the state has now, or `look` seconds for devices, instead of what it had."""
+    def _arm(self, look: float | None = None) -> None:
+        """Set the timer to the state's deadline; in stage drawing to `look` seconds, by default LOOK_DRAWING."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         s = self.state
         if self._closed or s.phase != "running" or s.stage not in ("drawing", "collecting"):
             return
-        delay = look if s.deadline is None else min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
+        delay = LOOK_DRAWING if look is None else look
+        if s.deadline is not None:
+            delay = min(max(s.deadline - self.clock(), 0.0), LOOK_MOST)
         self._timer = asyncio.get_running_loop().call_later(delay, self._start_tick)
 
     def _start_tick(self) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,8 +28,8 @@ from edge_client.protocol.messages import Device, Enrol, Failure, FederationConf
 
 log = logging.getLogger("maskfleet")
 
-RECENT = 2.0  # seconds for which the devices present at other processes are not read again
-FLUSH = 10.0  # seconds
+RECENT = 2.0  # seconds between reads of the devices that are present at other processes
+FLUSH = 10.0  # seconds between writes, at most
 _KINDS = TypeAdapter(dict[str, int])
 
 
@@ -49,6 +50,7 @@ class Devices:
         self._members: dict[str, tuple[str, bool]] = {}  # by credential: the device, and whether it was removed
         self._ready: set[str] = set()
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
+        self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
         self._unwritten: dict[str, Seen] = {}
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,7 +109,7 @@ class Devices:
         self._last[device] = self._change(device).at = self._clock()
 
     def arrives(self, device: str) -> bool:
-        """Whether a device that asks for work was not present: its arrival is committed, so that it can be drawn."""
+        """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
         silent = self._clock() - self._last.get(device, 0.0)
         return device not in self._ready or not 0.0 <= silent <= self._config.presence_seconds
 
@@ -127,7 +129,23 @@ class Devices:
                 self._ready.add(device)
                 self._last[device] = max(at, self._last.get(device, at))
             self._queried = now
-        return tuple(sorted(d for d in self._ready if self._last.get(d, since - 1.0) >= since))
+        return tuple(sorted(d for d in self._ready if d in self._polls or self._last.get(d, since - 1.0) >= since))
+
+    @contextmanager
+    def polling(self, device: str) -> Iterator[asyncio.Event]:
+        """A device's long poll is open: the device is present, and `wake` sets the event. A newer poll replaces it."""
+        event = self._polls[device] = asyncio.Event()
+        try:
+            yield event
+        finally:
+            if self._polls.get(device) is event:
+                del self._polls[device]
+                self.note(device)
+
+    def wake(self, devices: Iterable[str] | None = None) -> None:
+        """Let the long polls of `devices` look again, None: every one."""
+        for device in self._polls if devices is None else self._polls.keys() & set(devices):
+            self._polls[device].set()
 
     # --- what each one sent and received
 

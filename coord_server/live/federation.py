@@ -25,7 +25,7 @@ from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.status import Faults, reason, summary, visible
+from coord_server.live.status import Faults, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -49,7 +49,7 @@ from edge_client.protocol.messages import (
 
 log = logging.getLogger("maskfleet")
 
-POLL_AFTER = 5.0  # seconds a device that does not long-poll is asked to stay away
+POLL_AFTER = 5.0  # seconds until a device that does not long-poll should ask again
 POLL_AGAIN = 1.0  # the same for one that has just waited in a long poll
 LOOKS = 5  # times that memory is brought up to date while another process commits
 
@@ -70,28 +70,26 @@ class LiveFederation:
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
         self.uploads = Uploads(store, self._commits, self._values, self._rounds)
-        self._changed = asyncio.Event()
         self._closing = False
 
     # --- life
 
     def begin(self) -> None:
-        """Take up what the stored state says is still to be done."""
+        """Carry out the decisions that are still pending in the stored state."""
         self._rounds.begin()
         self._commits.begin()
 
     async def close(self) -> None:
         """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
-        self.wake(closing=True)
+        self.answer_polls()
         await self._commits.close()
         await self._rounds.close()
         await self.devices.close()
 
-    def wake(self, closing: bool = False) -> None:
-        """Let every long poll look again; with `closing` they all answer."""
-        self._closing = self._closing or closing
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def answer_polls(self) -> None:
+        """Answer every long poll now: the coordinator is about to go down."""
+        self._closing = True
+        self.devices.wake()
 
     # --- what follows from a commit
 
@@ -99,8 +97,10 @@ class LiveFederation:
         now = self._commits.state
         if now.round != before.round:
             self._faults.clear("updates")
-        if visible(before) != visible(now):
-            self.wake()
+        if now.phase != before.phase:
+            self.devices.wake()
+        elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
+            self.devices.wake(engine.missing(now))
 
     def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
         for decision in decisions:
@@ -123,9 +123,9 @@ class LiveFederation:
                 self._rounds.fold(decision, OTHERS_FOLD)
 
     async def look(self, version: int) -> None:
-        """The database has this version. Raises Refusal, StateError."""
+        """Reload when the database has another version than memory. Raises Refusal, StateError."""
         if version != self._commits.version and await self._commits.refresh():
-            await self._call()  # the devices that came to other coordinators may be enough to start
+            await self._call()  # arrivals at other coordinators may be enough to start
 
     # --- devices
 
@@ -151,23 +151,28 @@ class LiveFederation:
     async def work(self, device: str, wait: float) -> Work:
         """What `device` is to do, held back up to `wait` seconds while that is nothing. Raises Refusal, StateError.
 
-        The first question makes it one of those that take part.
+        The first request for work makes the device ready, so that it can be drawn.
         """
         arrives = self.devices.arrives(device)
         self.devices.note(device)
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its work"):
             if arrives and self._commits.state.phase not in ("finished", "stopped"):
                 await self._arrive(device)
-            loop = asyncio.get_running_loop()
-            until = loop.time() + wait
+            return await (self._hold(device, wait) if wait > 0 else self._due(device, waited=False))
+
+    async def _hold(self, device: str, wait: float) -> Work:
+        """Wait up to `wait` seconds for the work of `device`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait
+        with self.devices.polling(device) as woken:
             while True:
-                changed = self._changed
-                due = await self._due(device, waited=wait > 0)
+                woken.clear()
+                due = await self._due(device, waited=True)
                 left = until - loop.time()
                 if not isinstance(due, Wait) or left <= 0 or self._closing:
                     return due
                 try:
-                    await asyncio.wait_for(changed.wait(), left)
+                    await asyncio.wait_for(woken.wait(), left)
                 except asyncio.TimeoutError:
                     return await self._due(device, waited=True)
 
@@ -182,7 +187,7 @@ class LiveFederation:
         await self._call()
 
     async def _call(self) -> None:
-        """Tell the engine who is present, if it waits for that."""
+        """Submit the devices that are present, if the engine waits for them."""
         s, c, now = self._commits.state, self.config, self._clock()
         starts = s.phase == "recruiting" and c.start == "auto" and self.devices.ready_count >= c.min_devices
         if starts or s.stage == "drawing":
@@ -200,7 +205,7 @@ class LiveFederation:
                 why = reason(self.config, s, device, self.devices.ready_count, self._closing)
                 return Wait(reason=why, poll_after=POLL_AGAIN if waited else POLL_AFTER)
             round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
-            if asked and not fresh:  # its update may just have been accepted by another process: train no round twice
+            if asked and not fresh:  # another process may just have accepted its update: train no round twice
                 fresh = True
                 await self._commits.refresh()
                 continue
@@ -238,7 +243,7 @@ class LiveFederation:
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
-        """A device cannot do its round. Again is harmless. Raises Refusal, StateError."""
+        """A device cannot do its round. Repeating it is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
         text, lost = failure.model_dump_json(), failure.kind == "lost"
         with self._faults.watch(f"failure of {device}", f"the failure of {device!r} could not be written down"):
@@ -250,9 +255,9 @@ class LiveFederation:
         log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason)
 
     async def report(self, device: str, report: Report) -> None:
-        """Keep a device's last word. Raises StateError."""
+        """Store a device's report. Raises StateError."""
         with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
-            if self._commits.state.phase == "finished":  # it has fetched the last downlink, perhaps before a restart
+            if self._commits.state.phase == "finished":  # its fetch of the last downlink may be from before a restart
                 down = await self._downlinks.get(self.config.rounds + 1, device)
                 self.devices.has_last(device, down.sizes)
             await self.devices.report(device, report)
@@ -268,7 +273,7 @@ class LiveFederation:
         await self._commits.submit(event)
 
     async def remove(self, device: str) -> None:
-        """Take a device out for good. Raises Refusal, StateError."""
+        """Remove a device for good. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
             raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
         was_ready = list[int]()

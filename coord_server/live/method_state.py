@@ -1,7 +1,7 @@
 """The method's side of one federation: its global state, what it keeps of each device, and the shelves of both.
 
-Memory holds the global state of one closed round; records are read when they are needed. Shelves are of one round
-each, so that a sweep never meets what another process is about to commit.
+Memory holds the global state of one closed round; records are read when they are needed. Each round has shelves of its
+own. A sweep drops only shelves of older rounds, never one that another process is about to commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edge_client.task import Course
 
 
 class StaleError(MaskfleetError):
-    """Memory is at an older round than the database: bring it up to date and look again."""
+    """Memory holds an older round than the database: reload it and try again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MethodState:
         self._loading = asyncio.Lock()
 
     async def values(self) -> Values:
-        """The method's global state that memory stands at, loaded when it is first needed. Raises StateError."""
+        """The method's global state in memory, loaded on first use. Raises StateError."""
         while self._values is None:
             async with self._loading:
                 if self._values is None:
@@ -92,7 +92,7 @@ class MethodState:
         return aggregation.unpack(self.method.record_type, data)
 
     def stand_at(self, closed: int, values: Values | None) -> None:
-        """Memory takes the state after round `closed`; with None it is loaded when it is needed."""
+        """Set the state after round `closed`; None: load it on the next use."""
         self.closed, self._values = closed, values
 
     def shelf(self, kind: str, round_: int) -> str:

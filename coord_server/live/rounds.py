@@ -28,8 +28,8 @@ from edge_client.errors import MaskfleetError, StorageDamagedError
 log = logging.getLogger("maskfleet")
 
 FRESH = 32 << 20  # bytes of decoded updates kept for the fold; those beyond are decoded again
-OTHERS_FOLD = 4.0  # seconds that another process is given to fold a round that its commit closed
-RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to fold while something is in the way
+OTHERS_FOLD = 4.0  # seconds that the process whose commit closed a round has to fold it
+RETRY_FIRST, RETRY_MOST = 1.0, 60.0  # seconds between attempts to fold after an error
 
 
 class Rounds:
@@ -81,7 +81,7 @@ class Rounds:
         return decision in engine.pending(self._commits.state)
 
     async def _until_folded(self, decision: events.Aggregate, delay: float) -> None:
-        """Fold the round until it is folded, here or elsewhere; a full disk is waited out."""
+        """Try to fold the round until it is folded, here or elsewhere; a full disk only delays it."""
         await asyncio.sleep(delay)
         pause = RETRY_FIRST
         while self._due(decision):
@@ -139,7 +139,7 @@ class Rounds:
     ) -> tuple[Closed | None, list[str]]:
         """Fold the acknowledged updates; one that cannot be folded is left out. Blocks. Raises StateError.
 
-        The same updates give the same outcome wherever and whenever this is done.
+        The same updates give the same outcome in every process and at any time.
         """
         round_, devices, left_out = decision.round, list(decision.devices), list[str]()
         influences = self._store.metadata.influences(self.id, round_)

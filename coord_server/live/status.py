@@ -10,11 +10,6 @@ from edge_client.errors import StateError
 from edge_client.protocol.messages import Federation, FederationConfig
 
 
-def visible(state: engine.State) -> tuple[object, ...]:
-    """What a waiting device could see change."""
-    return state.phase, state.round, state.attempt, state.stage, state.cohort
-
-
 def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:
     """The federation as it stands at `now`."""
     return Federation(

@@ -39,14 +39,14 @@ class Uploads:
         return aggregation.update_limit(self._values.method, (await self._values.values()).course)
 
     async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
-        """Before the body is read: the receipt when the update is already in, None when it is welcome.
+        """Before the body is read: the receipt of an update that is already in, None when the body should be read.
 
-        Raises Refusal otherwise, StateError.
+        Raises Refusal when the update cannot be accepted, StateError.
         """
         event = Updated(self._commits.clock(), round_, device, lease, sha256)
         try:
             first = await self._commits.ask(event)
-        except Refusal:  # its round may be over: then only the database remembers it
+        except Refusal:  # the round may be over; the database still has its updates
             known = await self._known(event)
             if known is None:
                 raise
@@ -64,7 +64,7 @@ class Uploads:
     async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
         """Receive, check, commit, acknowledge. Raises Refusal, StateError.
 
-        After a Refusal nothing of it is kept. Once it is checked it is committed even when the caller goes away.
+        A refused update leaves nothing behind. A checked one is committed even when the caller disconnects.
         """
         event = Updated(self._commits.clock(), round_, device, lease, sha256)
         incoming = self._store.blobs.receive(self._values.shelf("updates", round_))
@@ -81,7 +81,7 @@ class Uploads:
                     lambda rows: rows.add_update(round_, device, content, size, now, checked.influence),
                     lambda: self._rounds.remember(device, round_, checked),
                 )
-        except Refusal:  # an earlier request may have brought it, whose commit was not confirmed
+        except Refusal:  # an earlier request may have committed it without a confirmation
             known = await self._known(event)
             if known is None:
                 raise
@@ -108,7 +108,7 @@ class Uploads:
         raise StorageUnreachableError("other coordinators commit without a pause; send the update again")
 
     def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, values: Values) -> Checked | None:
-        """Digest, then content, then, for a large body, the disk; None while memory stands at another round.
+        """Check digest and content, then write a large body to disk; None when memory holds the state of another round.
 
         Blocks. Raises Refusal, PayloadError, StateError.
         """

@@ -87,7 +87,7 @@ def _show(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, tok
 
 
 def _plain(text: str) -> Text:
-    """Text of a device or coordinator: no markup, and nothing in it moves the cursor."""
+    """Text of a device or coordinator without markup and control characters."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
@@ -201,7 +201,7 @@ def remove(
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
-    """Take a device out for good."""
+    """Remove a device for good."""
     with _operator(url, token_file) as operator:
         operator.remove_device(id_, device)
 

@@ -84,7 +84,7 @@ class Operator:
         return self._ask(Health, "GET", "/v1/health")
 
     def upload_bundle(self, folder: Path) -> str:
-        """Upload what the coordinator lacks of the bundle in `folder`; its digest. Raises BundleError."""
+        """Upload the missing parts of the bundle in `folder`; its digest. Raises BundleError."""
         bundle = Bundle.open(folder)
         manifest = (folder / MANIFEST).read_bytes()
         receipt = self._ask(BundleReceipt, "POST", "/v1/bundles", content=manifest)
@@ -123,7 +123,7 @@ class Operator:
         return self._ask(list[Device], "GET", f"/v1/federations/{id_}/devices")
 
     def remove_device(self, id_: str, device: str) -> None:
-        """Take a device out for good."""
+        """Remove a device for good."""
         self._send("DELETE", f"/v1/federations/{id_}/devices/{device}")
 
     def rounds(self, id_: str) -> list[Round]:

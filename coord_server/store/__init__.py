@@ -3,13 +3,15 @@
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
 DATA/blobs/             incoming/, bundles/DIGEST/, FEDERATION/{values,updates,downlinks}/ROUND/,
                         FEDERATION/records/DEVICE/ROUND/
-DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected
+DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
+                        "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -17,10 +19,12 @@ from uuid import uuid4
 from coord_server.store.blobs import INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
 from edge_client.errors import StorageDamagedError
-from edge_client.files import make_folder, write_whole
+from edge_client.files import make_folder, sync_folder, write_whole
 
 DATABASE, BLOBS, MARKER = "coordinator.db", "blobs", "store-id"
-ELSEWHERE = "name another folder with --data"
+NEW = "new "  # before the id in the marker of a first start
+FOREIGN = "lost+found"  # the file system's own folder
+ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,18 @@ class Store:
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
-    """Open or create the data folder. Raises StateError when it cannot be used or has lost one half.
+    """Open the data folder, or create one that does not exist. Raises StateError when it cannot be used.
 
-    With `init` such a folder starts anew: the other half is renamed, never deleted.
+    A folder that is empty or has lost one half is refused: its disk may not be mounted. With `init` it starts anew; the
+    other half is renamed, never deleted.
     """
-    make_folder(folder, ELSEWHERE)
+    if not folder.exists():
+        _create(folder)
+    with disk(f"{folder} cannot be used"):
+        empty = {p.name for p in folder.iterdir()} <= {FOREIGN}
+    if empty and not init:
+        advice = "if its disk is not mounted, mount it; --init starts anew in it"
+        raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
     try:
         return _open(folder, database)
     except StorageDamagedError as error:
@@ -51,6 +62,17 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
             raise StorageDamagedError(f"{error}; for --init, empty that database or name another one") from None
     _set_aside(folder)
     return _open(folder, None)
+
+
+def _create(folder: Path) -> None:
+    """Create a data folder that is never empty, so that no process mistakes it for one that was emptied."""
+    new = folder.with_name(f"{folder.name}.{uuid4().hex}")
+    _mark_new(new, uuid4().hex)
+    try:
+        new.rename(folder)
+        sync_folder(folder.parent)
+    except OSError:  # another process was first
+        shutil.rmtree(new)
 
 
 def _open(folder: Path, database: str | None) -> Store:
@@ -76,36 +98,41 @@ def _private(path: Path) -> None:
 
 def _match(folder: Path, metadata: Metadata) -> None:
     """Check that database and folder belong together; mark both when both are new. Raises StateError."""
-    marker, blobs = folder / MARKER, folder / BLOBS
+    blobs = folder / BLOBS
     with metadata.writing() as c:  # a second process that starts now waits here
-        stored, marked = metadata.identify(c, None), _read(marker)
+        stored, (marked, new) = metadata.identify(c, None), _read(folder / MARKER)
         lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
-        if stored is not None and stored == marked and not lost:
-            return
         names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
-        if stored is None and names <= {INCOMING, "lost+found"}:
-            fresh = marked or uuid4().hex  # marked: an earlier start was killed before its database was written
-            metadata.identify(c, fresh)
-            _mark(marker, blobs, fresh)
-            return
-        if stored is None:
-            fault = f"the folder {folder} holds a coordinator's blobs, but its database is new"
-        elif marked is None or stored == marked:
+        if stored is None and (new or marked is None) and names <= {INCOMING, FOREIGN}:
+            if marked is None:
+                marked, new = uuid4().hex, True
+                _mark_new(folder, marked)
+            metadata.identify(c, marked)
+        elif stored is None:
+            raise StorageDamagedError(
+                f"the folder {folder} holds a coordinator's data, but its database is new; {MEND}"
+            )
+        elif lost or marked is None or (new and stored != marked):
             fault = f"the database holds a coordinator's tables, but the folder {folder} has lost its blobs"
-        else:
+            raise StorageDamagedError(f"{fault}; {MEND}")
+        elif stored != marked:
             fault = f"the folder {folder} and the database belong to different coordinators"
-    raise StorageDamagedError(f"{fault}; mount or restore what is missing")
+            raise StorageDamagedError(f"{fault}; {MEND}")
+    if new:
+        write_whole(folder / MARKER, f"{marked}\n".encode(), elsewhere=ELSEWHERE)
 
 
-def _read(marker: Path) -> str | None:
+def _read(marker: Path) -> tuple[str | None, bool]:
+    """The id in the marker, None without one, and whether the database need not hold it yet."""
     with disk(f"{marker} cannot be read"):
-        return marker.read_text(errors="replace").strip() if marker.exists() else None
+        text = marker.read_text(errors="replace").strip() if marker.exists() else ""
+    return text.removeprefix(NEW) or None, text.startswith(NEW)
 
 
-def _mark(marker: Path, blobs: Path, id_: str) -> None:
-    """Create the folder of blobs, then the marker."""
-    make_folder(blobs, ELSEWHERE)
-    write_whole(marker, f"{id_}\n".encode(), elsewhere=ELSEWHERE)
+def _mark_new(folder: Path, id_: str) -> None:
+    """Create the folder of blobs, then the marker of a first start."""
+    make_folder(folder / BLOBS, ELSEWHERE)
+    write_whole(folder / MARKER, f"{NEW}{id_}\n".encode(), elsewhere=ELSEWHERE)
 
 
 def _set_aside(folder: Path) -> None:

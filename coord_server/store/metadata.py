@@ -112,7 +112,7 @@ class Rows:
         return self._ready(+1, *mine, ~devices.c.ready, ~devices.c.removed)
 
     def remove_device(self, device: str) -> int:
-        """A device is out for good; 1 when it had asked for work."""
+        """Remove a device for good; 1 when it had asked for work."""
         mine = _of(devices, self._federation, device)
         was_ready = self._ready(-1, *mine, devices.c.ready)
         self._c.execute(update(devices).where(*mine).values(removed=True))
@@ -217,7 +217,7 @@ class Metadata:
     # --- bundles
 
     def add_bundle(self, digest: str, now: float) -> None:
-        """Store the fact that a bundle's manifest is a blob; again is harmless."""
+        """Record that a bundle's manifest is a blob; repeating this is harmless."""
         with self.writing() as c:
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
                 c.execute(insert(bundles).values(digest=digest, added_at=now))
@@ -247,7 +247,7 @@ class Metadata:
         return str(self._of_federation(federation, federations.c.config)[0])
 
     def head(self, federation: str) -> Head:
-        """What changes about a federation."""
+        """The changing columns of a federation."""
         return Head(*self._of_federation(federation, *(federations.c[name] for name in Head.__dataclass_fields__)))
 
     def values(self, federation: str) -> tuple[int, Content]:

@@ -110,7 +110,7 @@ records = Table(
 
 @dataclass(frozen=True)
 class Head:
-    """What changes about a federation: the engine's `state` (JSON) at `version`.
+    """The changing columns of a federation: the engine's `state` (JSON) at `version`.
 
     `values_round` is the last closed round. `ready` devices have asked for work and are not removed.
     """

@@ -252,7 +252,7 @@ class Traffic(Message):
 
 
 class Scores(Message):
-    """Local-test scores over devices: the mean is weighted by test samples."""
+    """Local-test scores over devices: the mean is weighted by test samples, capped as those of a round's loss."""
 
     mean: float
     worst: float
@@ -269,7 +269,7 @@ class Round(Message):
     bits_per_parameter_up: float
     bits_per_parameter_down: float
     loss: float | None
-    """Mean over the samples trained on."""
+    """Mean over the samples trained on. A device counts with at most 10 times the median number of samples."""
     score_before: Scores | None
     """None, as is the next, when no device that took part has test samples."""
     score_after: Scores | None
@@ -277,7 +277,7 @@ class Round(Message):
     skipped: list[str] = []
     """Devices whose acknowledged update could not be folded; it is left out of everything above."""
     guarded: dict[str, str] = {}
-    """What the guard did to an update, by device, in a sentence."""
+    """By device: an update that was out of line, clipped to the medians of the round or left out, and why."""
     failed: dict[str, Failure] = {}
     """Why devices that were asked could not do the round."""
 
@@ -300,7 +300,7 @@ class Device(Message):
     messages_down: dict[str, int] = {}
     removed: bool = False
     ready: bool = True
-    """It has asked for work: it counts and is drawn. A device that has only enrolled does not count."""
+    """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
