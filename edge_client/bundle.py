@@ -31,6 +31,11 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 
 
+MAX_TENSORS = 100_000  # rows of a table
+MAX_VALUES = 1 << 32  # of a dimension, a sample or a table; a device's own limit, --max-parameters, is lower
+Shape = Annotated[tuple[Annotated[int, Field(gt=0, le=MAX_VALUES)], ...], Field(max_length=8)]
+
+
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,8 +51,8 @@ class Tensor(_Data):
     """One row of the parameter or buffer table: `size` float32 values from `offset` of its flat vector."""
 
     name: str
-    shape: tuple[Annotated[int, Field(gt=0)], ...]
-    offset: Annotated[int, Field(ge=0)]
+    shape: Shape
+    offset: Annotated[int, Field(ge=0, le=MAX_VALUES)]
     init: Init
     trainable: bool = True
 
@@ -78,7 +83,7 @@ class Layer(_Data):
 class Input(_Data):
     """One sample: its shape without the batch axis, and its dtype."""
 
-    shape: tuple[Annotated[int, Field(gt=0)], ...]
+    shape: Shape
     dtype: Literal["float32", "int64"] = "float32"
 
 
@@ -100,9 +105,9 @@ class Manifest(_Data):
     name: str
     input: Input
     target: AnyTarget
-    parameters: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...] = ()
-    layers: tuple[Layer, ...]
+    parameters: Annotated[tuple[Tensor, ...], Field(max_length=MAX_TENSORS)]
+    buffers: Annotated[tuple[Tensor, ...], Field(max_length=MAX_TENSORS)] = ()
+    layers: Annotated[tuple[Layer, ...], Field(max_length=MAX_TENSORS)]
     groups: tuple[ChannelGroup, ...] = ()
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
@@ -118,6 +123,10 @@ class Manifest(_Data):
                         f"tensor {tensor.name!r} starts at {tensor.offset}, the one before it ends at {end}"
                     )
                 end += tensor.size
+                if end > MAX_VALUES:
+                    raise ValueError(f"tensor {tensor.name!r} ends at {end}, at most {MAX_VALUES} values are read")
+        if prod(self.input.shape) > MAX_VALUES:
+            raise ValueError(f"a sample of shape {self.input.shape} has more than {MAX_VALUES} values")
         if MANIFEST in self.parts:
             raise ValueError(f"a part is named {MANIFEST}, which is the manifest's own name")
         names = [t.name for t in (*self.parameters, *self.buffers)]

@@ -26,11 +26,19 @@ from pydantic import TypeAdapter, ValidationError
 from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
-from edge_client.errors import ConfigError, LostError, PayloadError, ServerError
+from edge_client.errors import (
+    BundleError,
+    ConfigError,
+    DataError,
+    LostError,
+    PayloadError,
+    ServerError,
+    UnreachableError,
+)
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal, Pending, Secret
 from edge_client.local import Outcome, failure_of, personal, run_round
-from edge_client.protocol.messages import Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
+from edge_client.protocol.messages import Enrolled, Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote import Remote
 from edge_client.remote_bundle import MAX_PARAMETERS, check_downlink
@@ -41,6 +49,7 @@ from edge_client.transport import Transport
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
+UNREADABLE_MOST = 3  # downlinks in a row that cannot be read; then this version and the coordinator's do not match
 FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
 NO_LEASE = "none"  # after the last round there is none, but the header is due
 
@@ -140,6 +149,7 @@ class _Run:
     def __init__(self, client: Client, journal: Journal, remote: Remote, say: OnEvent) -> None:
         self.client, self.journal, self.remote, self.say = client, journal, remote, say
         self.failures = 0  # rounds that failed in a row
+        self.unreadable = 0  # of those, the latest whose downlink could not be read
         self.lost_end = False
 
     def go(self, rounds: int | None, once: bool) -> Result:
@@ -149,17 +159,22 @@ class _Run:
         if report is not None:
             self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
             return Result(identity.device, 0, "finished", report, client.model)
-        session = self._begin(identity)
-        done = 0
         receipt: Receipt | None = None
-        pending = self.journal.pending()
-        if pending is not None:
+        done, pending, joined = 0, self.journal.pending(), identity.enrolled
+        if pending is not None and joined is not None:
+            self.remote.transport.credential = identity.credential
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
-            done += self._send(session, pending) is not None
-        try_out(session)
+            done += self._send(joined, pending) is not None
+        try:
+            session = self._begin(identity)
+            try_out(session)
+        except (BundleError, ConfigError, DataError) as error:
+            if joined is not None:
+                self._give_up(identity, joined, error)
+            raise
         hold = 0.0  # the first request is answered at once: the answer says what is waited for
         while rounds is None or done < rounds:
-            work = receipt.work if receipt is not None and receipt.work is not None else self._ask(session, hold)
+            work = (receipt.work if receipt is not None else None) or self._ask(session.enrolled, hold)
             receipt = None
             if isinstance(work, Stopped):
                 self.say(Event("done", f"the operator stopped the federation: {work.reason}"))
@@ -182,6 +197,17 @@ class _Run:
         self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
+    def _give_up(self, identity: Identity, enrolled: Enrolled, error: Exception) -> None:
+        """Report that this device cannot take up its work again, if a round waits for it."""
+        self.remote.transport.credential = identity.credential
+        try:
+            work = self._ask(enrolled, 0.0)
+            failure = failure_of(error, other="backend")
+            if isinstance(work, Train) and failure is not None:
+                self._fail(enrolled, work.round, work.lease, failure)
+        except (ServerError, UnreachableError) as unreported:
+            self.say(Event("info", f"the failure was not reported: {unreported}"))
+
     def _begin(self, identity: Identity) -> Session:
         """The session of this device. The arrays read from its file do not outlive this call."""
         client, given = self.client, self.client.data
@@ -192,9 +218,9 @@ class _Run:
 
     # --- work
 
-    def _ask(self, session: Session, wait: float) -> Work:
+    def _ask(self, enrolled: Enrolled, wait: float) -> Work:
         self.say(Event("asking", f"asking for work, for up to {wait:.0f} s", seconds=wait))
-        return self.remote.ask("GET", f"{session.path}/work", WORK, "asking for work", wait=wait)
+        return self.remote.ask("GET", f"{enrolled.path}/work", WORK, "asking for work", wait=wait)
 
     def _wait(self, work: Wait, held: float) -> None:
         """Pause as long as the coordinator asks; after the first answer, which was not held, ask again at once."""
@@ -207,7 +233,7 @@ class _Run:
     def _downlink(self, session: Session, work: Train | Finish) -> bytes | None:
         """The payload's bytes; None when the coordinator has dropped it because the round is over."""
         check_downlink(session.bundle.manifest, work.downlink_size)
-        path, what = f"{session.path}/payloads/{work.downlink}", f"fetching round {work.round}"
+        path, what = f"{session.enrolled.path}/payloads/{work.downlink}", f"fetching round {work.round}"
         try:
             return self.remote.fetch(path, work.downlink_size, work.downlink, what)
         except ServerError as error:
@@ -224,7 +250,7 @@ class _Run:
         outcome = self._train(session, work)
         if outcome is None:
             return None
-        self.failures = 0
+        self.failures = self.unreadable = 0
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
@@ -233,7 +259,7 @@ class _Run:
             figures += f", score {m.score_before:.3f} -> {m.score_after:.3f}"
         text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes"
         self.say(Event("trained", text, work.round))
-        return self._send(session, pending, linger)
+        return self._send(session.enrolled, pending, linger)
 
     def _train(self, session: Session, work: Train) -> Outcome | None:
         """The round, trained; None when it is over, or failed and the failure is reported."""
@@ -250,19 +276,24 @@ class _Run:
             if failure is None:
                 raise
             log.debug("round %d failed", work.round, exc_info=True)
-            self._fail(session, work.round, work.lease, failure)
-            if isinstance(error, PayloadError) and not isinstance(error, LostError):
-                raise  # the two sides do not understand each other: no later round will do better
+            self._fail(session.enrolled, work.round, work.lease, failure)
+            unreadable = isinstance(error, PayloadError) and not isinstance(error, LostError)
+            self.unreadable = self.unreadable + 1 if unreadable else 0
+            if self.unreadable == UNREADABLE_MOST:
+                raise UnreachableError(
+                    f"{UNREADABLE_MOST} payloads in a row could not be read: {error}; if it stays so after a restart, "
+                    "install the coordinator's version of maskfleet"
+                ) from error
         self.failures += 1
         delay = min(LEAST_PAUSE * 2.0**self.failures, FAILED_PAUSE)
         self.remote.retry.pause(delay, f"round {work.round} failed; asking for work again in {delay:.0f} s")
         return None
 
-    def _fail(self, session: Session, round_: int, lease: str, failure: Failure) -> None:
+    def _fail(self, enrolled: Enrolled, round_: int, lease: str, failure: Failure) -> None:
         """Report that this device cannot do a round, unless the round is over anyway."""
         text = f"round {round_} failed on this device ({failure.kind}): {failure.reason}"
         self.say(Event("failed", text, round_))
-        path = f"{session.path}/rounds/{round_}/failures/{session.enrolled.device}"
+        path = f"{enrolled.path}/rounds/{round_}/failures/{enrolled.device}"
         what = f"reporting the failure of round {round_}"
         try:
             self.remote.tell("PUT", path, failure, what, {"Maskfleet-Lease": lease})
@@ -271,9 +302,9 @@ class _Run:
                 raise
             self.say(Event("dropped", f"round {round_} went on without this device: {error}", round_))
 
-    def _send(self, session: Session, pending: Pending, linger: float | None = None) -> Receipt | None:
+    def _send(self, enrolled: Enrolled, pending: Pending, linger: float | None = None) -> Receipt | None:
         """Upload an update until the coordinator has it, or answers that the round went on without it (None)."""
-        path = f"{session.path}/rounds/{pending.round}/updates/{session.enrolled.device}"
+        path = f"{enrolled.path}/rounds/{pending.round}/updates/{enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
         what = f"sending the update of round {pending.round}"
         try:
@@ -319,11 +350,11 @@ class _Run:
             if self.lost_end or failure is None:
                 raise
             self.lost_end = True  # the next one is whole
-            self._fail(session, work.round, NO_LEASE, failure)
+            self._fail(session.enrolled, work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
         report = conclude(session.bundle, task, model, self.client.model, self.client.threads)
-        path = f"{session.path}/devices/{session.enrolled.device}/report"
+        path = f"{session.enrolled.path}/devices/{session.enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)
         if report.uncompacted is not None:

@@ -48,7 +48,8 @@ class PayloadError(MaskfleetError):
 class DivergedError(MaskfleetError):
     """Training produced a loss, gradient or statistic that is not finite.
 
-    `at_start` says that the first step did: then the received model is the cause, not the device's training.
+    `at_start` says that the round's first gradient did: then the received model is the cause. A model whose first loss
+    is finite and whose training then overflows counts as the device's: the two cannot be told apart from one device.
     """
 
     def __init__(self, message: str, at_start: bool) -> None:

@@ -94,9 +94,8 @@ def check_room(path: Path, size: int) -> None:
         )
 
 
-def append(path: Path, at: int, chunks: Iterable[bytes], size: int) -> None:
-    """Write `chunks` to `path` from byte `at` on, and stop just after byte `size`. Raises StateError."""
-    chunks = iter(chunks)
+def append(path: Path, at: int, chunks: Iterable[bytes]) -> None:
+    """Write `chunks` to `path` from byte `at` on. Raises StateError."""
     with disk(path):
         file = open(path, "r+b" if at else "wb")  # noqa: SIM115
     with file:
@@ -105,9 +104,6 @@ def append(path: Path, at: int, chunks: Iterable[bytes], size: int) -> None:
             with disk(path):
                 file.write(chunk)
                 file.flush()
-            at += len(chunk)
-            if at > size:
-                break
 
 
 def digest_of(path: Path) -> str:

@@ -84,9 +84,12 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def failure_of(error: Exception) -> Failure | None:
-    """The failure behind an exception of a round; None for one that is not the round's (a full disk, a bad setting)."""
-    kind = _kind(error)
+def failure_of(error: Exception, other: FailureKind | None = None) -> Failure | None:
+    """The failure behind an exception of a round.
+
+    `other` is the kind of one that is not the round's (a full disk, a bad setting); None for such a one without it.
+    """
+    kind = _kind(error) or other
     if kind is None:
         return None
     reason = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ nothing beyond it is read. A file continues where an earlier download broke off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,8 +75,8 @@ class Remote:
         """Download at most `most` bytes with the given SHA-256. Raises UnreachableError when they stay damaged."""
 
         def attempt() -> bytes | None:
-            with self.transport.send("GET", path, {}) as response:
-                data = None if _announced(response) > most else _first(response, most)
+            with self.transport.send("GET", path, {}, size=most) as response:
+                data = None if _announced(response) > most else b"".join(_chunks(response, most))
             return data if data is not None and digest(data) == sha256_hex else None
 
         return self._undamaged(what, attempt)
@@ -101,10 +101,11 @@ class Remote:
         if have >= size:
             return
         check_room(partial, size - have)
-        with self.transport.send("GET", path, {"Range": f"bytes={have}-"} if have else {}) as response:
+        headers = {"Range": f"bytes={have}-"} if have else {}
+        with self.transport.send("GET", path, headers, size=size - have) as response:
             if response.status_code != 206:  # this coordinator, or a cache before it, sends the whole again
                 have = 0
-            append(partial, have, response.iter_bytes(), size)
+            append(partial, have, _chunks(response, size - have))
 
     def _undamaged(self, what: str, attempt: Callable[[], T | None]) -> T:
         """What `attempt` returns once it is not None, tried again after growing waits."""
@@ -156,12 +157,10 @@ def _announced(response: httpx.Response) -> int:
     return int(length) if length.isascii() and length.isdigit() else 0
 
 
-def _first(response: httpx.Response, most: int) -> bytes:
-    """The body, cut off just after `most` bytes: what is longer does not match its digest."""
-    pieces, received = [], 0
-    for chunk in response.iter_bytes():
-        pieces.append(chunk)
-        received += len(chunk)
-        if received > most:
-            break
-    return b"".join(pieces)
+def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
+    """The first `most` bytes of a body: of a longer one, they do not match its digest."""
+    for chunk in response.iter_bytes():  # as they came: `Transport.send` refuses a compressed answer
+        yield chunk[:most]
+        most -= len(chunk)
+        if most < 0:
+            return

@@ -15,7 +15,7 @@ from edge_client.files import digest_of, disk, make_folder, replace, write_whole
 from edge_client.remote import Remote
 
 MAX_PARAMETERS = 1 << 25  # of one model, statistics included: 134 MB of float32, of which training needs several
-MANIFEST_MOST = 16 << 20  # bytes; a manifest has one row a tensor
+MANIFEST_MOST = 4 << 20  # bytes; a manifest has one row a tensor
 SMALL = 64 << 20  # bytes of any part or payload beside the model's values
 BYTES_PER_VALUE = 16  # of a part or payload: four float32 vectors of the model's size
 

@@ -2,7 +2,7 @@
 
 A failed attempt is repeated after a random time below a bound that doubles ("full jitter", so that devices which failed
 together do not return together), until `patience` seconds have passed without a usable answer. When the coordinator
-itself says how long to stay away, it is alive: that wait is kept and costs no patience.
+itself says how long to stay away, it is alive: that wait is kept and costs no patience, for `BUSY_MOST` seconds in all.
 
 Written here because retry libraries count attempts or elapsed time, and do not stop the clock for a Retry-After; with
 that and the events, a loop on top of one is as long as this one.
@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from edge_client.errors import UnreachableError
 from edge_client.events import Event, OnEvent
-from edge_client.transport import Transient
+from edge_client.transport import RETRY_AFTER_MOST, Transient
 
 FIRST = 0.5  # seconds: the bound of the first wait
 MOST = 60.0
+BUSY_MOST = RETRY_AFTER_MOST  # seconds in all, for one request, that a coordinator may ask for at no cost
 
 T = TypeVar("T")
 
@@ -53,14 +54,15 @@ class Retry:
     def __call__(self, what: str, attempt: Callable[[], T]) -> T:
         """What `attempt` returns once it does not raise Transient. Raises UnreachableError when patience ends."""
         failing_since: float | None = None
-        failures = 0
+        failures, told = 0, 0.0
         while True:
             try:
                 return attempt()
             except Transient as error:
                 reason, after = str(error), error.after
-            if after is not None:
+            if after is not None and told < BUSY_MOST:
                 failing_since, failures, delay = None, 0, after + random.uniform(0.0, FIRST)
+                told += delay
                 text = f"{what}: {self.url} is busy ({reason}); asking again in {delay:.0f} s"
             else:
                 now = self._clock()
@@ -71,7 +73,7 @@ class Retry:
                         f"{what}: {self.url} gave no usable answer for {self.patience:.0f} s ({reason}); check the "
                         "address and the link, then run the same command again: nothing is lost"
                     )
-                delay = min(backoff(failures), left)
+                delay = min(backoff(failures) if after is None else after, left)
                 failures += 1
                 text = (
                     f"{what}: no usable answer from {self.url} ({reason}); trying again in {delay:.1f} s, "

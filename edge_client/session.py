@@ -31,11 +31,6 @@ class Session:
     data: DeviceData
     secret: int
 
-    @property
-    def path(self) -> str:
-        """The federation's address at the coordinator."""
-        return f"/v1/federations/{self.enrolled.federation}"
-
     def task(self, round_: int) -> Task:
         """The task of a round."""
         return Task(Assignment(self.course, round_, self.enrolled.device), self.trainer, self.data, self.secret)

@@ -16,7 +16,8 @@ How a gradient is computed is the trainer's business, what a score is the target
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -112,6 +113,7 @@ class Task:
     trainer: Trainer
     data: DeviceData
     secret: int
+    _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     @property
     def samples(self) -> int:
@@ -137,6 +139,7 @@ class Task:
         The result's arrays are valid until the next call. Raises DivergedError when the loss, the gradient or a
         statistic is not finite, so that no NaN reaches an update.
         """
+        step = next(self._steps)  # of all phases, which each count their batches from 0
         g = self.trainer.gradient(values, buffers, batch.x, batch.y)
         # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
         with np.errstate(over="ignore"):
@@ -150,7 +153,7 @@ class Task:
             raise DivergedError(
                 f"the {wrong[0]} overflowed in step {batch.index + 1} of round {self.assignment.round}; use a smaller "
                 "learning rate, or look for outliers in the device's data",
-                at_start=batch.index == 0,
+                at_start=step == 0,
             )
         return g
 

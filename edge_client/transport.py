@@ -2,28 +2,33 @@
 
 `Transport.send` is the only function that reaches the network. Every answer but a 2xx becomes an error:
 
-    Transient     no usable answer this time: a connection error, a timeout, 408, 425, 429, 5xx, a captive portal
+    Transient     no usable answer this time: a connection error, a timeout, 408, 425, 429, 5xx, the page of a proxy
     ServerError   the coordinator's refusal, with its problem+json: the same request would be refused again
 
-Redirects are not followed: the credential goes to the address the device was given and to no other.
+Redirects are not followed: the credential goes to the address the device was given and to no other. Every request has
+a total time, however many bytes arrive: httpx limits only the wait for the next one.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from importlib.metadata import version
+from threading import Timer
+from typing import Any
 
 import httpx
 
 from edge_client.errors import ConfigError, ServerError
 
-TIMEOUT = 60.0  # seconds without a byte in either direction
+TIMEOUT = 60.0  # seconds without a byte in either direction, and in all for a request without a large body
+LEAST_RATE = 1000.0  # bytes a second, averaged over a large body, below which a request is cut off
 RETRY_AFTER_LEAST, RETRY_AFTER_MOST = 0.5, 3600.0  # seconds: neither a busy loop nor a day's sleep on a server's word
 MESSAGE_MOST = 1 << 18  # bytes of a JSON answer
 BUSY = (408, 425, 429)  # statuses below 500 that ask for another try
@@ -52,6 +57,7 @@ class Transport:
         self.url = str(parsed).rstrip("/")
         self.secure = parsed.scheme == "https" or parsed.host in ("127.0.0.1", "localhost", "::1")
         self.credential: str | None = None
+        self._streams: list[Any] = []
         # A proxy from the environment is not used for this machine's own addresses.
         mounts = {f"all://{host}": None for host in LOOPBACK} if transport is None else None
         self._http = httpx.Client(
@@ -71,30 +77,66 @@ class Transport:
 
     @contextmanager
     def send(
-        self, method: str, path: str, headers: Mapping[str, str], content: bytes | None = None, wait: float = 0.0
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+        wait: float = 0.0,
+        size: int = 0,
     ) -> Iterator[httpx.Response]:
         """The 2xx answer to one request; the body is not read yet. Raises Transient, ServerError.
 
-        `wait` is how many seconds the coordinator may hold its answer.
+        `wait` is how many seconds the coordinator may hold its answer, `size` the bytes of a large one.
         """
         sent = {**self._headers, **headers}
         if self.credential is not None:
             sent["Authorization"] = f"Bearer {self.credential}"
         timeout = {"connect": TIMEOUT, "read": TIMEOUT + wait, "write": TIMEOUT, "pool": TIMEOUT}
         # httpx.Client.build_request merges addresses and headers, which costs more than sending.
-        request = httpx.Request(method, self.url + path, headers=sent, content=content, extensions={"timeout": timeout})
+        limit = Limit(TIMEOUT + wait + (len(content or b"") + size) / LEAST_RATE, self._streams)
+        extensions = {"timeout": timeout, "trace": limit.trace}
+        request = httpx.Request(method, self.url + path, headers=sent, content=content, extensions=extensions)
         try:
-            with closing(self._http.send(request, stream=True)) as response:
+            with limit, closing(self._http.send(request, stream=True)) as response:
                 _check(response)
                 yield response
         except httpx.RequestError as error:
-            raise Transient(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+            raise Transient(limit.late or f"{type(error).__name__}: {error}".rstrip(": ")) from None
+
+
+class Limit(Timer):
+    """Cuts the connection when a request takes too long, from a thread of its own: httpcore skips 1xx answers unseen.
+
+    `streams` has the open connection, which a later request may use again.
+    """
+
+    def __init__(self, seconds: float, streams: list[Any]) -> None:
+        super().__init__(seconds, self._cut)
+        self.daemon, self._streams, self.late = True, streams, ""
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        """Called by httpcore at each step of a request: keeps the new connection, or its TLS layer."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._streams[:] = [info["return_value"]]
+        if self.late:  # the time ended within a TLS handshake, where no socket can be shut down
+            raise httpx.ReadTimeout(self.late)
+
+    def _cut(self) -> None:
+        self.late = f"it was not done after {self.interval:.0f} s"
+        for stream in self._streams:
+            with suppress(OSError):  # it is closed; an SSLSocket's own shutdown would disturb a read under way
+                socket.socket.shutdown(stream.get_extra_info("socket"), socket.SHUT_RDWR)
 
 
 def body(response: httpx.Response, most: int = MESSAGE_MOST) -> bytes:
     """The body of an answer. Raises Transient as soon as it is longer than `most` bytes."""
-    if response.headers.get("Content-Encoding", "identity") != "identity":  # a small one can expand to any size
-        raise Transient("its answer is compressed, which was not asked for")
     pieces, received = [], 0
     for chunk in response.iter_bytes():
         pieces.append(chunk)
@@ -105,8 +147,10 @@ def body(response: httpx.Response, most: int = MESSAGE_MOST) -> bytes:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise what an answer other than 2xx means."""
+    """Raise what an answer other than 2xx means, and refuse a compressed one: a small one can expand to any size."""
     status = response.status_code
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise Transient("its answer is compressed, which was not asked for")
     if 200 <= status < 300:
         return
     after, problem = _retry_after(response.headers.get("Retry-After")), _problem(body(response))
@@ -114,10 +158,11 @@ def _check(response: httpx.Response) -> None:
         reason = f"it answered {status} {response.reason_phrase}".rstrip() + (f": {problem[0]}" if problem else "")
         raise Transient(reason, after if after is not None or status != 429 else RETRY_AFTER_LEAST)
     url = response.request.url
-    if 300 <= status < 400:
+    if status in (301, 308):
         raise ServerError(f"{url} redirects to {response.headers.get('Location')}; use that address", status, "moved")
-    detail, kind = problem or (f"{url} answered {status} and no explanation; is it a maskfleet coordinator?", "unknown")
-    raise ServerError(detail, status, kind)
+    if problem is None:  # a proxy's page, or the login page of a network: not the coordinator's word
+        raise Transient(f"{url} answered {status} and no explanation; is it a maskfleet coordinator?")
+    raise ServerError(problem[0], status, problem[1])
 
 
 def _problem(data: bytes) -> tuple[str, str] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from safetensors.numpy import save_file
 
 from edge_client.bundle import (
     MANIFEST,
+    MAX_TENSORS,
     Bundle,
     Init,
     Input,
@@ -92,6 +95,39 @@ def test_a_layer_of_an_unknown_tensor_is_refused() -> None:
 def test_malformed_manifests_raise_a_bundle_error(data: bytes) -> None:
     with pytest.raises(BundleError, match="malformed"):
         parse_manifest(data)
+
+
+def hostile(**changed: Any) -> bytes:
+    """A manifest of one tensor, which no constructor would make."""
+    tensor = {"name": "a", "shape": [2], "offset": 0, "init": {"kind": "constant", "scale": 0.0}}
+    whole = json.loads(small_manifest(parameters=(), buffers=(), layers=()).to_bytes())
+    tensor.update({k: v for k, v in changed.items() if k in tensor})
+    return json.dumps({**whole, "parameters": [tensor], **{k: v for k, v in changed.items() if k in whole}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"shape": [1] * 9}, "parameters.0.shape .*at most 8 items"),
+        ({"shape": [2**32 + 1]}, "parameters.0.shape.0 .*less than or equal to 4294967296"),
+        ({"shape": [2**32] * 8}, f"tensor 'a' ends at {2**256}, at most 4294967296"),
+        ({"offset": 10**400}, "parameters.0.offset"),
+        ({"input": {"shape": [2**32] * 8}}, "has more than 4294967296 values"),
+        ({"input": {"shape": [1] * 100_000}}, "input.shape .*at most 8 items"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_they_are_used(changed: dict[str, Any], why: str) -> None:
+    parse_manifest(hostile())
+    with pytest.raises(BundleError, match=why):
+        parse_manifest(hostile(**changed))
+
+
+def test_the_rows_of_a_table_are_counted() -> None:
+    row = {"name": "a", "shape": [1], "offset": 0, "init": {"kind": "constant", "scale": 0.0}}
+    rows = [{**row, "name": str(i), "offset": i} for i in range(MAX_TENSORS + 1)]
+    assert parse_manifest(hostile(parameters=rows[:-1])).d == MAX_TENSORS
+    with pytest.raises(BundleError, match=r"parameters .*at most 100000 items"):
+        parse_manifest(hostile(parameters=rows))
 
 
 def write_bundle(folder: Path, manifest: Manifest) -> Bundle:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from client_rig import Coordinator, Softmax, device, numpy_trainer, problem  # noqa: F401
+from client_rig import PART, Coordinator, Softmax, device, numpy_trainer, problem, samples  # noqa: F401
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32
-from edge_client.errors import DataError, DivergedError, LostError, PayloadError, ServerError, StateError
+from edge_client.bundle import F32, Bundle
+from edge_client.data import DeviceData
+from edge_client.errors import (
+    DataError,
+    DivergedError,
+    LostError,
+    MaskfleetError,
+    PayloadError,
+    ServerError,
+    StateError,
+    UnreachableError,
+)
 from edge_client.events import Event
-from edge_client.exit_codes import ASKED_FOR, RESTARTED, exit_code
+from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.local import REASON_MOST, failure_of, run_round
 from edge_client.protocol.messages import FailureKind
+from edge_client.task import Assignment, Task
 from edge_client.training import Gradient
 
 
@@ -117,15 +129,116 @@ def test_a_refused_failure_report_ends_the_run(tmp_path: Path, monkeypatch: pyte
         device(tmp_path, coordinator).run()
 
 
-def test_a_downlink_that_this_version_cannot_read_is_reported_before_the_run_ends(
+def test_a_downlink_that_cannot_be_read_is_reported_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edge_client.client.run_round", once(PayloadError("array 'theta' is unknown")))
     coordinator = Coordinator()
-    with pytest.raises(PayloadError, match="theta") as ended:
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert [(r, f.kind) for r, _, f in coordinator.failures] == [(1, "downlink")]
+
+
+def test_three_downlinks_in_a_row_that_cannot_be_read_end_the_run_until_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, left = PayloadError("array 'theta' is unknown"), list[Exception | None]()
+    left += [bad, bad, None, bad, bad, MemoryError(), bad, bad, bad]
+
+    def trained(*given: Any) -> Any:
+        error = left.pop(0)
+        if error is not None:
+            raise error
+        return run_round(*given)
+
+    monkeypatch.setattr("edge_client.client.run_round", trained)
+    coordinator = Coordinator()
+    with pytest.raises(UnreachableError, match="3 payloads in a row could not be read: array 'theta'") as ended:
         device(tmp_path, coordinator).run()
-    assert exit_code(ended.value) not in RESTARTED | ASKED_FOR
-    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"]
+    assert left == []
+    assert exit_code(ended.value) in RESTARTED
+    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"] * 4 + ["out-of-memory"] + ["downlink"] * 3
+
+
+def unfit(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    d = samples()
+    return {"data": DeviceData(d.x, d.y + 1, d.x_val, d.y_val, d.x_test, d.y_test)}
+
+
+def without_backend(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(Softmax, "logits", lambda *_: 1 / 0)
+    return {}
+
+
+def without_part(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"backend": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "code"),
+    [
+        (unfit, "data", ExitCode.DATA),
+        (without_backend, "backend", ExitCode.MALFORMED),
+        (without_part, "backend", ExitCode.CONFIG),
+    ],
+)
+def test_a_device_that_cannot_take_up_its_work_again_reports_it_and_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[pytest.MonkeyPatch], dict[str, Any]],
+    kind: FailureKind,
+    code: ExitCode,
+) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run(rounds=1)
+    with pytest.raises(MaskfleetError) as ended:
+        device(tmp_path, coordinator, **spoil(monkeypatch)).run()
+    assert exit_code(ended.value) == code
+    assert [(r, lease, f.kind) for r, lease, f in coordinator.failures] == [(2, "lease2", kind)]
+    assert coordinator.failures[0][2].reason == str(ended.value)
+
+
+def test_a_data_file_that_is_gone_is_reported_after_the_update_that_was_trained_with_it(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: httpx.Response(502) if "/updates/" in r.url.path else None
+    with pytest.raises(UnreachableError):
+        device(tmp_path, coordinator, patience=0.0).run()
+    coordinator.fault = lambda _: None
+    with pytest.raises(DataError, match="there is no data file"):
+        device(tmp_path, coordinator, data=tmp_path / "gone.npz").run()
+    assert list(coordinator.updates) == [1]
+    assert [(r, f.kind) for r, _, f in coordinator.failures] == [(2, "data")]
+
+
+def test_a_device_that_cannot_go_on_and_is_not_asked_for_reports_nothing(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run(rounds=1)
+    asked = len(coordinator.requests)
+    for answer in (
+        httpx.Response(200, json={"status": "wait", "reason": "r", "poll_after": 1.0}),
+        problem(403, "a", "b"),
+    ):
+        coordinator.fault = lambda r, answer=answer: answer if r.url.path.endswith("/work") else None  # type: ignore[misc]
+        with pytest.raises(DataError):
+            device(tmp_path, coordinator, data=tmp_path / "gone.npz").run()
+    assert coordinator.failures == []
+    assert [path for _, path in coordinator.requests[asked:]] == ["/v1/federations/f1/work"] * 2
+
+
+def test_an_overflow_in_a_second_phase_is_the_device_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each phase counts its batches from 0; only the round's first gradient shows the received model alone."""
+    coordinator = Coordinator()
+    bundle = Bundle(coordinator.manifest, tmp_path)
+    (tmp_path / "train.onnx").write_bytes(PART)
+    task = Task(Assignment(coordinator.course, 1, "dev"), Softmax(bundle), samples(), 0)
+    model = coordinator.course.model
+    first, second = (next(task.batches(1, 8, phase)) for phase in ("prune", "train"))
+    task.gradient(model.parameters, model.buffers, first)
+    with pytest.raises(DivergedError) as later:
+        task.gradient(model.parameters * np.float32("nan"), model.buffers, second)
+    assert (second.index, later.value.at_start) == (0, False)
+    with pytest.raises(DivergedError) as start:
+        replace(task).gradient(model.parameters * np.float32("nan"), model.buffers, first)
+    assert start.value.at_start
 
 
 def test_a_fault_of_the_device_s_disk_is_not_reported_as_the_round_s(

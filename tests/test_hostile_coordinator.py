@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import tracemalloc
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import onnx
@@ -17,12 +23,15 @@ from client_rig import PART, Coordinator, Time, device, manifest, numpy_trainer,
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from edge_client.bundle import Part, digest
-from edge_client.errors import BundleError, ConfigError, PayloadError, StateError, UnreachableError
+from edge_client.errors import BundleError, ConfigError, StateError, UnreachableError
 from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.files import RESERVE
 from edge_client.graphs import check_graph
 from edge_client.protocol.messages import Wait
+from edge_client.remote import Remote
 from edge_client.remote_bundle import most_bytes, open_remote
+from edge_client.retry import Retry
+from edge_client.transport import Limit, Transport
 
 BUNDLES = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles"
 REAL_CHECK = check_graph  # the rig replaces the module's
@@ -64,10 +73,10 @@ def test_a_downlink_out_of_proportion_to_the_model_is_reported_and_not_fetched(t
     coordinator = Coordinator()
     work = {**coordinator.work(), "downlink_size": 2**40}
     coordinator.fault = lambda r: httpx.Response(200, json=work) if r.url.path.endswith("/work") else None
-    with pytest.raises(PayloadError, match="announces a payload of 1099511627776 bytes"):
+    with pytest.raises(UnreachableError, match="announces a payload of 1099511627776 bytes"):
         device(tmp_path, coordinator).run()
     assert not [path for _, path in coordinator.requests if "payloads" in path]
-    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"]
+    assert [f.kind for _, _, f in coordinator.failures] == ["downlink"] * 3
 
 
 def test_a_part_that_would_fill_the_disk_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +120,120 @@ def test_a_manifest_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypat
         open_remote(remote(lambda _: httpx.Response(200, content=endless())), "0" * 64, tmp_path)
 
 
+@contextmanager
+def raw(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that reads one request a connection and then does `answer`."""
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            answer(connection)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def real(url: str, patience: float = 0.0) -> Remote:
+    """A client of a real connection, without patience."""
+    return Remote(Transport(url), Retry(url, patience, lambda _: None))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "GZIP", "br"])
+def test_a_small_compressed_answer_does_not_become_a_large_one(tmp_path: Path, encoding: str) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    assert len(bomb) < 100_000
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(bomb)}\r\n\r\n".encode()
+    part = Part(sha256=digest(bytes(64 << 20)), size=64 << 20)
+    tracemalloc.start()
+    with raw(lambda c: c.sendall(head + bomb)) as url:
+        for fetch in (
+            lambda: real(url).ask("GET", "/x", Wait, "asking"),
+            lambda: real(url).fetch("/x", part.size, part.sha256, "fetching"),
+            lambda: real(url).fetch_file("/x", part, tmp_path / "p", "fetching"),
+        ):
+            with pytest.raises(UnreachableError, match="is compressed, which was not asked for"):
+                fetch()
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_beyond_the_announced_size_are_never_written(tmp_path: Path) -> None:
+    part = Part(sha256=digest(PART), size=len(PART))
+    one_chunk = httpx.ByteStream(PART + bytes(1 << 20))
+    remote(lambda _: httpx.Response(200, stream=one_chunk)).fetch_file("/p", part, tmp_path / "p", "fetching")
+    assert (tmp_path / "p").read_bytes() == PART
+
+
 # --- waits
+
+
+def hints(connection: socket.socket) -> None:
+    """Informational answers for ever: each is a byte that came in time."""
+    while True:
+        connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 10)
+
+
+def drip(connection: socket.socket) -> None:
+    """The body of an answer, byte by byte."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n")
+    while True:
+        connection.sendall(b" ")
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("answer", [hints, drip])
+def test_an_answer_that_never_ends_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[socket.socket], None]
+) -> None:
+    monkeypatch.setattr("edge_client.transport.Limit", lambda _, streams: Limit(0.6, streams))
+    part = Part(sha256=digest(PART), size=len(PART))
+    with raw(answer) as url:
+        for fetch in (
+            lambda: real(url).ask("GET", "/x", Wait, "asking"),
+            lambda: real(url).fetch("/x", 200_000, part.sha256, "fetching"),
+            lambda: real(url).fetch_file("/x", part.model_copy(update={"size": 200_000}), tmp_path / "p", "fetching"),
+        ):
+            with pytest.raises(UnreachableError, match="it was not done after 1 s"):
+                fetch()
+
+
+def test_a_request_has_a_minute_its_wait_and_a_second_for_each_thousand_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = list[float]()
+
+    def noted(seconds: float, streams: list[Any]) -> Limit:
+        limits.append(seconds)
+        return Limit(seconds, streams)
+
+    monkeypatch.setattr("edge_client.transport.Limit", noted)
+    wait, part = Wait(reason="r", poll_after=1.0), Part(sha256=digest(PART), size=len(PART))
+    message = remote(lambda _: httpx.Response(200, content=wait.model_dump_json()))
+    message.ask("GET", "/x", Wait, "asking", wait=25.0)
+    message.put("/x", bytes(3000), {}, Wait, "sending")
+    (tmp_path / "p").write_bytes(PART[:240])
+    remote(lambda _: httpx.Response(200, content=PART)).fetch("/x", 10_240, part.sha256, "fetching")
+    remote(lambda _: httpx.Response(206, content=PART[240:])).fetch_file("/x", part, tmp_path / "p", "fetching")
+    assert limits == pytest.approx([85.0, 63.0, 70.24, 70.0])
 
 
 @pytest.mark.parametrize(
     ("asked", "slept"), [("0", 0.5), ("-5", 0.5), ("1e9", 3600.0), ("Fri, 01 Jan 2100 00:00:00 GMT", 3600.0)]
 )
 def test_retry_after_is_neither_a_busy_loop_nor_a_day(asked: str, slept: float) -> None:
-    time, answers = Time(), [problem(503, "busy", "busy", {"Retry-After": asked})]
+    clock, answers = Time(), [problem(503, "busy", "busy", {"Retry-After": asked})]
     wait = Wait(reason="r", poll_after=1.0)
     ok = httpx.Response(200, content=wait.model_dump_json())
-    remote(lambda _: answers.pop() if answers else ok, time).ask("GET", "/x", Wait, "asking")
-    assert slept <= time.slept[0] <= slept + 0.5
+    remote(lambda _: answers.pop() if answers else ok, clock).ask("GET", "/x", Wait, "asking")
+    assert slept <= clock.slept[0] <= slept + 0.5
 
 
 def test_answers_that_bring_no_work_at_once_are_not_a_busy_loop(
@@ -215,11 +326,12 @@ def test_a_refused_graph_is_never_opened(tmp_path: Path, monkeypatch: pytest.Mon
     """The file is checked before it has its name, so no later run finds it either."""
     monkeypatch.setattr("edge_client.graphs.check_graph", REAL_CHECK)
     coordinator = Coordinator()
-    for _ in range(2):
+    for asked in (0, 1):  # the second time it has joined: a round may wait for it
         with pytest.raises(BundleError, match=r"train\.onnx is not an ONNX graph"):
             device(tmp_path, coordinator).run()
+        assert len([path for _, path in coordinator.requests if path.endswith("/work")]) == asked
     assert not (tmp_path / "bundles" / coordinator.bundle / "train.onnx").exists()
-    assert not [path for _, path in coordinator.requests if path.endswith("/work")]
+    assert [f.kind for _, _, f in coordinator.failures] == ["backend"]
 
 
 # --- ending

@@ -18,6 +18,7 @@ from edge_client.events import Event
 from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.protocol.messages import Receipt, Wait
 from edge_client.remote_bundle import open_remote
+from edge_client.retry import BUSY_MOST
 from edge_client.transport import Transport
 
 
@@ -70,6 +71,15 @@ def test_retry_after_is_honoured_and_does_not_use_up_patience() -> None:
     assert all(70 <= s <= 70.5 for s in time.slept)
 
 
+def test_a_coordinator_that_is_always_busy_uses_up_patience_after_an_hour() -> None:
+    time = Time()
+    busy = problem(503, "busy", "busy", {"Retry-After": "600"})
+    with pytest.raises(UnreachableError, match=r"gave no usable answer for 1000 s .*503"):
+        remote(lambda _: busy, time, patience=1000.0).ask("GET", "/x", Wait, "asking")
+    assert BUSY_MOST + 1000 <= time.now < BUSY_MOST + 1000 + 600
+    assert min(time.slept[:-1]) >= 600  # it stays away as long as asked until its patience ends
+
+
 @pytest.mark.parametrize(
     ("status", "again", "said"),
     [
@@ -99,11 +109,18 @@ def test_a_refusal_is_final_and_carries_the_problem(status: int) -> None:
 def test_a_login_page_and_a_redirect_are_not_taken_for_a_coordinator() -> None:
     with pytest.raises(UnreachableError, match="not a coordinator's"):
         remote(lambda _: httpx.Response(200, text="<html>log in"), patience=1.0).ask("GET", "/x", Wait, "asking")
-    with pytest.raises(ServerError, match="is it a maskfleet coordinator"):
-        remote(lambda _: httpx.Response(404, text="<html>")).ask("GET", "/x", Wait, "asking")
     moved = httpx.Response(301, headers={"Location": "https://other.example"})
     with pytest.raises(ServerError, match=r"https://other\.example"):
         remote(lambda _: moved).ask("GET", "/x", Wait, "asking")
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 407])
+def test_the_page_of_a_proxy_is_not_the_coordinator_s_word_and_is_asked_again(status: int) -> None:
+    wait = Wait(reason="r", poll_after=1.0)
+    answers = [httpx.Response(200, content=wait.model_dump_json()), httpx.Response(status, text="<html>")]
+    assert remote(lambda _: answers.pop()).ask("GET", "/x", Wait, "asking") == wait
+    with pytest.raises(UnreachableError, match="is it a maskfleet coordinator"):
+        remote(lambda _: httpx.Response(status, text="<html>")).ask("GET", "/x", Wait, "asking")
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "fleet.example.org", "", "http://"])

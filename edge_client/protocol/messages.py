@@ -143,6 +143,11 @@ class Enrolled(Message):
     seed: Seed
     backend: Name | None = None
 
+    @property
+    def path(self) -> str:
+        """The federation's address at the coordinator."""
+        return f"/v1/federations/{self.federation}"
+
 
 class Train(Message):
     """Work: fetch `downlink`, train round `round`, PUT the update with this lease before `deadline_in` seconds."""
