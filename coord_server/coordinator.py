@@ -21,8 +21,8 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.values import put
 from edge_client.backends import check_parts, installed
+from edge_client.bundle import Manifest, parse_manifest
 from edge_client.bundle import digest as sha256_of
-from edge_client.bundle import parse_manifest
 from edge_client.errors import BundleError, ConfigError, MaskfleetError, StateError, first_fault
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
@@ -179,20 +179,22 @@ class Coordinator:
         """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
         return await asyncio.to_thread(self._bundle, digest)
 
-    def _bundle(self, digest: str) -> BundleReceipt:
+    def _manifest(self, digest: str) -> Manifest:
         if not self.store.metadata.has_bundle(digest):
             raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
-        manifest = read_manifest(self.store, digest)
-        shelf = bundle_shelf(digest)
+        return read_manifest(self.store, digest)
+
+    def _bundle(self, digest: str) -> BundleReceipt:
+        manifest, shelf = self._manifest(digest), bundle_shelf(digest)
         missing = [n for n, p in manifest.parts.items() if self.store.blobs.size(shelf, p.sha256) != p.size]
         return BundleReceipt(digest=digest, name=manifest.name, missing=sorted(missing))
 
     async def part(self, digest: str, name: str) -> tuple[str, str, int]:
         """Shelf, SHA-256 and size of a part, here or still to come. Raises Refusal."""
-        receipt = await self.bundle(digest)
-        part = (await asyncio.to_thread(read_manifest, self.store, digest)).parts.get(name)
+        manifest = await asyncio.to_thread(self._manifest, digest)
+        part = manifest.parts.get(name)
         if part is None:
-            raise Refusal("not-found", f"bundle {receipt.name!r} has no part {name!r}; its manifest lists them")
+            raise Refusal("not-found", f"bundle {manifest.name!r} has no part {name!r}; its manifest lists them")
         return bundle_shelf(digest), part.sha256, part.size
 
     # --- federations

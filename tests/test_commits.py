@@ -288,6 +288,33 @@ def test_an_event_is_committed_although_its_caller_goes_away(tmp_path: Path) -> 
     play(tmp_path, script)
 
 
+def test_refreshes_that_wait_together_share_a_read_that_begins_after_the_last_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(one: Process, other: Process) -> None:
+        reads: list[int] = []
+        head = Metadata.head
+
+        def noted(self: Metadata, federation: str) -> Head:
+            reads.append(1)
+            return head(self, federation)
+
+        monkeypatch.setattr(Metadata, "head", noted)
+        before = one.commits.version
+        async with one.commits._memory:  # something is being written meanwhile
+            waiting = [asyncio.create_task(one.commits.refresh()) for _ in range(20)]
+            await asyncio.sleep(0)
+            waiting[0].cancel()  # its caller goes away; the others still get their answer
+            await other.open()
+            assert reads == []
+        assert all(await asyncio.gather(*waiting[1:]))
+        assert (len(reads), one.commits.version) == (1, before + 1)
+        assert not await one.commits.refresh()
+        assert len(reads) == 2
+
+    play(tmp_path, script, processes=2)
+
+
 def test_rows_without_a_change_of_state_are_a_commit_that_others_notice(tmp_path: Path) -> None:
     async def script(p: Process, q: Process) -> None:
         await p.commits.submit(Removed(1.0, "a"), lambda rows: rows.arrive("a", 1.0))

@@ -85,6 +85,7 @@ class Commits:
         self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
         self._memory = asyncio.Lock()  # held while the state and its version change
+        self._refresh: asyncio.Task[None] | None = None  # until it starts to read
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -112,9 +113,16 @@ class Commits:
     async def refresh(self, since: int | None = None) -> bool:
         """Reload memory; whether its version changed since `since`, None: since before the call. Raises StateError."""
         before = self.version if since is None else since
-        async with self._memory:
-            await self._reload()
+        if self._refresh is None:
+            self._refresh = asyncio.create_task(self._refreshed())
+        await asyncio.shield(self._refresh)
         return self.version != before
+
+    async def _refreshed(self) -> None:
+        """One read for all callers that wait for it; a caller that comes after its start needs another."""
+        async with self._memory:
+            self._refresh = None
+            await self._reload()
 
     async def ask(self, event: Event) -> Decision | None:
         """The engine's first decision about `event`, without applying it. Raises Refusal, StateError."""

@@ -49,11 +49,14 @@ from edge_client.methods import Influence
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
 # Statements of every update, built once: building one costs more than running it.
+_THIS = federations.c.id == bindparam("b_id")
 _SAVE_STATE = (
     update(federations)
-    .where(federations.c.id == bindparam("b_id"), federations.c.version == bindparam("b_version"))
+    .where(_THIS, federations.c.version == bindparam("b_version"))
     .values(state=bindparam("b_state"), version=federations.c.version + 1)
 )
+_HEAD = select(*(federations.c[name] for name in Head.__dataclass_fields__)).where(_THIS)
+_ADD_UPDATE = insert(updates)
 _MINE = (devices.c.federation == bindparam("b_federation"), devices.c.device == bindparam("b_device"))
 _LAST_SEEN = case((devices.c.last_seen_at < bindparam("b_at"), bindparam("b_at")), else_=devices.c.last_seen_at)
 _COUNT_UPDATE = (
@@ -95,7 +98,7 @@ class Rows:
         row = {"federation": self._federation, "round": round_, "device": device, "sha256": content.sha256,
                "size": size, "received_at": at, "content": content.data}  # fmt: skip
         figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
-        self._c.execute(insert(updates), {**row, **figures})
+        self._c.execute(_ADD_UPDATE, {**row, **figures})
         named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size}
         self._c.execute(_COUNT_UPDATE, named)
 
@@ -199,9 +202,9 @@ class Metadata:
         with self._connected(writes=False) as c:
             return c.execute(query).all()
 
-    def _first(self, query: Select[Any]) -> Any:
+    def _first(self, query: Select[Any], named: Mapping[str, Any] | None = None) -> Any:
         with self._connected(writes=False) as c:
-            return c.execute(query).first()
+            return c.execute(query, named).first()
 
     def identify(self, c: Connection, fresh: str | None) -> str | None:
         """The id of the data folder that belongs to this database; `fresh` is stored where there is none."""
@@ -244,20 +247,21 @@ class Metadata:
 
     def config(self, federation: str) -> str:
         """A federation's FederationConfig as JSON."""
-        return str(self._of_federation(federation, federations.c.config)[0])
+        return str(self._of_federation(federation, select(federations.c.config).where(_THIS))[0])
 
     def head(self, federation: str) -> Head:
         """The changing columns of a federation."""
-        return Head(*self._of_federation(federation, *(federations.c[name] for name in Head.__dataclass_fields__)))
+        return Head(*self._of_federation(federation, _HEAD))
 
     def values(self, federation: str) -> tuple[int, Content]:
         """The last closed round, 0 at first, and the method's global state after it."""
         f = federations.c
-        row = self._of_federation(federation, f.values_round, f.values_sha256, f.values_content)
+        query = select(f.values_round, f.values_sha256, f.values_content).where(_THIS)
+        row = self._of_federation(federation, query)
         return row[0], Content(row[1], row[2])
 
-    def _of_federation(self, federation: str, *columns: Any) -> Any:
-        row = self._first(select(*columns).where(federations.c.id == federation))
+    def _of_federation(self, federation: str, query: Select[Any]) -> Any:
+        row = self._first(query, {"b_id": federation})
         if row is None:
             raise StorageDamagedError(f"federation {federation!r} is not in the coordinator's database; restore it")
         return row
