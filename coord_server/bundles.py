@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 from coord_server.store import Store
@@ -16,7 +17,13 @@ def bundle_shelf(digest: str) -> str:
 
 def read_manifest(store: Store, digest: str) -> Manifest:
     """The manifest of a bundle that is here. Raises StateError."""
-    return parse_manifest(store.blobs.read(bundle_shelf(digest), digest))
+    return _parsed(store.blobs.read(bundle_shelf(digest), digest))
+
+
+@lru_cache(8)
+def _parsed(data: bytes) -> Manifest:
+    """Parsed once: a device that joins asks for each part by its name in the manifest."""
+    return parse_manifest(data)
 
 
 def load_model(store: Store, digest: str) -> Model:
