@@ -48,7 +48,7 @@ MOST_MASKS = 2**32 - 1  # of one posterior
 
 @dataclass(frozen=True)
 class Posterior:
-    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one."""
+    """The masks counted since the last reset: `masks` of them, of which `ones` uint32[masked] have this entry set."""
 
     ones: NDArray[np.uint32]
     masks: int
