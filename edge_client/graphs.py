@@ -45,12 +45,11 @@ def check_graph(path: Path, name: str, sample: tuple[int, ...]) -> None:
     command = [sys.executable, "-m", "edge_client.graphs", str(path), *map(str, sample)]
     env = {**os.environ, "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread's stack counts as memory
     try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, errors="replace", timeout=10 * CHECK_SECONDS
-        )
-        why = done.stdout.strip() if done.returncode == 1 else f"its check ended with {done.returncode}"
+        done = subprocess.run(command, env=env, capture_output=True, timeout=10 * CHECK_SECONDS)
         if done.returncode == 0:
             return
+        said = done.stdout.decode(errors="replace").strip()
+        why = said if done.returncode == 1 and said else f"its check ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         why = "its check did not end"
     raise BundleError(f"{name} is refused: {why}; a device runs plain ONNX graphs as `maskfleet export` writes them")
@@ -67,8 +66,8 @@ def check_file(path: Path, sample: tuple[int, ...]) -> None:
     if model.functions:
         raise ValueError(f"it defines the function {model.functions[0].name!r}")
     graphs = [model.graph]
-    for graph in graphs:
-        graphs += _check_nodes(graph, scans=graph is model.graph)
+    for at, graph in enumerate(graphs):  # which grows by the bodies
+        graphs += _check_nodes(graph, scans=at == 0)
     if sum(len(graph.node) for graph in graphs) > NODES_MOST:
         raise ValueError(f"it has more than {NODES_MOST} nodes")
     for value in model.graph.input:
