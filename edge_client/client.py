@@ -3,8 +3,8 @@
     from edge_client import Client
     result = Client("https://fleet.example.org", token, "mine.npz").run()
 
-What happens in a round is the method's business (`edge_client.local`), repeating a request that of `retry`, surviving a
-power cut that of `journal`. This file is the order in which they are called. Nothing here draws random numbers or reads
+`edge_client.local` runs a round, `retry` repeats a request, `journal` survives a power cut; this file calls them in
+order. Nothing here draws random numbers or reads
 a clock that could reach an update: the same assignment gives the same bytes, so a device killed in a round trains it
 again, or sends the update it had stored, with the same effect.
 
@@ -323,7 +323,7 @@ class _Run:
 
     def _refused(self, pending: Pending, error: ServerError) -> None:
         """Drop an update whose round went on without it; raise any other refusal."""
-        if error.kind == "conflicting-update":  # another update of this device was acknowledged: keep what it kept
+        if error.kind == "conflicting-update":  # an earlier update was acknowledged: its kept values stay
             self.journal.acknowledge(pending.round)
         elif error.status in (400, 404, 409, 410, 413, 415, 422):
             self.journal.drop_pending()

@@ -108,7 +108,7 @@ class ServerError(MaskfleetError):
         self.kind = kind
 
 
-# --- what others found wrong, in the same form
+# --- faults found by other libraries, in the same form
 
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence

@@ -164,8 +164,8 @@ class Journal:
     def kept(self, before: int) -> Arrays:
         """What the method kept in the last acknowledged round before round `before`; {} when there is none.
 
-        A damaged file counts as missing. Raises LostError, once, when all there are are damaged: they are removed, so
-        that the device goes on like a new one after it has reported the loss.
+        A damaged file counts as missing. When every file is damaged, all are removed and LostError is raised: the
+        device reports the loss, and the next call returns {} as for a new device.
         """
         rounds = sorted((r for r in self._rounds("kept") if r < before), reverse=True)
         for r in rounds:

@@ -158,7 +158,7 @@ def _announced(response: httpx.Response) -> int:
 
 
 def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
-    """The first `most` bytes of a body: of a longer one, they do not match its digest."""
+    """The first `most` bytes of a body, so that a longer one fails its digest."""
     for chunk in response.iter_bytes():  # as they came: `Transport.send` refuses a compressed answer
         yield chunk[:most]
         most -= len(chunk)

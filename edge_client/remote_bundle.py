@@ -12,6 +12,7 @@ from pathlib import Path
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest, parse_manifest
 from edge_client.errors import BundleError, PayloadError
 from edge_client.files import digest_of, disk, make_folder, replace, write_whole
+from edge_client.graphs import check_graph
 from edge_client.remote import Remote
 
 MAX_PARAMETERS = 1 << 25  # of one model, statistics included: 134 MB of float32, of which training needs several
@@ -41,9 +42,7 @@ class RemoteBundle(Bundle):
         what = f"fetching {name} of model {self.manifest.name!r}"
         self.remote.fetch_file(f"/v1/bundles/{self.address}/parts/{name}", entry, partial, what)
         if name.endswith(".onnx"):
-            from edge_client.graphs import check_graph  # onnx is large: only for the one check after a download
-
-            check_graph(partial, name)
+            check_graph(partial, name, self.manifest.input.shape)
         replace(partial, path)
         return path
 

@@ -21,7 +21,7 @@ from edge_client.transport import RETRY_AFTER_MOST, Transient
 
 FIRST = 0.5  # seconds: the bound of the first wait
 MOST = 60.0
-BUSY_MOST = RETRY_AFTER_MOST  # seconds in all, for one request, that a coordinator may ask for at no cost
+BUSY_MOST = RETRY_AFTER_MOST  # seconds in all that Retry-After of one request costs no patience
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ scores, and randomness that no other party has. The loop over the batches is the
         buffers[:] = g.buffers
         ...                                   # move what `values` is made of
 
-How a gradient is computed is the trainer's business, what a score is the target's.
+The trainer computes gradients; the target defines scores.
 """
 
 from __future__ import annotations

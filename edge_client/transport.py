@@ -29,7 +29,7 @@ from edge_client.errors import ConfigError, ServerError
 
 TIMEOUT = 60.0  # seconds without a byte in either direction, and in all for a request without a large body
 LEAST_RATE = 1000.0  # bytes a second, averaged over a large body, below which a request is cut off
-RETRY_AFTER_LEAST, RETRY_AFTER_MOST = 0.5, 3600.0  # seconds: neither a busy loop nor a day's sleep on a server's word
+RETRY_AFTER_LEAST, RETRY_AFTER_MOST = 0.5, 3600.0  # seconds: neither a busy loop nor a day's sleep
 MESSAGE_MOST = 1 << 18  # bytes of a JSON answer
 BUSY = (408, 425, 429)  # statuses below 500 that ask for another try
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -160,7 +160,7 @@ def _check(response: httpx.Response) -> None:
     url = response.request.url
     if status in (301, 308):
         raise ServerError(f"{url} redirects to {response.headers.get('Location')}; use that address", status, "moved")
-    if problem is None:  # a proxy's page, or the login page of a network: not the coordinator's word
+    if problem is None:  # a proxy's page, or the login page of a network: not the coordinator's answer
         raise Transient(f"{url} answered {status} and no explanation; is it a maskfleet coordinator?")
     raise ServerError(problem[0], status, problem[1])
 

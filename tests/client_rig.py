@@ -207,7 +207,7 @@ def numpy_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """See the module."""
     monkeypatch.setattr("edge_client.session.open_trainer", lambda backend, bundle, threads: Softmax(bundle))
     monkeypatch.setattr("edge_client.retry.time.sleep", lambda _: None)
-    monkeypatch.setattr("edge_client.graphs.check_graph", lambda path, name: None)
+    monkeypatch.setattr("edge_client.remote_bundle.check_graph", lambda path, name, sample: None)
     monkeypatch.setattr("edge_client.conclude.conclude", conclude)
 
 

@@ -22,11 +22,11 @@ import pytest
 from client_rig import PART, Coordinator, Time, device, manifest, numpy_trainer, problem, remote  # noqa: F401
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
-from edge_client.bundle import Part, digest
+from edge_client.bundle import Bundle, Part, digest
 from edge_client.errors import BundleError, ConfigError, StateError, UnreachableError
 from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.files import RESERVE
-from edge_client.graphs import check_graph
+from edge_client.graphs import GRAPH_MOST, check_graph
 from edge_client.protocol.messages import Wait
 from edge_client.remote import Remote
 from edge_client.remote_bundle import most_bytes, open_remote
@@ -262,18 +262,18 @@ def graph(*nodes: NodeProto, initializers: tuple[TensorProto, ...] = ()) -> Grap
 def check(tmp_path: Path, made: GraphProto, functions: tuple[onnx.FunctionProto, ...] = ()) -> None:
     model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], functions=list(functions))
     (tmp_path / "train.onnx").write_bytes(model.SerializeToString())
-    REAL_CHECK(tmp_path / "train.onnx", "train.onnx")
+    REAL_CHECK(tmp_path / "train.onnx", "train.onnx", (3,))
 
 
 BODY = helper.make_graph(
-    [helper.make_node("Identity", ["s"], ["t"])],
+    [helper.make_node("Identity", ["s"], ["r"])],
     "body",
     [helper.make_tensor_value_info("s", TensorProto.FLOAT, None)],
-    [helper.make_tensor_value_info("t", TensorProto.FLOAT, None)],
+    [helper.make_tensor_value_info("r", TensorProto.FLOAT, None)],
 )
 OUTSIDE = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
 NESTED = helper.make_graph(
-    [helper.make_node("Scan", ["s"], ["t"], body=BODY, num_scan_inputs=1)],
+    [helper.make_node("Scan", ["s"], ["r"], body=BODY, num_scan_inputs=1)],
     "nested",
     list(BODY.input),
     list(BODY.output),
@@ -284,8 +284,9 @@ def test_the_graphs_of_committed_bundles_and_a_scan_are_accepted(tmp_path: Path)
     paths = list(BUNDLES.rglob("*.onnx"))
     assert paths
     for path in paths:
-        REAL_CHECK(path, path.name)
-    check(tmp_path, graph(helper.make_node("Scan", ["x"], ["y"], body=BODY, num_scan_inputs=1)))
+        REAL_CHECK(path, path.name, Bundle.open(path.parent).manifest.input.shape)
+    steps_first = helper.make_node("Transpose", ["x"], ["t"], perm=[1, 0])
+    check(tmp_path, graph(steps_first, helper.make_node("Scan", ["t"], ["y"], body=BODY, num_scan_inputs=1)))
 
 
 @pytest.mark.parametrize(
@@ -293,11 +294,12 @@ def test_the_graphs_of_committed_bundles_and_a_scan_are_accepted(tmp_path: Path)
     [
         (graph(helper.make_node("Loop", ["m", "c", "x"], ["y"], body=BODY)), "is a Loop"),
         (graph(helper.make_node("If", ["c"], ["y"], then_branch=BODY, else_branch=BODY)), "is a If"),
-        (graph(helper.make_node("SequenceMap", ["x"], ["y"], body=BODY)), "'SequenceMap' with a graph inside"),
+        (graph(helper.make_node("SequenceMap", ["x"], ["y"], body=BODY)), "is a SequenceMap"),
         (graph(helper.make_node("Scan", ["x"], ["y"], body=NESTED, num_scan_inputs=1)), "inside a Scan"),
+        (graph(helper.make_node("RandomNormal", [], ["y"], shape=[2])), "is a RandomNormal"),
         (graph(helper.make_node("Evil", ["x"], ["y"], domain="com.microsoft")), "of domain 'com.microsoft'"),
         (graph(helper.make_node("Identity", ["w"], ["y"]), initializers=(OUTSIDE,)), "'w' lies in another file"),
-        (graph(helper.make_node("Constant", [], ["y"], value=OUTSIDE)), "'w' lies in another file"),
+        (graph(helper.make_node("Constant", [], ["y"], value=OUTSIDE)), "is a Constant"),
     ],
 )
 def test_a_graph_that_could_loop_or_reach_out_is_refused(tmp_path: Path, made: GraphProto, why: str) -> None:
@@ -305,9 +307,7 @@ def test_a_graph_that_could_loop_or_reach_out_is_refused(tmp_path: Path, made: G
         check(tmp_path, made)
 
 
-def test_a_graph_with_functions_a_large_one_and_rubbish_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_with_functions_a_large_one_and_rubbish_are_refused(tmp_path: Path) -> None:
     opset = [helper.make_opsetid("", 20)]
     function = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Identity", ["a"], ["b"])], opset)
     plain = graph(helper.make_node("Identity", ["x"], ["y"]))
@@ -316,18 +316,66 @@ def test_a_graph_with_functions_a_large_one_and_rubbish_are_refused(
         check(tmp_path, plain, (function,))
     (tmp_path / "rubbish").write_bytes(b"\xff" * 100)
     with pytest.raises(BundleError, match="is not an ONNX graph"):
-        REAL_CHECK(tmp_path / "rubbish", "eval.onnx")
-    monkeypatch.setattr("edge_client.graphs.GRAPH_MOST", 10)
-    with pytest.raises(BundleError, match="more than 10 bytes"):
-        check(tmp_path, plain)
+        REAL_CHECK(tmp_path / "rubbish", "eval.onnx", (3,))
+    (tmp_path / "large").write_bytes(bytes(GRAPH_MOST + 1))
+    with pytest.raises(BundleError, match=f"more than {GRAPH_MOST} bytes"):
+        REAL_CHECK(tmp_path / "large", "eval.onnx", (3,))
+
+
+def constant(name: str, *values: int) -> TensorProto:
+    return helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
+
+
+def doubled(times: int) -> list[NodeProto]:
+    return [helper.make_node("Concat", [f"c{i}", f"c{i}"], [f"c{i + 1}"], axis=0) for i in range(times)]
+
+
+STEPS = helper.make_node("Expand", ["x", "c0"], ["t"])
+SCAN = helper.make_node("Scan", ["t"], ["y"], body=BODY, num_scan_inputs=1)
+SQUARED = [helper.make_node("Shape", ["x"], ["s"], end=1), helper.make_node("Concat", ["s"] * 4, ["q"], axis=0)]
+HUGE = TensorProto(name="c0", data_type=TensorProto.FLOAT, dims=[2**40])
+SPARSE = helper.make_sparse_tensor(helper.make_tensor("c0", TensorProto.FLOAT, [1], [1.0]), constant("i", 0), [2**40])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stored", "why"),
+    [
+        (
+            [helper.make_node("Expand", ["x", "c0"], ["y"])],
+            constant("c0", 2**20, 2**25, 1),
+            r"Expand\) has an output",
+        ),
+        (
+            [*SQUARED, helper.make_node("Expand", ["c0", "q"], ["y"])],
+            constant("c0", 1),
+            "output of .512, 512, 512",
+        ),
+        ([helper.make_node("Expand", ["c0", "x"], ["y"])], constant("c0", 1), "output of unknown"),
+        (doubled(31), constant("c0", 1), "takes too much memory|has an output of"),
+        ([STEPS, SCAN], constant("c0", 4, 512, 3), r"steps over .*4, 512, 3.*, at most 3"),
+        ([SCAN], helper.make_tensor("t", TensorProto.FLOAT, [4], [0.0] * 4), r"steps over .*4.*, at most 3"),
+        ([helper.make_node("Identity", ["x"], ["y"])] * 20_001, constant("c0", 1), "more than 20000 nodes"),
+        ([helper.make_node("Identity", ["c0"], ["y"])], HUGE, "'c0' claims the shape"),
+        ([helper.make_node("Identity", ["c0"], ["y"])], SPARSE, "a sparse tensor"),
+    ],
+)
+def test_a_small_graph_cannot_ask_for_much_memory_or_many_steps(
+    tmp_path: Path, nodes: list[NodeProto], stored: TensorProto | onnx.SparseTensorProto, why: str
+) -> None:
+    made = graph(*nodes)
+    (made.initializer if isinstance(stored, TensorProto) else made.sparse_initializer).append(stored)
+    for value in made.output:  # what a graph declares is not believed
+        value.type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
+    with pytest.raises(BundleError, match=why):
+        check(tmp_path, made)
 
 
 def test_a_refused_graph_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is checked before it has its name, so no later run finds it either."""
-    monkeypatch.setattr("edge_client.graphs.check_graph", REAL_CHECK)
+    monkeypatch.setattr("edge_client.remote_bundle.check_graph", REAL_CHECK)
     coordinator = Coordinator()
     for asked in (0, 1):  # the second time it has joined: a round may wait for it
-        with pytest.raises(BundleError, match=r"train\.onnx is not an ONNX graph"):
+        with pytest.raises(BundleError, match=r"train\.onnx is refused: it is not an ONNX graph"):
             device(tmp_path, coordinator).run()
         assert len([path for _, path in coordinator.requests if path.endswith("/work")]) == asked
     assert not (tmp_path / "bundles" / coordinator.bundle / "train.onnx").exists()

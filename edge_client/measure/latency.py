@@ -1,6 +1,6 @@
 """Latency of ONNX models in ONNX Runtime on this machine, one sample at a time.
 
-Models to be compared are timed in turns, one call each, so that a busy moment or a change of clock meets all of them:
+Models to be compared are timed in turns, one call each, so that a busy moment or a change of clock affects all of them:
 their ratio is then far steadier than either figure. Energy meters are other modules of this package.
 """
 

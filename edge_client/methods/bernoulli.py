@@ -48,7 +48,8 @@ MOST_MASKS = 2**32 - 1  # of one posterior
 
 @dataclass(frozen=True)
 class Posterior:
-    """The masks since the last reset: `ones` uint32[masked] of `masks` masks have a one.
+    """The masks counted since the last reset: `masks` of them, of which `ones` uint32[masked] have this entry set.
+
 
     `ones` is float64 where a round does not count whole masks (DeltaMask with ``tally="mean"``).
     """
@@ -196,7 +197,7 @@ class BernoulliMasks(Method):
         return (round_ - self.probing - 1) % self.reset_every == 0
 
     def tallied(self, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int) -> Posterior:
-        """The posterior after a round of `masks` masks, which have `ones` ones."""
+        """The posterior after a round of `masks` masks with `ones` ones at each element."""
         new = Posterior(self.counted(ones, masks), masks)
         return new if self.resets(round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
@@ -241,7 +242,7 @@ class BernoulliMasks(Method):
         ...
 
     def influence(self, a: Assignment, state: Any, update: HeadUpdate | Packed) -> Influence | None:
-        """Of a head the norm of its change and its samples. A mask adds 0 or 1 to each count, so it has no need."""
+        """A head's change in norm, and its samples. None for a mask: it adds 0 or 1 to each count."""
         if not isinstance(update, HeadUpdate):
             return None
         return Influence(distance(update.head, state.head), update.samples)
@@ -305,7 +306,7 @@ class BernoulliMasks(Method):
         return self.global_model(task.assignment, kept, received.theta, received.head)
 
     def probe(self, task: Task, kept: Any, head: F32) -> Local:
-        """One round of linear probing: SGD with momentum on the head, in front of it the dense frozen network."""
+        """One round of linear probing: SGD with momentum on the head, behind the dense frozen network."""
         model = task.assignment.model
         part, own = self.probed(model.manifest), head.copy()
         values, buffers = self.dense(model, own), own_statistics(model, kept)

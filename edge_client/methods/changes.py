@@ -2,7 +2,7 @@
 
 The known bits are the reference. The payload carries the set under ``changes.CODEC``, written by any set codec, and in
 its metadata `reference` the name of the known bits. A receiver that holds other bits raises `LostError` instead of
-decoding noise. Which bits are known, and when, is the method's decision.
+decoding noise. The method decides which bits are known, and when.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Coupled(BernoulliMasks):
         return n // 7
 
     def read_mask(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Bits:
-        """The mask that the flips make of the reference. Raises PayloadError."""
+        """The reference with the flips applied. Raises PayloadError."""
         theta = self.theta(a.course, state.posterior)
         u = counter.uniform(self.stream(a), theta.size)
         reference = u < theta

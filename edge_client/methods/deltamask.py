@@ -93,7 +93,7 @@ class DeltaMask(BernoulliMasks):
     # --- client half
 
     def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
-        """Of the changes from the reference to a mask drawn from `theta` those that matter most."""
+        """The changes from the reference to a mask drawn from `theta` that matter most."""
         a, before, trained = task.assignment, received.theta, theta.astype(np.float64)
         u = self.uniforms(a, theta.size)
         reference, drawn = u < before, u
@@ -104,7 +104,7 @@ class DeltaMask(BernoulliMasks):
 
 
 def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:
-    """Of `flips` bool[n] the share `kappa` (rounded) with the largest KL(Bern(own) || Bern(theta)), eq. 4."""
+    """The share `kappa` (rounded) of `flips` bool[n] with the largest KL(Bern(own) || Bern(theta)), eq. 4."""
     at = np.flatnonzero(flips)
     p, q = np.clip(own[at], 1e-6, 1 - 1e-6), np.clip(theta[at], 1e-6, 1 - 1e-6)
     divergence = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))

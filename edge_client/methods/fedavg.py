@@ -1,7 +1,7 @@
 """Federated averaging: every device sends all its parameters, the server takes their mean.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017:
-w <- sum_k (n_k / n) w_k. It is the yardstick that every other method's bytes and scores are read against.
+w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared with it.
 
 - Down: the global model, `parameters`; with a codec other than float32 as setting `down`, ``parameters.CODEC``. The
   codec's stream is (seed, "downlink values", round).

@@ -136,7 +136,7 @@ class FedMask(PrunedMasks):
         return self.wire(a.model).read_update(payload, structure, share >= 0.5, what)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
-        """Of real gates the norm of their change. A mask adds 0 or 1 to each count, so it has no need."""
+        """The norm of the real gates' change. None for a mask: it adds 0 or 1 to each count."""
         return Influence(distance(update.real, state.real), 1.0) if state.real.size else None
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:

@@ -1,6 +1,6 @@
 """Standalone: every device trains alone, nothing is exchanged.
 
-The yardstick that says what a federation is worth to a device. It is given the same rounds and at least as many
+The baseline that a federation has to beat on each device. It is given the same rounds and at least as many
 local epochs as the method it is compared with; the server only keeps the time.
 """
 

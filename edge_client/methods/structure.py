@@ -1,8 +1,7 @@
 """Which parameters a mask method masks, trains or leaves alone, and which mask elements a device keeps.
 
 Pruning happens once. A structure is packed bits over the prunable elements, in the order of the groups: 1 for an
-element that stays. An element is live when it stays or is not prunable. By what rank a device prunes is the method's
-decision.
+element that stays. An element is live when it stays or is not prunable. The method decides how elements are ranked.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-MAX_SAMPLES = 2**31 - 1  # a device's weight in a mean is its own word: more is refused
+MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
 MAX_LOSS = 1e6  # of either sign; the mean loss over a federation stays finite
 
 MAX_ROUNDS = 1_000_000
@@ -179,7 +179,7 @@ class Finish(Message):
 
 
 class Stopped(Message):
-    """The operator stopped the federation; nothing is to be done any more."""
+    """The operator stopped the federation; no work is left."""
 
     status: Literal["stopped"] = "stopped"
     reason: str
@@ -221,7 +221,8 @@ class Failure(Message):
     """A device cannot do its round. The round goes on without it.
 
     `lost`: the device no longer holds what the downlink builds on; the coordinator sends everything with the next one.
-    `downlink`: the received model itself gives no finite loss. `diverged`: the device's training did not stay finite.
+    `downlink`: the received model cannot be read, or its first gradient is not finite. `diverged`: the device's
+    training did not stay finite.
     `out-of-memory`, `backend`, `data`: the device's memory, training engine or samples are the cause.
     """
 

@@ -4,9 +4,9 @@ A gate has a forward value g(s), which multiplies the weight, a soft value in pl
 
     effective weight = weight * g(s)        dL/ds = (dL/d(effective weight) * weight + dR/dsoft) * slope
 
-where R is a penalty on the soft values (`GroupLasso`), if any. All functions here are elementwise over float32[n]
-vectors, whole ones. Which layers are gated, the optimiser and the loss are not known here. A score of -inf is dead
-under every gate: its forward value and its slope are 0, so a pruned weight stays pruned.
+where R is a penalty on the soft values (`GroupLasso`), if any. All functions here are elementwise over whole float32[n]
+vectors, whatever the layers, optimiser and loss. A score of -inf is dead under every gate: its forward value and its
+slope are 0, so a pruned weight stays pruned.
 """
 
 from __future__ import annotations

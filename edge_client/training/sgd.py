@@ -2,7 +2,7 @@
 
 They follow PyTorch's definitions exactly (`torch.optim.SGD` and `Adam`, without weight decay, Nesterov, dampening or
 AMSGrad), so a run here and a run there agree to rounding. An optimiser holds the state of one vector: make one for
-the scores and another for a head trained beside them. What the gradient is, and of what, is not known here.
+the scores and another for a head trained beside them. Any gradient will do.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
 from edge_client.errors import ModelError, first_fault
+from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
 from edge_export.channels import find_groups
 from edge_export.evaluation import evaluating
@@ -196,6 +197,11 @@ def _write(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
     try:
         for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
             (fresh / part).write_bytes(data)
+            if part.endswith(".onnx"):
+                try:
+                    check_file(fresh / part, manifest.input.shape)
+                except ValueError as error:
+                    raise ModelError(f"devices would refuse {part}: {error}; use other layers or settings") from None
         fresh.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
