@@ -50,7 +50,6 @@ MOST_MASKS = 2**32 - 1  # of one posterior
 class Posterior:
     """The masks counted since the last reset: `masks` of them, of which `ones` uint32[masked] have this entry set.
 
-
     `ones` is float64 where a round does not count whole masks (DeltaMask with ``tally="mean"``).
     """
 
