@@ -11,8 +11,8 @@ The rules
 * It starts when `min_devices` are present, or when the operator starts it (`start = "manual"`).
 * Rounds are 1 .. N, one at a time, none skipped. A round asks a *cohort*: the `cohort` devices with the smallest
   ``key(seed, "cohort", round, attempt, device)`` among those present. A later attempt asks only as many as are still
-  missing, and none that has already reported. When too few devices are present for `min_updates` updates, the round
-  stays in stage `drawing`.
+  missing, devices first that the round has not asked yet, and none that has already reported. When too few devices are
+  present for `min_updates` updates, the round stays in stage `drawing`.
 * A round closes when every device of its cohort has reported, failed or been removed, or at its deadline; either way
   it needs `min_updates` updates. With fewer, the same round is run again: next attempt, new cohort, new deadline. The
   global value has not changed, so updates that are already acknowledged count, and a device that an earlier attempt
@@ -123,12 +123,15 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
     """Open the next attempt with a cohort of `present`; stay in stage drawing when too few could ever report."""
     able = [d for d in present if d not in state.received]
     failed = {d for d, f in state.failed.items() if f.kind != "lost"}
-    fresh, again = tuple(d for d in able if d not in failed), tuple(d for d in able if d in failed)
-    if state.ended is not None and 0.0 <= now - state.ended < RETRY:
-        again = ()
+    held_back = state.ended is not None and 0.0 <= now - state.ended < RETRY
     attempt, deadline, in_ = state.attempt + 1, now + config.deadline_seconds, len(usable(state))
-    cohort = choose_cohort(config, fresh, state.round, attempt, config.cohort - in_)
-    cohort += choose_cohort(config, again, state.round, attempt, config.cohort - in_ - len(cohort))
+    cohort: tuple[str, ...] = ()
+    for pool in (
+        tuple(d for d in able if d not in state.asked),
+        tuple(d for d in able if d in state.asked and d not in failed),
+        () if held_back else tuple(d for d in able if d in state.asked and d in failed),
+    ):
+        cohort += choose_cohort(config, pool, state.round, attempt, config.cohort - in_ - len(cohort))
     if not cohort or len(cohort) + in_ < config.min_updates:
         return state, ()
     opened = _move(

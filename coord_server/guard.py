@@ -1,14 +1,14 @@
-"""The guard of a round: which updates are far beyond the round's others, and what becomes of them.
+"""The guard of a round: how much one update may move the global value, and what becomes of one that would move it more.
 
 An update could outweigh all others by the size of its change or by its weight in the mean. Four figures are therefore
 compared with their medians over the round's updates: the norm of the change of the parameters, that of the batch-norm
 statistics, the weight, and norm times weight. The median of an even number of updates is the lower of the two in the
-middle, so half of the updates cannot raise it. Honest devices differ, so only a large multiple counts. With fewer than
-three updates there is no majority to compare with, and nothing is limited.
+middle, so half of the updates cannot raise it. With fewer than three updates there is no majority to compare with, and
+nothing is limited.
 
-Under "clip" an update that is out of line gets the influence of an ordinary device: its change is scaled down to the
-median norm (to nothing when the median is 0) and its weight is lowered to the median weight. Under "drop" it is left
-out. A method whose updates are bounded by construction (a mask adds 0 or 1 to each count) has no influence to compare.
+Under "clip" an update beyond a limit is brought back to it: its change is scaled down, its weight lowered. Under "drop"
+it is left out. The guard bounds the influence of one device; it does not stop several that act together. A method
+whose updates are bounded by construction (a mask adds 0 or 1 to each count) has no influence to compare.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Literal
 
 from edge_client.methods import Influence
 
-MOST_NORM = 5.0  # times the median norm, of the parameters' change and of the statistics'
+MOST_NORM = 3.0  # times the median norm, of the parameters' change and of the statistics'
 MOST_WEIGHT = 10.0  # times the median weight: sample counts of honest devices differ widely
-MOST_PRODUCT = 10.0  # times the median of norm x weight
+MOST_PRODUCT = 5.0  # times the median of norm x weight, which is what an update adds to the mean
 FEWEST = 3  # updates
 
 
@@ -55,7 +55,9 @@ def limits(influences: Mapping[str, Influence], how: Literal["clip", "drop", "no
             if figure > most * median
         ]
         if reasons:
-            scale, lowered = min(_scale(i.norm, norm), _scale(i.statistics, statistics)), min(i.weight, weight)
+            scale = min(_share(i.norm, MOST_NORM * norm), _share(i.statistics, MOST_NORM * statistics))
+            lowered = min(i.weight, MOST_WEIGHT * weight)
+            lowered *= _share(i.norm * scale * lowered, MOST_PRODUCT * product)
             done = "left out" if how == "drop" else f"clipped to change times {scale:.3g} and weight {lowered:.4g}"
             found[device] = Limit(scale, lowered, how == "drop", f"{done}: {'; '.join(reasons)}")
     return found
@@ -70,6 +72,6 @@ def _figures(i: Influence) -> tuple[float, float, float, float]:
     return i.norm, i.statistics, i.weight, i.norm * i.weight
 
 
-def _scale(norm: float, median: float) -> float:
-    """What a change of this norm is multiplied by, so that it has at most the median norm."""
-    return 1.0 if norm <= median else median / norm
+def _share(figure: float, most: float) -> float:
+    """What brings `figure` down to `most`: a factor of 0..1."""
+    return 1.0 if figure <= most else most / figure

@@ -32,7 +32,7 @@ def named(*influences: Influence) -> dict[str, Influence]:
 
 
 def test_an_update_within_the_multiples_of_the_median_is_left_alone() -> None:
-    honest = named(Influence(1, 10), Influence(2, 100), Influence(MOST_NORM * 2, 10), Influence(3, 100))
+    honest = named(Influence(1, 10), Influence(2, 100), Influence(MOST_NORM * 2, 10), Influence(3, 30))
     assert limits(honest, "clip") == {}
     assert limits(honest, "drop") == {}
 
@@ -40,9 +40,10 @@ def test_an_update_within_the_multiples_of_the_median_is_left_alone() -> None:
 def test_by_hand() -> None:
     found = limits(named(Influence(1, 10), Influence(2, 20), Influence(100, 1000)), "clip")
     assert set(found) == {"d2"}
-    assert (found["d2"].scale, found["d2"].weight, found["d2"].drop) == (0.02, 20.0, False)
+    # The change comes down to norm 3 x 2; then norm x weight, to 5 x 40.
+    assert (found["d2"].scale, found["d2"].weight, found["d2"].drop) == (0.06, pytest.approx(200 / 6), False)
     assert found["d2"].reason == (
-        "clipped to change times 0.02 and weight 20: its change has norm 100, the round's median is 2; "
+        "clipped to change times 0.06 and weight 33.33: its change has norm 100, the round's median is 2; "
         "it claims weight 1000, the round's median is 20; its norm times its weight is 1e+05, the round's median is 40"
     )
     dropped = limits(named(Influence(1, 100), Influence(2, 20), Influence(11, 20)), "drop")["d2"]
@@ -51,16 +52,16 @@ def test_by_hand() -> None:
 
 
 def test_norm_and_weight_are_also_compared_together() -> None:
-    inside = named(Influence(1, 10), Influence(1, 10), Influence(4, 2.5 * MOST_PRODUCT))
+    inside = named(Influence(1, 10), Influence(1, 10), Influence(2, 5 * MOST_PRODUCT))
     assert limits(inside, "clip") == {}
-    found = limits(named(Influence(1, 10), Influence(1, 10), Influence(4, 2.6 * MOST_PRODUCT)), "clip")["d2"]
-    assert (found.scale, found.weight) == (0.25, 10.0)
-    assert "its norm times its weight is 104" in found.reason
+    found = limits(named(Influence(1, 10), Influence(1, 10), Influence(2, 10 * MOST_PRODUCT)), "clip")["d2"]
+    assert (found.scale, found.weight) == (1.0, 5 * MOST_PRODUCT)
+    assert "its norm times its weight is 100" in found.reason
 
 
 def test_statistics_are_compared_with_statistics() -> None:
     found = limits(named(Influence(1, 1, 1000), Influence(1, 1, 900), Influence(1, 1, 50_000)), "clip")
-    assert found["d2"].scale == pytest.approx(1000 / 50_000)
+    assert found["d2"].scale == pytest.approx(MOST_NORM * 1000 / 50_000)
     assert "statistics" in found["d2"].reason
 
 
@@ -83,7 +84,7 @@ POSITIVE = st.floats(0, 1e30)
 
 
 @given(st.lists(st.builds(Influence, POSITIVE, st.integers(1, 2**31).map(float), POSITIVE), max_size=9))
-def test_what_is_limited_has_at_most_the_medians_and_a_majority_is_never_limited_for_one_figure(
+def test_what_is_limited_comes_down_to_the_limits_and_a_majority_is_never_limited_for_one_figure(
     given_influences: list[Influence],
 ) -> None:
     devices = named(*given_influences)
@@ -100,9 +101,14 @@ def test_what_is_limited_has_at_most_the_medians_and_a_majority_is_never_limited
         assert len(far) <= len(of) / 2
         beyond |= far
         for device, limit in found.items():
-            if name != "product":
-                after = limit.weight if name == "weight" else of[device] * limit.scale
-                assert after <= median * (1 + 1e-9)
+            i = devices[device]
+            after = {
+                "norm": i.norm * limit.scale,
+                "statistics": i.statistics * limit.scale,
+                "weight": limit.weight,
+                "product": i.norm * limit.scale * limit.weight,
+            }
+            assert after[name] <= most * median * (1 + 1e-9)
     assert found.keys() == beyond
     for limit in found.values():
         assert 0 <= limit.scale <= 1
@@ -157,8 +163,9 @@ def test_one_device_cannot_move_the_model_beyond_a_bound(attack: str, how: How) 
         assert statistics == 0.0
         assert "evil" not in closed.round.devices
     else:
-        assert moved <= (norms[2] + norms[3]) / 4  # a change of the median norm, of some 30 of 130 samples
-        assert statistics <= (0.03 + 0.04) * 2 / 4
+        # At most 5 x the median product of norm and weight, over the 100 samples of the others, and their own shift.
+        assert moved <= MOST_PRODUCT * norms[2] * 30 / 100 + norms[3]
+        assert statistics <= MOST_NORM * 0.04 * 2
         assert closed.round.devices == [*"abcd", "evil"]
     assert set(closed.round.guarded) == {"evil"}
     assert ("left out" in closed.round.guarded["evil"]) == (how == "drop")
@@ -171,10 +178,11 @@ def test_without_the_guard_it_does() -> None:
     assert closed.round.guarded == {}
 
 
-def test_an_absurd_claim_counts_as_the_median_device() -> None:
+def test_an_absurd_claim_comes_down_to_the_limit() -> None:
     closed = close(FedAvg(), {**HONEST, "evil": update(np.full(D, 0.4), np.ones(4), MAX_SAMPLES, "evil")}, "clip")
-    # Of the weights 10, 20, 30, 40 and the claim the median is 30; of the changes .1, .2, .3, .4 and .4 it is .3.
-    expected = np.average([0.1, 0.2, 0.3, 0.4, 0.3], weights=[10, 20, 30, 40, 30])
+    # Norm x weight of the others is 1, 4, 9 and 16 times the root of D; the median of all five is 9.
+    weight = MOST_PRODUCT * 9 / 0.4
+    expected = np.average([0.1, 0.2, 0.3, 0.4, 0.4], weights=[10, 20, 30, 40, weight])
     assert closed.state.parameters.tolist() == pytest.approx([expected] * D, rel=1e-6)
 
 
@@ -209,7 +217,8 @@ def test_the_heads_of_a_probing_round_are_guarded_and_masks_need_not_be() -> Non
     parts = [Contribution(d, checked[d], None, {}) for d in sorted(checked)]
     closed = aggregation.close_round(method, c, 1, state, parts, influences, "clip")
     assert set(closed.round.guarded) == {"evil"}
-    assert np.abs(closed.state.head - 1).max() <= 0.3 * 1.001
+    # The head comes down to MOST_PRODUCT x the median of norm x weight, .2 x 5, over the 15 samples of the others.
+    assert np.abs(closed.state.head - 1).max() <= (0.1 + 0.2 + 0.3 + MOST_PRODUCT * 0.2) * 5 / 15
 
 
 # --- whole federations
@@ -245,7 +254,7 @@ def federation(how: Any, poisoned: bool, rounds: int = 8, devices: int = 10) -> 
 def test_one_device_of_ten_cannot_keep_the_model_from_learning() -> None:
     honest = federation("clip", poisoned=False)
     assert honest > 0.9
-    for how in ("clip", "drop"):
-        assert federation(how, poisoned=True) >= honest - 0.03
+    assert federation("drop", poisoned=True) >= honest - 0.03
+    assert federation("clip", poisoned=True) >= honest - 0.15  # it learns, more slowly
     with pytest.raises(DivergedError), np.errstate(divide="ignore"):
         federation("none", poisoned=True)

@@ -6,22 +6,27 @@ DATA/blobs/             incoming/, bundles/DIGEST/, FEDERATION/{values,updates,d
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
+DATA/lock               held while a process opens the folder
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from coord_server.auth import OPERATOR_FILE
 from coord_server.store.blobs import INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
 from edge_client.errors import StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
-DATABASE, BLOBS, MARKER = "coordinator.db", "blobs", "store-id"
+DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
 ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
@@ -49,7 +54,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     if not folder.exists():
         _create(folder)
     with disk(f"{folder} cannot be used"):
-        empty = {p.name for p in folder.iterdir()} <= {FOREIGN}
+        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
     if empty and not init:
         advice = "if its disk is not mounted, mount it; --init starts anew in it"
         raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
@@ -76,16 +81,29 @@ def _create(folder: Path) -> None:
 
 
 def _open(folder: Path, database: str | None) -> Store:
-    if database is None:
-        _private(folder / DATABASE)
-        database = f"sqlite:///{folder.absolute() / DATABASE}"
-    metadata = Metadata(database)
+    with _alone(folder):
+        if database is None:
+            _private(folder / DATABASE)
+            database = f"sqlite:///{folder.absolute() / DATABASE}"
+        metadata = Metadata(database)
+        try:
+            _match(folder, metadata)
+            return Store(folder, metadata, FolderBlobs(folder / BLOBS))
+        except BaseException:
+            metadata.close()
+            raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Processes that start together open the folder one after another: SQLite creates a database for one at a time."""
+    with disk(f"{folder} cannot be used"):
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        _match(folder, metadata)
-        return Store(folder, metadata, FolderBlobs(folder / BLOBS))
-    except BaseException:
-        metadata.close()
-        raise
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _private(path: Path) -> None:
