@@ -151,6 +151,10 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
         assert all(word in " ".join(result.output.split()) for word in words), result.output
         assert max(len(line) for line in result.output.splitlines()) <= 80
         shown[command] = result.output
+    names = {"list": "har-by-person", "devices har": new.device, "rounds har": new.device}
+    assert all(name in shown[command].split() for command, name in names.items())  # unbroken, so it can be copied
+    digest = settings()["bundle"]
+    assert digest[:12] in shown["show har"].split()
     (silent,) = (line for line in shown["rounds har"].splitlines() if line.split()[:2] == ["121", "100"])
     assert silent.split()[2:5] == ["-", "-", "-"]  # loss, score, worst
 

@@ -1,6 +1,6 @@
 """The only writer of a federation: event -> engine -> one transaction over the version it was decided on.
 
-What waits together is applied in turn and written together (group commit). Another process may commit to the same
+Queued events are applied in order and written in one transaction (group commit). Another process may commit to the same
 federation: then the transaction finds another version, memory is loaded again and the events are applied again. Memory
 is a cache of one version; nothing is acknowledged, sent or started before its transaction is on disk. The timer of the
 round's deadline is here too, because time is an event.

@@ -37,7 +37,13 @@ T = TypeVar("T")
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
-WHOLE: dict[str, tuple[str, ...]] = {"phase": get_args(Phase), "state": (REMOVED, NOT_READY, FAILED)}  # unbroken words
+WHOLE: dict[str, tuple[str, ...]] = {  # columns of unbroken words
+    "phase": get_args(Phase),
+    "state": (REMOVED, NOT_READY, FAILED),
+    "method": ("standalone",),
+}
+NAMES = {"id": 24, "device": 30}  # columns to copy from: a name of so many characters stays in one line
+DIGITS = 12  # of a digest that is shown
 UNKNOWN = "-"  # a round's loss or score when no device reported one
 
 
@@ -95,26 +101,37 @@ def _failure(who: str, failure: Failure) -> Text:
     return _plain(f"{who} failed ({failure.kind}): {failure.reason}")
 
 
-def _table(*heads: str, caption: str | None = None) -> Table:
-    """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, caption=caption, caption_justify="left")
+def _table(*heads: str) -> Table:
+    """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off.
+
+    A column of NAMES gives up no width to the others; its values come from `_name`.
+    """
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     for head in heads:
         words = (*head.split(), *WHOLE.get(head, ()))
         table.add_column(
-            head, overflow="fold", no_wrap=head in WHOLE, min_width=max((len(word) for word in words), default=0)
+            head,
+            overflow="fold",
+            no_wrap=head in WHOLE or head in NAMES,
+            min_width=max((len(word) for word in words), default=0),
         )
     return table
 
 
-def _row(f: Federation) -> tuple[str | Text, ...]:
-    fault = _plain(f.fault or "")
+def _name(head: str, name: str) -> str:
+    """A name in lines of its column's width: one line for all but very long names."""
+    most = NAMES[head]
+    return "\n".join(name[at : at + most] for at in range(0, len(name), most))
+
+
+def _row(f: Federation) -> tuple[str, ...]:
     if f.config is None or f.phase is None:
-        return f.id, "", "", "", "", "", "", fault
+        return ("",) * 6
     method = str(f.config.method.get("name"))
     rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
     waits = f"{f.updates} in, {f.expected} due"
     ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
-    return f.id, method, f.phase, rounds, str(f.devices), waits, ends, fault
+    return method, f.phase, rounds, str(f.devices), waits, ends
 
 
 @app.command()
@@ -147,16 +164,16 @@ def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = 
     _show(lambda operator: operator.federations(), _federations, url, token_file, as_json)
 
 
-def _federations(found: Sequence[Federation]) -> list[Table]:
-    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in", "fault")
+def _federations(found: Sequence[Federation]) -> list[Table | Text]:
+    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in")
     for f in found:
-        table.add_row(*_row(f))
-    return [table]
+        table.add_row(_name("id", f.id), *_row(f))
+    return [table, *(_plain(f"fault of {f.id}: {f.fault}") for f in found if f.fault)]
 
 
 @app.command()
 def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """Show a federation: phase, round, updates, deadline, fault, and its settings."""
+    """Show a federation: phase, round, updates, deadline, fault, and its settings (--json: the whole digest)."""
     _show(lambda operator: operator.federation(id_), _federation, url, token_file, as_json)
 
 
@@ -165,10 +182,14 @@ def _federation(found: Federation) -> list[Table]:
     table.add_column()
     table.add_column(overflow="fold")
     names = ("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
-    for name, value in zip(names, _row(found), strict=True):
+    values: tuple[str | Text, ...] = (found.id, *_row(found), _plain(found.fault or ""))
+    for name, value in zip(names, values, strict=True):
         if value and name != "method":  # which follows with its settings
             table.add_row(name, value)
-    for name, setting in ({} if found.config is None else found.config.model_dump(mode="json")).items():
+    settings = {} if found.config is None else found.config.model_dump(mode="json")
+    if "bundle" in settings:
+        settings["bundle"] = settings["bundle"][:DIGITS]
+    for name, setting in settings.items():
         if name != "name" and setting is not None:
             table.add_row(name, _plain(setting if isinstance(setting, str) else json.dumps(setting)))
     return [table]
@@ -176,22 +197,20 @@ def _federation(found: Federation) -> list[Table]:
 
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List a federation's devices: updates, bytes of payloads, bundle and messages, score, last failure."""
+    """List a federation's devices: updates, bytes of payloads, score, last failure (--json: all bytes)."""
     _show(lambda operator: operator.devices(id_), _devices, url, token_file, as_json)
 
 
 def _devices(found: Sequence[Device]) -> list[Table | Text]:
-    heads = ("device", "updates", "payloads up", "payloads down", "bundle down", "messages up", "messages down")
-    caption = "\nbytes of bodies since enrolment; messages: all other bodies (--json: by kind)"
-    table = _table(*heads, "score", "state", caption=caption)
+    table = _table("device", "updates", "up", "down", "score", "state")
+    note = Text("\nup, down: bytes of payloads since enrolment (--json: bundle and messages too)")
     for d in found:
         score = "" if d.report is None else f"{d.report.score:.4f}"
         state = REMOVED if d.removed else NOT_READY if not d.ready else FAILED if d.failure is not None else ""
-        bundle = d.messages_down.get("bundle", 0)
-        others = (sum(d.messages_up.values()), sum(d.messages_down.values()) - bundle)
-        counts = (d.updates, d.bytes_up, d.bytes_down, bundle, *others)
-        table.add_row(d.device, *(f"{n:,}" for n in counts), score, state)
-    return [table, *(_failure(d.device, d.failure) for d in found if d.failure is not None)]
+        table.add_row(
+            _name("device", d.device), *(f"{n:,}" for n in (d.updates, d.bytes_up, d.bytes_down)), score, state
+        )
+    return [table, note, *(_failure(d.device, d.failure) for d in found if d.failure is not None)]
 
 
 @app.command()
@@ -222,7 +241,7 @@ def _rounds(found: Sequence[Round]) -> list[Table | Text]:
         scores = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
         figures = (loss, *scores, *bits, f"{r.seconds:.1f}", str(len(r.failed) or ""))
-        table.add_row(str(r.round), str(len(r.devices)), *figures, " ".join(r.skipped))
+        table.add_row(str(r.round), str(len(r.devices)), *figures, str(len(r.skipped) or ""))
     kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
     for r in found:
         t = r.traffic
@@ -232,6 +251,7 @@ def _rounds(found: Sequence[Round]) -> list[Table | Text]:
     for r in found:
         notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
         notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
+        notes += [_plain(f"round {r.round}: {device} skipped: its update could not be folded") for device in r.skipped]
     return [table, Text(), kinds, Text(), *notes]
 
 
