@@ -1,9 +1,10 @@
 """A check of an ONNX graph from the network, made once, before the file is kept and before a session opens it.
 
 A device runs graphs that its coordinator sends. They may compute, and nothing else: no file of the device is read
-through external data, and only plain operators run. What a graph takes is bounded by its file and by a device's own
-samples: every tensor's size is inferred for one large batch and has a limit, stored tensors are no larger than the
-file, and a `Scan`, which `edge_export` writes for recurrent layers, has at most as many steps as a sample has values.
+through external data, and only operators of ONNX itself run, without loops, branches and chance. What a graph takes is
+bounded by its file and by a device's own samples: every tensor's size is inferred for one large batch and has a limit,
+stored tensors are no larger than the file, and a `Scan`, which `edge_export` writes for recurrent layers, has at most
+as many steps as a sample has values.
 
 Inference itself could be made to take any memory or time, so it runs in a process of its own, with limits on both.
 """
@@ -11,6 +12,7 @@ Inference itself could be made to take any memory or time, so it runs in a proce
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -29,11 +31,7 @@ NODES_MOST = 20_000
 BATCH = 512  # samples, as many as a device runs at a time; smaller batches make smaller tensors
 ELEMENTS_MOST = 1 << 31  # of a tensor for such a batch
 CHECK_MEMORY, CHECK_SECONDS = 1 << 29, 60  # of the process that checks
-PLAIN = """Abs Add And AveragePool BatchNormalization Cast Clip Concat Conv Cos Div Elu Equal Erf Exp Expand Flatten
-Floor Gather GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid HardSwish Identity LSTM LayerNormalization
-LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Min Mul Neg Not Or Pow Reciprocal ReduceMax ReduceMean
-ReduceMin ReduceSum Relu Reshape Scan ScatterElements ScatterND Selu Shape Sigmoid Sign Sin Slice Softmax Softplus
-Split Sqrt Squeeze Sub Tanh Transpose Unsqueeze Where"""  # what `edge_export` writes, and the like for other layers
+REFUSED = re.compile("Constant|If|Loop|SequenceMap|Random.*|Bernoulli|Multinomial")
 MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # no larger than their input
 
 
@@ -91,7 +89,7 @@ def _check_nodes(graph: GraphProto, scans: bool) -> list[GraphProto]:
         what = f"node {node.name or node.output[:1]!s:.60}"
         if node.domain not in ("", "ai.onnx"):
             raise ValueError(f"{what} is {node.op_type!r} of domain {node.domain!r}")
-        if node.op_type not in PLAIN.split() or (node.op_type == "Scan" and not scans):
+        if REFUSED.fullmatch(node.op_type) or (node.op_type == "Scan" and not scans):
             raise ValueError(f"{what} is a {node.op_type}{'' if scans else ' inside a Scan'}")
         for a in node.attribute:
             bodies += [*([a.g] if a.HasField("g") else ()), *a.graphs]

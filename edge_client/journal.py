@@ -244,9 +244,8 @@ class Journal:
         return self._read("done.json", Report)
 
     def finish(self, report: Report) -> None:
-        """Store the report that the coordinator has accepted; what was kept between rounds is of no more use."""
+        """Store the report that the coordinator has accepted."""
         write_whole(self.folder / "done.json", report.model_dump_json(indent=1).encode())
-        self._drop(self._rounds("kept"), "kept")
 
     def _read(self, name: str, kind: type[M]) -> M | None:
         path = self.folder / name
