@@ -71,11 +71,8 @@ class Uploads:
         try:
             with self._commits.faults.watch("updates", f"the update of {device!r} could not be accepted"):
                 size, small = await receive(incoming, body, await self.limit(), "an update of this method")
-                checked, now, content = (
-                    await self._check(event, incoming, small),
-                    self._commits.clock(),
-                    Content(sha256, small),
-                )
+                checked = await self._check(event, incoming, small)
+                now, content = self._commits.clock(), Content(sha256, small)
                 await self._commits.submit(
                     event,
                     lambda rows: rows.add_update(round_, device, content, size, now, checked.influence),
