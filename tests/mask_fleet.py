@@ -98,7 +98,7 @@ def own_mask(fleet: Fleet, device: str) -> NDArray[np.bool_]:
     """The mask of the model a device trained, over the masked parameters."""
     mask = fleet.local[device].trained.mask
     assert mask is not None
-    return fleet.method.masked(fleet.m).gather(mask)
+    return fleet.method.masked(model(fleet.m)).gather(mask)
 
 
 def local_round(method: BernoulliMasks, t: Task, kept: Any, downlink: Payload) -> Local:

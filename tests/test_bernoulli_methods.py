@@ -28,7 +28,7 @@ def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:
     assert FedPM(biases=True).exchanged(model(M)) == MASKED + 16 + 12
     assert FedPM(head="mask").exchanged(model(M)) == MASKED + 12 * 3
     assert FedPM(layers=("1",)).exchanged(model(M)) == 16 * 12
-    assert FedPM().probed(M).size == 12 * 3 + 3
+    assert FedPM().probed(model(M)).size == 12 * 3 + 3
 
 
 @pytest.mark.parametrize("layers", [("9",), ("2",), ("0", "nothing")])
@@ -85,7 +85,7 @@ def test_probing_is_federated_averaging_of_the_head_alone() -> None:
     # The head is now frozen: no later round changes it, on either side.
     head = fleet.state.head.copy()
     fleet.play(*DEVICES)
-    part = fleet.method.probed(M)
+    part = fleet.method.probed(model(M))
     assert (fleet.state.head == head).all()
     assert (part.gather(fleet.local["b"].trained.parameters) == head).all()
 
@@ -103,7 +103,7 @@ def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
     fleet = Fleet(FedPM())
     fleet.play(*DEVICES)
     fleet.play(*DEVICES)
-    part, trained = fleet.method.masked(M), fleet.local["a"].trained
+    part, trained = fleet.method.masked(model(M)), fleet.local["a"].trained
     frozen = part.gather(model(M).parameters)
     assert (part.gather(trained.parameters) == frozen * own_mask(fleet, "a")).all()
 
@@ -145,7 +145,7 @@ def test_every_batch_draws_a_mask_of_its_own_device_round_and_turn() -> None:
     method, theta = FedPM(batch=20, epochs=2), np.full(MASKED, 0.7)
     trainer = steady()  # no gradient: the scores stay
     method.train(steady_task(trainer, "b", 5), None, theta, np.zeros(39, np.float32))
-    part = method.masked(M)
+    part = method.masked(model(M))
     weights = part.gather(model(M).parameters)
     p = sigmoid(np.log(theta / (1 - theta)).astype(np.float32))
     for turn, parameters in enumerate(trainer.asked):
@@ -170,7 +170,7 @@ def test_adam_goes_on_where_it_stopped_when_it_is_persistent(persistent: bool) -
     # theta = 1/2 gives every score the gradient g W / 4, so only its sign and the ratio of the two rounds' g count.
     method, theta = FedPM(persistent=persistent, lr=0.1), np.full(MASKED, 0.5)
     head = np.zeros(39, np.float32)
-    way = np.sign(method.masked(M).gather(model(M).parameters))
+    way = np.sign(method.masked(model(M)).gather(model(M).parameters))
     first = method.train(steady_task(steady(value=1.0)), None, theta, head)
     assert np.allclose(logit(first.theta), -0.1 * way, rtol=1e-4)
     kept = stored(first.kept)
@@ -209,7 +209,7 @@ def test_the_global_model_may_be_a_draw_a_threshold_or_an_expectation(evaluate: 
     fleet = Fleet(FedPM(evaluate=evaluate, head="mask", theta0=0.7))
     t = fleet.task("a", 1)
     personal = fleet.method.personal(t, None, fleet.receive("a"))
-    part = fleet.method.masked(M)
+    part = fleet.method.masked(model(M))
     share = part.gather(personal.parameters) / part.gather(model(M).parameters)
     if evaluate == "expected":
         assert personal.mask is None
@@ -224,7 +224,7 @@ def test_the_evaluated_mask_is_another_one_in_every_round() -> None:
     for round_ in (3, 4):
         mask = method.global_model(assignment(M, round_=round_), None, theta, head).mask
         assert mask is not None
-        masks.append(method.masked(M).gather(mask))
+        masks.append(method.masked(model(M)).gather(mask))
         assert (masks[-1] == (counter.uniform(counter.key(3, "evaluated mask", round_), MASKED) < 0.7)).all()
     assert (masks[0] != masks[1]).any()
 

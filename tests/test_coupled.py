@@ -79,7 +79,7 @@ def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
         took_part = DEVICES if r % 3 else DEVICES[:2]
         before = fleet.state.posterior
         fleet.play(*took_part)
-        first_mask_round = 0 if fleet.method.probing else -1
+        first_mask_round = 0 if fleet.method.probing(fleet.course.model) else -1
         if r > first_mask_round:  # the counts are those of the devices' own masks, added up here
             ones = np.sum([own_mask(fleet, d) for d in took_part], axis=0)
             reset = settings.get("reset_every", 1) == 1 or (r - first_mask_round - 1) % settings["reset_every"] == 0

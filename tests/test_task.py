@@ -163,8 +163,8 @@ def test_a_loss_that_cannot_be_reported_is_divergence() -> None:
 @pytest.mark.parametrize("damage", ["missing", "extra", "dtype"])
 def test_kept_arrays_that_do_not_make_the_kept_value_count_as_none(damage: str) -> None:
     method, t = FedPM(persistent=True, probe_rounds=1), task(M, "a", 2)
-    head = method.probed(M).gather(model(M).parameters)
-    theta = np.full(method.masked(M).size, 0.9, np.float32)
+    head = method.probed(model(M)).gather(model(M).parameters)
+    theta = np.full(method.masked(model(M)).size, 0.9, np.float32)
     down = Payload({"head": head, "theta": theta})
     kept = run_round(method, t, {}, down).kept
     assert understand(method, t.assignment, kept, down)[0].adam.steps == 1

@@ -6,8 +6,12 @@ round. The common parts are here.
 
 - **Parts.** The layers named by `layers` are masked: their weights, and with `biases` their biases. The head is the
   bundle's last layer. With `head="probe"` federated averaging trains it as float32 in the first `probe_rounds` rounds
-  (linear probing), then it is frozen; with `head="mask"` it is masked like any other layer. Every other parameter stays
-  as the bundle has it. Batch-norm statistics follow a device's own training and never leave it.
+  (linear probing), then it is frozen; with `head="keep"` it stays as the bundle has it; with `head="mask"` it is masked
+  like any other layer. Every other parameter stays as the bundle has it. Batch-norm statistics follow a device's own
+  training and never leave it.
+- **A pre-trained bundle** (weights from a file, not from a seed) must not end below its start. So a trained head is
+  kept, only dense layers are masked unless `layers` names others, the frozen weights are divided by theta0, so that the
+  expected network is the pre-trained one, and the global model is that expected network.
 - **Local training** (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023):
   scores s = logit(theta), a fresh draw m ~ Bern(sigmoid(s)) for each batch, straight-through gradient, Adam on s.
 - **Aggregation** is Bayesian: Beta(prior, prior) receives the ones and zeros of the round's masks and is reset every
@@ -28,7 +32,7 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Influence, Method
 from edge_client.methods.fedavg import Mean, distance, toward
@@ -115,10 +119,12 @@ class BernoulliMasks(Method):
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
 
     layers: tuple[str, ...] = ()
-    """Masked layers by name or dotted prefix; empty: all, except a probed head."""
+    """Masked layers by name or dotted prefix; empty: all but a head that is not masked, of a pre-trained bundle only
+    the dense ones."""
     biases: bool = False
     """Mask the biases of the masked layers too."""
-    head: Literal["probe", "mask"] = "probe"
+    head: Literal["auto", "probe", "mask", "keep"] = "auto"
+    """`auto` keeps the head of a pre-trained bundle and probes any other; a head of zeros counts as new."""
     probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
@@ -139,32 +145,45 @@ class BernoulliMasks(Method):
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
-    evaluate: Literal["sample", "threshold", "expected"] = "sample"
-    """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta."""
+    rescale: bool = True
+    """Divide the masked weights of a pre-trained bundle by theta0."""
+    evaluate: Literal["auto", "sample", "threshold", "expected"] = "auto"
+    """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta. `auto`: `expected` of a
+    pre-trained bundle, else `sample`."""
 
     # --- parts of the model
 
-    def masked(self, m: Manifest) -> Part:
-        """The masked parameters. Raises ConfigError when `layers` names a layer that does not exist."""
-        layers = m.layers[:-1] if self.head == "probe" else m.layers
-        found = [x for x in layers if not self.layers or any(_within(x.name, p) for p in self.layers)]
+    def head_of(self, model: Model) -> str:
+        """What happens to the head: "probe", "mask" or "keep"."""
+        if self.head != "auto":
+            return self.head
+        head = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
+        return "keep" if pretrained(model) and head.any() else "probe"
+
+    def masked(self, model: Model) -> Part:
+        """The masked parameters. Raises ConfigError when `layers` names a layer that is not there, or none is left."""
+        m = model.manifest
+        layers = m.layers if self.head_of(model) == "mask" else m.layers[:-1]
+        found = [x for x in layers if any(_within(x.name, p) for p in self.layers)]
         idle = [p for p in self.layers if not any(_within(x.name, p) for x in layers)]
+        if not self.layers:
+            found = [x for x in layers if x.kind == "linear" or not pretrained(model)]
         if idle or not found:
             raise ConfigError(f"layers = {idle or self.layers}: the layers to mask are {[x.name for x in layers]}")
         return tensors(m, {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))})
 
-    def probed(self, m: Manifest) -> Part:
+    def probed(self, model: Model) -> Part:
         """The head's parameters when it is probed, else nothing."""
-        return tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases} if self.head == "probe" else set())
+        head = model.manifest.layers[-1]
+        return tensors(model.manifest, {*head.weights, *head.biases} if self.head_of(model) == "probe" else set())
 
-    @property
-    def probing(self) -> int:
+    def probing(self, model: Model) -> int:
         """The number of rounds that train the head; they come first."""
-        return self.probe_rounds if self.head == "probe" else 0
+        return self.probe_rounds if self.head_of(model) == "probe" else 0
 
     def exchanged(self, model: Model) -> int:
         """The masked parameters."""
-        return self.masked(model.manifest).size
+        return self.masked(model).size
 
     # --- theta
 
@@ -191,14 +210,16 @@ class BernoulliMasks(Method):
         clipped: F64 = np.clip(theta, self.clip, 1 - self.clip)
         return clipped
 
-    def resets(self, round_: int) -> bool:
+    def resets(self, course: Course, round_: int) -> bool:
         """Whether the posterior begins anew with the masks of this round."""
-        return (round_ - self.probing - 1) % self.reset_every == 0
+        return (round_ - self.probing(course.model) - 1) % self.reset_every == 0
 
-    def tallied(self, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int) -> Posterior:
+    def tallied(
+        self, course: Course, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int
+    ) -> Posterior:
         """The posterior after a round of `masks` masks with `ones` ones at each element."""
         new = Posterior(self.counted(ones, masks), masks)
-        return new if self.resets(round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
+        return new if self.resets(course, round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         """What a round of `masks` masks adds to the posterior's ones."""
@@ -209,18 +230,18 @@ class BernoulliMasks(Method):
     def start(self, course: Course) -> Any:
         """No masks yet, and the bundle's head."""
         none = Posterior(np.zeros(self.exchanged(course.model), np.uint32), 0)
-        return State(none, self.probed(course.model.manifest).gather(course.model.parameters))
+        return State(none, self.probed(course.model).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
         """A probed head and, after the probing rounds, theta; float32."""
-        head = {"head": state.head} if self.head == "probe" else {}
-        if round_ <= self.probing:
+        head = {"head": state.head} if state.head.size else {}
+        if round_ <= self.probing(course.model):
             return Payload(head)
         return Payload({**head, "theta": self.theta(course, state.posterior).astype(np.float32)})
 
     def update_limit(self, model: Model) -> int:
         """A head or a mask."""
-        return max(4 * self.probed(model.manifest).size, self.mask_limit(self.exchanged(model)) + 4096)
+        return max(4 * self.probed(model).size, self.mask_limit(self.exchanged(model)) + 4096)
 
     @abstractmethod
     def mask_limit(self, n: int) -> int:
@@ -229,10 +250,10 @@ class BernoulliMasks(Method):
 
     def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> HeadUpdate | Packed:
         """A head, or a mask packed bool[masked]. Raises PayloadError."""
-        if a.round > self.probing:
+        if a.round > self.probing(a.model):
             return bits.pack(self.read_mask(a, state, record, payload))
         allow_only(payload, "head")
-        head = vector(payload, "head", self.probed(a.model.manifest).size)
+        head = vector(payload, "head", self.probed(a.model).size)
         return HeadUpdate(head, count(payload, "samples", MAX_SAMPLES))
 
     @abstractmethod
@@ -266,7 +287,7 @@ class BernoulliMasks(Method):
         """The averaged head, or the posterior with the round's masks in it."""
         if isinstance(total, Mean):
             return replace(state, head=total.value), {}
-        return replace(state, posterior=self.tallied(round_, state.posterior, total.counts(), total.total)), {}
+        return replace(state, posterior=self.tallied(course, round_, state.posterior, total.counts(), total.total)), {}
 
     # --- client half
 
@@ -274,7 +295,7 @@ class BernoulliMasks(Method):
         """theta and the head. Raises PayloadError."""
         allow_only(downlink, "head", "theta")
         head = self.sent_head(a, downlink)
-        if a.round <= self.probing:
+        if a.round <= self.probing(a.model):
             return Received(self.first_theta(a.course), head)
         theta = vector(downlink, "theta", self.exchanged(a.model))
         if not ((theta > 0) & (theta < 1)).all():
@@ -283,13 +304,13 @@ class BernoulliMasks(Method):
 
     def sent_head(self, a: Assignment, downlink: Payload) -> F32:
         """The head of a downlink, float32; empty when the head is not probed. Raises PayloadError."""
-        size = self.probed(a.model.manifest).size
+        size = self.probed(a.model).size
         return vector(downlink, "head", size) if size else np.zeros(0, np.float32)
 
     def local_round(self, task: Task, kept: Any, received: Any) -> Local:
         """Probe, or train the probabilities and send a mask drawn from them."""
         a = task.assignment
-        if a.round <= self.probing:
+        if a.round <= self.probing(a.model):
             return self.probe(task, kept, received.head)
         own = self.train(task, kept, received.theta, received.head)
         mask, update = self.upload(task, received, own.theta)
@@ -307,7 +328,7 @@ class BernoulliMasks(Method):
     def probe(self, task: Task, kept: Any, head: F32) -> Local:
         """One round of linear probing: SGD with momentum on the head, behind the dense frozen network."""
         model = task.assignment.model
-        part, own = self.probed(model.manifest), head.copy()
+        part, own = self.probed(model), head.copy()
         values, buffers = self.dense(model, own), own_statistics(model, kept)
         optimiser, loss = Sgd(part.size, self.probe_lr, self.probe_momentum), EpochLoss()
         for batch in task.batches(self.probe_epochs, self.batch, "probe"):
@@ -322,7 +343,7 @@ class BernoulliMasks(Method):
     def train(self, task: Task, kept: Any, theta: F64, head: F32) -> Trained:
         """Adam on the scores; each batch sees the weights under a draw from the device's secret randomness."""
         a, model = task.assignment, task.assignment.model
-        part, values, buffers = self.masked(model.manifest), self.dense(model, head), own_statistics(model, kept)
+        part, values, buffers = self.masked(model), self.frozen(model, head), own_statistics(model, kept)
         scores = np.log(theta / (1 - theta)).astype(np.float32)
         adam = Adam(part.size, self.lr)
         if self.persistent and kept is not None and kept.adam is not None:
@@ -342,12 +363,20 @@ class BernoulliMasks(Method):
     def dense(self, model: Model, head: F32) -> F32:
         """The frozen parameters with a head, float32[d]."""
         values: F32 = model.parameters.copy()
-        self.probed(model.manifest).scatter(head, values)
+        self.probed(model).scatter(head, values)
+        return values
+
+    def frozen(self, model: Model, head: F32) -> F32:
+        """The parameters behind the masks, float32[d]: those of `dense`, of a pre-trained bundle divided by theta0."""
+        values = self.dense(model, head)
+        if self.rescale and pretrained(model):
+            part = self.masked(model)
+            part.scatter(part.gather(values) / np.float32(self.theta0), values)
         return values
 
     def under(self, model: Model, head: F32, mask: Bits, buffers: F32) -> Personal:
         """The model under one mask, bool[masked]."""
-        part, values, alive = self.masked(model.manifest), self.dense(model, head), np.ones(model.manifest.d, np.bool_)
+        part, values, alive = self.masked(model), self.frozen(model, head), np.ones(model.manifest.d, np.bool_)
         part.scatter(part.gather(values) * mask, values)
         part.scatter(mask, alive)
         return Personal(values, buffers, alive)
@@ -355,16 +384,25 @@ class BernoulliMasks(Method):
     def global_model(self, a: Assignment, kept: Any, theta: F64, head: F32) -> Personal:
         """The federation's model with the device's own statistics; dense until the first masks of a probed network."""
         buffers = own_statistics(a.model, kept)
-        if self.head == "probe" and a.round <= self.probing + 1:
+        probing = self.probing(a.model)
+        if probing and a.round <= probing + 1:
             return Personal(self.dense(a.model, head), buffers)
-        if self.evaluate == "threshold":
+        evaluate = self.evaluate
+        if evaluate == "auto":
+            evaluate = "expected" if pretrained(a.model) else "sample"
+        if evaluate == "threshold":
             return self.under(a.model, head, theta >= 0.5, buffers)
-        if self.evaluate == "sample":
+        if evaluate == "sample":
             u = counter.uniform(counter.key(a.seed, "evaluated mask", a.round), theta.size)
             return self.under(a.model, head, u < theta, buffers)
-        part, values = self.masked(a.model.manifest), self.dense(a.model, head)
+        part, values = self.masked(a.model), self.frozen(a.model, head)
         part.scatter(part.gather(values) * theta.astype(np.float32), values)
         return Personal(values, buffers)
+
+
+def pretrained(model: Model) -> bool:
+    """Whether the bundle's weights come from a file; a seed's are random."""
+    return model.manifest.seed is None
 
 
 def own_statistics(model: Model, kept: Any) -> F32:

@@ -12,6 +12,10 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
   cohort's *net flips* against the sum of the references, so the sampling noise of the round costs nothing. Any other
   device receives the counts themselves, at most log2(masks + 1) bits each. Before the first masks nothing is sent.
 - A probed head goes down once to each device.
+- **Aggregation** of a pre-trained bundle is by differences: theta moves by the cohort's mean of mask less reference,
+  ``theta <- clip(theta + net / K)``. Where devices learn nothing, mask and reference agree and theta stays; the share
+  of ones in K masks, the posterior of `bernoulli`, would drift to 0 or 1. The counts are then steps of 1 / K around
+  theta0, K being the federation's cohort.
 
 There is one downlink for each audience: "short" (net flips), "long" (net flips coded with those of the round before,
 for a device that received them), "change" (counts coded against the last counts, when the cohort was larger than
@@ -26,9 +30,10 @@ every device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import counter, coupling
@@ -36,12 +41,21 @@ from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bernoulli, changes
-from edge_client.methods.bernoulli import F64, MOST_MASKS, BernoulliMasks, Bits, HeadUpdate, Packed, Posterior
+from edge_client.methods.bernoulli import (
+    F64,
+    MOST_MASKS,
+    BernoulliMasks,
+    Bits,
+    HeadUpdate,
+    Packed,
+    Posterior,
+    pretrained,
+)
 from edge_client.methods.fedavg import Mean
 from edge_client.protocol.payload import Arrays, Payload, coded, count, u8
 from edge_client.task import Assignment, Course, Local, Task
@@ -52,19 +66,21 @@ SHORT, LONG = "net_short.coupled-net", "net_long.coupled-net"
 COUNTS, CHANGE = "counts.counts", "change.counts"
 
 Flips = NDArray[np.int32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Net:
     """The net flips int32[masked] of a round, and what they are coded with.
 
-    `earlier` are those of the round before; `streams` uint64[K] the keys of the devices' uniforms; `down` and `up` the
-    sums of `coupling.Cohort`.
+    `earlier` are those of the round before; `streams` uint64[K] the keys of the devices' uniforms; `reference` uint8,
+    `down` and `up` the sums of `coupling.Cohort`.
     """
 
     flips: Flips
     earlier: Flips | None
     streams: NDArray[np.uint64]
+    reference: NDArray[np.uint8]
     down: F32
     up: F32
 
@@ -118,7 +134,7 @@ class Received(bernoulli.Received):
 
 @dataclass
 class Total:
-    """The counts of ones; for the first `references` devices the sums of `coupling.Cohort`; all devices' streams."""
+    """The counts of ones and of references; for the first `references` devices the other sums of `coupling.Cohort`."""
 
     theta: F64
     masks: Tally
@@ -137,8 +153,52 @@ class Coupled(BernoulliMasks):
 
     references: Annotated[int, Field(ge=0, le=250)] = 64
     """The largest cohort whose reference masks a device draws to decode a downlink."""
+    aggregate: Literal["auto", "posterior", "difference"] = "auto"
+    """`auto`: by differences for a pre-trained bundle, by the posterior for random weights."""
+
+    @model_validator(mode="after")
+    def _one_first_theta(self) -> Coupled:
+        if self.aggregate == "difference" and self.spread:
+            raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
+        return self
 
     # --- what both sides know
+
+    def by_difference(self, model: Model) -> bool:
+        """Whether theta moves by differences."""
+        return self.aggregate == "difference" or (self.aggregate == "auto" and pretrained(model) and not self.spread)
+
+    def steps(self, course: Course) -> tuple[int, int]:
+        """By differences: how many steps of 1 / K theta0 lies above the lowest theta, and the number of steps."""
+        below = math.ceil(self.theta0 * course.cohort)
+        return below, below + math.ceil((1 - self.theta0) * course.cohort)
+
+    def theta(self, course: Course, posterior: Posterior) -> F64:
+        """The global probabilities, float64[masked]; exact IEEE arithmetic, the same on every machine."""
+        if not (posterior.masks and self.by_difference(course.model)):
+            return super().theta(course, posterior)
+        below, _ = self.steps(course)
+        moved = (posterior.ones.astype(np.float64) - below) / course.cohort
+        clipped: F64 = np.clip(self.theta0 + moved, self.clip, 1 - self.clip)
+        return clipped
+
+    def advanced(
+        self, course: Course, round_: int, before: Posterior, reference: Ints, net: Flips, masks: int
+    ) -> Posterior:
+        """The posterior after a round of `masks` masks whose ones are ``reference + net``.
+
+        By differences a round with fewer masks than the cohort moves theta by ``net / masks`` all the same, rounded at
+        random with uniforms that both sides draw.
+        """
+        if not self.by_difference(course.model):
+            return self.tallied(course, round_, before, reference + net, masks)
+        below, top = self.steps(course)
+        step: Ints = net.astype(np.int64)
+        if masks != course.cohort:
+            u = counter.uniform(counter.key(course.seed, "partial cohort", round_), net.size)
+            step = (step * course.cohort + np.floor(u * masks).astype(np.int64)) // masks
+        start = before.ones.astype(np.int64) if before.masks else below
+        return Posterior(np.clip(start + step, 0, top).astype(np.uint32), top)
 
     def stream(self, a: Assignment) -> int:
         """The key of a device's uniforms in a round."""
@@ -148,7 +208,7 @@ class Coupled(BernoulliMasks):
         """What the last round's net flips say about the next."""
         if net is None:
             return None
-        return coupling.history(net, [b.shape for b in self.masked(model.manifest).blocks])
+        return coupling.history(net, [b.shape for b in self.masked(model).blocks])
 
     # --- server half
 
@@ -162,7 +222,7 @@ class Coupled(BernoulliMasks):
         if record is None or round_ > course.rounds:
             record = Record(0, "whole")
         content = record.next if record.round == round_ - 1 else "whole"
-        lacks_head = self.head == "probe" and round_ > 1 and record.round <= self.probing
+        lacks_head = round_ > 1 and record.round <= self.probing(course.model) > 0
         return f"{content}+head" if lacks_head else content
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
@@ -174,8 +234,7 @@ class Coupled(BernoulliMasks):
             return Payload(arrays)
         if step.net is not None and content in ("short", "long"):
             name, earlier = (LONG, step.net.earlier) if content == "long" else (SHORT, None)
-            ones = posterior.ones if self.resets(round_ - 1) else posterior.ones - step.before.ones
-            cohort = Cohort(ones.astype(np.int64) - step.net.flips, step.net.down, step.net.up)
+            cohort = Cohort(step.net.reference.astype(np.int64), step.net.down, step.net.up)
             theta, past = self.theta(course, step.before), self.history(course.model, earlier)
             data = u8(coupling.encode_net(step.net.flips, theta, cohort, past))
             return Payload({**arrays, name: data, "streams": step.net.streams})
@@ -213,8 +272,11 @@ class Coupled(BernoulliMasks):
             theta = self.theta(a.course, state.posterior)
             total = Total(theta, Tally(theta.size), Cohort.empty(theta.size))
         stream = self.stream(a)
+        u = counter.uniform(stream, total.theta.size)
         if len(total.streams) < self.references:
-            total.cohort.add(total.theta, counter.uniform(stream, total.theta.size))
+            total.cohort.add(total.theta, u)
+        else:  # no device will draw them
+            total.cohort.reference[:] += u < total.theta
         total.streams.append(stream)
         total.masks.add(update)
         return total, Record(a.round, "long" if holds_net(a, record) else "short")
@@ -225,14 +287,15 @@ class Coupled(BernoulliMasks):
         """The averaged head, or the new counts with what the round's devices need to follow them."""
         if isinstance(total, Mean):
             return super().finish(course, round_, took_part, state, total)
-        ones = total.masks.counts()
-        posterior = self.tallied(round_, state.posterior, ones, total.masks.total)
+        reference, masks = total.cohort.reference, total.masks.total
+        flips = (total.masks.counts().astype(np.int64) - reference).astype(np.int32)
+        posterior = self.advanced(course, round_, state.posterior, reference, flips, masks)
         if len(total.streams) > self.references:
             record = Record(round_, "change" if state.posterior.masks else "whole")
             return State(posterior, state.head, Step(state.posterior, None)), dict.fromkeys(took_part, record)
         earlier = state.step.net.flips if state.step is not None and state.step.net is not None else None
-        flips = (ones.astype(np.int64) - total.cohort.reference).astype(np.int32)
-        net = Net(flips, earlier, np.array(total.streams, np.uint64), total.cohort.down, total.cohort.up)
+        streams, sums = np.array(total.streams, np.uint64), total.cohort
+        net = Net(flips, earlier, streams, reference.astype(np.uint8), sums.down, sums.up)
         return State(posterior, state.head, Step(state.posterior, net)), {}
 
     # --- client half
@@ -244,9 +307,10 @@ class Coupled(BernoulliMasks):
         size = self.exchanged(a.model)
         try:
             if LONG in arrays or SHORT in arrays:
-                ones, net = self._advanced(a, required(a, held, size, LONG in arrays), downlink)
-                streams = len(arrays["streams"])
-                posterior = self.tallied(a.round - 1, required(a, held, size).posterior, ones, streams)
+                known = required(a, held, size, LONG in arrays)
+                reference, net = self._net(a, known, downlink)
+                masks = len(arrays["streams"])
+                posterior = self.advanced(a.course, a.round - 1, known.posterior, reference, net, masks)
                 return Received(self.theta(a.course, posterior), head, posterior, net)
             if CHANGE in arrays:
                 posterior = self._changed(a, required(a, held, size).posterior, downlink)
@@ -264,16 +328,16 @@ class Coupled(BernoulliMasks):
 
     def _head(self, a: Assignment, held: Held | None, downlink: Payload) -> F32:
         """The head: sent, held, or in round 1 the bundle's."""
-        if "head" in downlink.arrays or self.head == "mask":
+        if "head" in downlink.arrays or not self.probing(a.model):
             return self.sent_head(a, downlink)
         if a.round == 1:
-            return self.probed(a.model.manifest).gather(a.model.parameters)
+            return self.probed(a.model).gather(a.model.parameters)
         if held is None:
             raise stale(a, "it holds no head")
         return held.head
 
-    def _advanced(self, a: Assignment, held: Held, downlink: Payload) -> tuple[NDArray[np.uint32], Flips]:
-        """The last round's ones and net flips: every reference of that round, and the net flips against their sum."""
+    def _net(self, a: Assignment, held: Held, downlink: Payload) -> tuple[Ints, Flips]:
+        """The sum of the last round's references, and the net flips against it."""
         long = LONG in downlink.arrays
         data = coded(downlink, LONG if long else SHORT, ("head", "streams"))
         streams = downlink.arrays.get("streams", np.zeros(0))
@@ -291,7 +355,7 @@ class Coupled(BernoulliMasks):
         ones = cohort.reference + net
         if int(ones.min(initial=0)) < 0 or int(ones.max(initial=0)) > len(streams):
             raise stale(a, f"counts leave 0..{len(streams)}")
-        return ones.astype(np.uint32), net
+        return cohort.reference, net
 
     def _changed(self, a: Assignment, before: Posterior, downlink: Payload) -> Posterior:
         """The counts, coded against the last round's."""
@@ -307,7 +371,7 @@ class Coupled(BernoulliMasks):
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """As every such device; after a round of masks it also keeps what it received."""
         local = super().local_round(task, kept, received)
-        if task.assignment.round <= self.probing:
+        if task.assignment.round <= self.probing(task.assignment.model):
             return local
         held = Held(received.posterior, received.head, received.net)
         return replace(local, kept=replace(local.kept, held=held))

@@ -62,7 +62,8 @@ class DeltaMask(BernoulliMasks):
         """The share of round `a.round`."""
         if self.kappa_end is None:
             return self.kappa
-        along = (a.round - self.probing - 1) / max(a.rounds - self.probing - 1, 1)
+        probing = self.probing(a.model)
+        along = (a.round - probing - 1) / max(a.rounds - probing - 1, 1)
         return self.kappa_end + (self.kappa - self.kappa_end) * (1 + math.cos(math.pi * along)) / 2
 
     def uniforms(self, a: Assignment, n: int) -> F64:

@@ -48,9 +48,9 @@ class FedPM(BernoulliMasks):
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         """theta in either form (no counts before the first masks), and a probed head."""
-        if self.down == "float32" or round_ <= self.probing:
+        if self.down == "float32" or round_ <= self.probing(course.model):
             return super().downlink(course, round_, state, record)
-        head = {"head": state.head} if self.head == "probe" else {}
+        head = {"head": state.head} if state.head.size else {}
         posterior = state.posterior
         if not posterior.masks:
             return Payload(head)
@@ -70,7 +70,7 @@ class FedPM(BernoulliMasks):
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        if self.down == "float32" or a.round <= self.probing:
+        if self.down == "float32" or a.round <= self.probing(a.model):
             received: Received = super().receive(a, kept, downlink)
             return received
         allow_only(downlink, "head", COUNTS)

@@ -1,0 +1,130 @@
+"""Mask methods on a pre-trained bundle begin at its accuracy and do not drift away from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import counter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_fleet import DEVICES, Fleet, M, own_mask, steady, steady_task
+from numpy.typing import NDArray
+from numpy_mlp import assignment, model, task
+
+from edge_client.bundle import Model
+from edge_client.errors import ConfigError
+from edge_client.methods.bernoulli import BernoulliMasks, Posterior
+from edge_client.methods.coupled import Coupled
+from edge_client.methods.deltamask import DeltaMask
+from edge_client.methods.fedpm import FedPM
+from edge_client.task import Assignment
+
+TRAINED = M.model_copy(update={"seed": None})
+EVERY: list[type[BernoulliMasks]] = [FedPM, DeltaMask, Coupled]
+
+
+def with_new_head() -> Model:
+    """The pre-trained model with a head of zeros."""
+    m = model(TRAINED)
+    values = m.parameters.copy()
+    for name in ("2.w", "2.b"):
+        values[TRAINED.tensors[name].span] = 0
+    return replace(m, parameters=values)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_the_first_model_is_the_pre_trained_one(make: type[BernoulliMasks]) -> None:
+    fleet = Fleet(make(), TRAINED)
+    t = task(TRAINED, "a")
+    personal = fleet.method.personal(t, None, fleet.receive("a"))
+    np.testing.assert_allclose(personal.parameters, model(TRAINED).parameters, rtol=1e-6)
+    fleet.play(*DEVICES)
+    head = TRAINED.tensors["2.w"].span
+    assert (fleet.local["a"].trained.parameters[head] == model(TRAINED).parameters[head]).all()  # kept, not probed
+
+
+def test_a_head_of_zeros_is_new_and_probed_and_a_seed_means_random_weights() -> None:
+    assert FedPM().head_of(model(TRAINED)) == "keep"
+    assert FedPM().head_of(with_new_head()) == "probe"
+    assert FedPM().head_of(model(M)) == "probe"
+    assert FedPM(head="mask").head_of(model(TRAINED)) == "mask"
+
+
+def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> None:
+    first = TRAINED.layers[0].model_copy(update={"kind": "conv2d"})
+    m = TRAINED.model_copy(update={"layers": (first, *TRAINED.layers[1:])})
+    assert [b.name for b in FedPM().masked(model(m)).blocks] == ["1.w"]
+    assert [b.name for b in FedPM(layers=("0",)).masked(model(m)).blocks] == ["0.w"]
+    only = m.model_copy(update={"layers": (first, TRAINED.layers[2])})
+    with pytest.raises(ConfigError, match="the layers to mask are"):
+        FedPM().masked(model(only))
+
+
+def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior() -> None:
+    thetas: dict[str, Any] = {}
+    for how in ("difference", "posterior"):
+        method = Coupled(aggregate=how)
+        fleet = Fleet(method, TRAINED)
+        trainer = steady(TRAINED)
+        for round_ in range(1, 5):
+            total: Any = None
+            for d in DEVICES:
+                t = steady_task(trainer, d, round_)
+                t = replace(t, assignment=replace(t.assignment, course=fleet.course))
+                received = method.receive(t.assignment, None, method.downlink(fleet.course, round_, fleet.state, None))
+                update = method.local_round(t, None, received).update
+                read = method.read_update(t.assignment, fleet.state, None, update)
+                total, _ = method.fold(t.assignment, fleet.state, total, read, None)
+            fleet.state, _ = method.finish(fleet.course, round_, DEVICES, fleet.state, total)
+        thetas[how] = fleet.theta()
+    assert (thetas["difference"] == 0.95).all()
+    assert (thetas["posterior"] != 0.95).all()
+
+
+def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
+    fleet = Fleet(Coupled(lr=0.5), TRAINED)
+    fleet.play(*DEVICES)
+    m = model(TRAINED)
+    net = np.zeros(fleet.method.exchanged(m), np.int64)
+    for d in DEVICES:
+        a = assignment(TRAINED, d, 1)
+        u = _uniforms(fleet, a)
+        net += own_mask(fleet, d).astype(np.int64) - (u < 0.95)
+    assert net.any()
+    np.testing.assert_array_equal(fleet.theta(), np.clip(0.95 + net / 3, 0.01, 0.99))
+
+
+def _uniforms(fleet: Fleet, a: Assignment) -> NDArray[np.float64]:
+
+    assert isinstance(fleet.method, Coupled)
+    return counter.uniform(fleet.method.stream(a), fleet.method.exchanged(a.model))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sets(st.sampled_from(DEVICES), min_size=1), min_size=2, max_size=6), st.sampled_from([0, 64]))
+def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
+    rounds: list[set[str]], references: int
+) -> None:
+    fleet = Fleet(Coupled(lr=0.5, references=references), TRAINED)
+    for took_part in rounds:
+        fleet.play(*sorted(took_part))
+        for d in DEVICES:
+            received = fleet.receive(d)
+            assert (received.posterior.ones == fleet.state.posterior.ones).all()
+            assert (received.theta == fleet.theta()).all()
+
+
+def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
+    method, c = Coupled(aggregate="difference"), Fleet(Coupled(), TRAINED).course
+    net = np.ones(20_000, np.int32)
+    before = Posterior(np.zeros(net.size, np.uint32), method.steps(c)[1])
+    after = method.advanced(c, 1, before, np.zeros(net.size, np.int64), net, 2)  # two of three devices, both up once
+    assert abs(after.ones.mean() - 1.5) < 0.02
+
+
+def test_differences_need_one_first_theta() -> None:
+    with pytest.raises(ValueError, match="set spread = 0"):
+        Coupled(aggregate="difference", spread=1.0)
