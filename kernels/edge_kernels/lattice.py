@@ -49,6 +49,7 @@ _BIN = OCTAVE // 2  # of distance / b, for the correction of the curve
 _CLASSES = 4  # |N| = 0, 1, 2, or more
 _UNARY = 16  # magnitudes below this are unary
 _GUESS = OCTAVE // 4  # one step of the first guess of b
+_TILE = 1 << 14  # elements handled at a time
 _BLOCK, _FLAG_CLASSES = 32, 16
 
 
@@ -98,7 +99,7 @@ def encode(values: I32, known: Known) -> bytes:
     lanes = max((len(places) >> 8).bit_length() - 1, 0)
     while True:
         writer = arrivals.Writer(1 << lanes)
-        _code(model, guess, writer.code, values)
+        _code(model, guess, writer.code, places, values[places].astype(np.int64))
         if writer.steps() <= MAX_STEPS:
             return bytes([lanes, guess]) + writer.bytes()
         lanes, model = lanes + 1, _Model(known)
@@ -111,24 +112,26 @@ def decode(data: bytes, known: Known) -> I32:
     if len(data) < 2 or 1 << data[0] > MAX_LANES or data[1] * _GUESS > _MOST - _LEAST:
         raise CodecError("the first two bytes are not those of Lattice's coder; was another codec used?")
     reader = arrivals.Reader(data[2:], 1 << data[0])
-    values = _code(_Model(known), data[1], reader.code, np.zeros(known.d, np.int32))
+    none = np.zeros(0, np.int64)
+    places, values = _code(_Model(known), data[1], reader.code, none, none)
     reader.end()
-    if not values.any():
+    if not len(places):
         raise CodecError("a vector of zeros takes no bytes; the payload is damaged")
-    return values
+    out = np.zeros(known.d, np.int32)
+    out[places] = values
+    return out
 
 
-def _code(model: _Model, guess: int, exchange: Exchange, given: I32) -> I32:
-    """The values, either read by `exchange` or, by a writer, given to it."""
-    values = np.zeros(model.d, np.int32)
-    places = model.places(guess, exchange, given)
-    if len(places):
-        signs = _signs(model, places, exchange, given[places])
-        signed = signs * _sizes(model, places, exchange, np.abs(given[places].astype(np.int64)))
-        if int(signed.min()) < -(2**31) or int(signed.max()) >= 2**31:
-            raise CodecError("a value is beyond 32 bits; the payload is damaged")
-        values[places] = signed
-    return values
+def _code(model: _Model, guess: int, exchange: Exchange, places: I64, given: I64) -> tuple[I64, I64]:
+    """Where the values are not 0, and those values; a writer gives both, a reader gives none."""
+    places = model.places(guess, exchange, places)
+    if not len(given):
+        given = np.zeros(len(places), np.int64)
+    signs = _signs(model, places, exchange, given)
+    values = signs * _sizes(model, places, exchange, np.abs(given))
+    if int(values.min(initial=0)) < -(2**31) or int(values.max(initial=0)) >= 2**31:
+        raise CodecError("a value is beyond 32 bits; the payload is damaged")
+    return places, values
 
 
 class _Model:
@@ -137,15 +140,16 @@ class _Model:
     def __init__(self, known: Known) -> None:
         self.known, self.d = known, known.d
         _check(known)
-        near = None if known.fall is None or known.rise is None else np.minimum(known.fall, known.rise)
-        self.base = np.full(self.d, _TOP + _OFFSET, np.int16) if near is None else _log(near)
-        if near is not None:
-            self.base += np.int16(_OFFSET)
-        self.dithered = near is not None
+        self.dithered = known.fall is not None and known.rise is not None
+        self.base = np.full(self.d, _TOP + _OFFSET, np.int16)
+        for low in range(0, self.d, _TILE):
+            s = slice(low, low + _TILE)
+            if known.fall is not None and known.rise is not None:
+                self.base[s] = _log(np.minimum(known.fall[s], known.rise[s])) + np.int16(_OFFSET)
+            if known.held is not None:
+                held = np.clip(known.held[s], 1 - _CLASSES, _CLASSES - 1).astype(np.int16)
+                self.base[s] += np.abs(held) * np.int16(_SIZE)
         self.tensors = [_Tensor.of(*span, known.held) for span in known.spans]
-        if known.held is not None:
-            top = _CLASSES - 1
-            self.base += np.abs(np.clip(known.held, -top, top)).astype(np.int16) * np.int16(_SIZE)
         self.curve = _curve(self.dithered)
         self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
         self.own = np.zeros(_CLASSES, np.int64)
@@ -153,7 +157,7 @@ class _Model:
 
     def guess(self, members: int) -> int:
         """The first guess of b with which about so many members are expected."""
-        counts = np.bincount((self.base - self.scales())[::3], minlength=_CLASSES * _SIZE) * 3
+        counts = np.bincount((self.base - self.scales())[::5], minlength=_CLASSES * _SIZE) * 5
         flat = counts.reshape(_CLASSES, _SIZE).sum(axis=0)
         table = chance(self.table()[:_SIZE].astype(np.int64)) * 2.0**-24
         steps = range((_MOST - _LEAST) // _GUESS + 1)
@@ -161,19 +165,20 @@ class _Model:
         expected = [flat[s:] @ table[: len(table) - s] for s in (_LEAST + _GUESS * g for g in steps)]
         return int(np.argmin(np.abs(np.log((np.array(expected) + 0.5) / members))))
 
-    def places(self, guess: int, exchange: Exchange, given: I32) -> I64:
-        """Where the values are not 0, int64[n]."""
+    def places(self, guess: int, exchange: Exchange, given: I64) -> I64:
+        """Where the values are not 0, int64[n]; a writer gives it."""
         for tensor in self.tensors:
             tensor.factor = _LEAST + _GUESS * guess
-        found = []
+        found, part = [], given % _PERIOD
         for low, high in zip(_PASSES[:-1], _PASSES[1:], strict=True):
-            index = _part(self.base, low, high) - _part(self.scales(), low, high)
-            hazards = self.table().take(index)
-            mine = exchange(ends(hazards), _part(given, low, high).nonzero()[0])
+            index = _part(self.base - self.scales(), low, high).astype(np.int64)
+            table = self.table()
+            own = given[(part >= low) & (part < high)]
+            mine = exchange(ends(table.take(index)), own // _PERIOD * (high - low) + own % _PERIOD - low)
             here = mine // (high - low) * _PERIOD + mine % (high - low) + low
             found.append(here)
             if high < _PERIOD:
-                self.learn(low, high, index, hazards, mine, here)
+                self.learn(low, high, index, (chance(table.astype(np.int64)) >> 4).astype(np.uint32), mine, here)
         return np.sort(np.concatenate(found))
 
     def scales(self) -> I16:
@@ -187,15 +192,28 @@ class _Model:
             )
         return out
 
+    def scales_at(self, places: I64) -> I64:
+        """:meth:`scales` at some sorted places only, int64[n]."""
+        out = np.empty(len(places), np.int64)
+        for tensor in self.tensors:
+            mine = slice(*np.searchsorted(places, (tensor.where.start, tensor.where.stop)))
+            here = places[mine] - tensor.where.start
+            columns = len(tensor.column)
+            out[mine] = tensor.factor + tensor.row[here // columns] + tensor.column[here % columns]
+        return out
+
     def table(self) -> U32:
         """The hazard of an index ``_OFFSET + log(distance / b) + class * _SIZE``."""
         index = np.arange(_SIZE) - _OFFSET + _DEEP
         hazards = np.clip(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.uint32)
         return np.concatenate([hazards[np.clip(index - own, 0, len(hazards) - 1)] for own in self.own])
 
-    def learn(self, low: int, high: int, index: I16, hazards: U32, mine: I64, here: I64) -> None:
-        """Correct the factors by a pass: `mine` are the members' numbers in the pass, `here` their positions."""
-        expected = (chance(hazards.astype(np.int64)) >> 4).astype(np.uint32)  # in units of 2**-20
+    def learn(self, low: int, high: int, index: I64, chances: U32, mine: I64, here: I64) -> None:
+        """Correct the factors by a pass: `mine` are the members' numbers in the pass, `here` their positions.
+
+        `chances` are those of each index, in units of 2**-20.
+        """
+        expected = chances.take(index)
         before, sums = ends(expected), _spread(expected, self.d, low, high)
         for tensor in self.tensors:
             mask = slice(*np.searchsorted(here, (tensor.where.start, tensor.where.stop)))
@@ -203,7 +221,7 @@ class _Model:
         total = (len(mine) + 4.0) / (float(before[-1]) * 2.0**-UNIT + 4.0)
         size = _CLASSES * _SIZE
         ones = np.bincount(index[mine], minlength=size)
-        due = np.bincount(index, minlength=size) * (chance(self.table().astype(np.int64)) >> 4) * 2.0**-UNIT * total
+        due = np.bincount(index, minlength=size) * chances.astype(np.float64) * 2.0**-UNIT * total
         column = np.arange(_SIZE) - _OFFSET + _DEEP
         bins = (np.clip(column - self.own[:, None], 0, len(self.curve) - 1) // _BIN).reshape(-1)
         seen, awaited = (np.bincount(bins, weights=x, minlength=len(self.bin_weight)) for x in (ones, due))
@@ -257,7 +275,7 @@ class _Tensor:
         self.column_weight += seen
 
 
-def _signs(model: _Model, places: I64, exchange: Exchange, given: I32) -> I64:
+def _signs(model: _Model, places: I64, exchange: Exchange, given: I64) -> I64:
     """1 or -1 for every place. The dither expects a sign; those that differ from it are members of a list."""
     known = model.known
     if known.fall is None or known.rise is None:
@@ -267,7 +285,7 @@ def _signs(model: _Model, places: I64, exchange: Exchange, given: I32) -> I64:
     else:
         fall, rise = known.fall[places], known.rise[places]
         expected = np.where(rise <= fall, 1, -1)
-        lead = _log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales()[places]
+        lead = _log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales_at(places)
         classes = np.clip((lead + 6 * OCTAVE) // OCTAVE, 0, 9)
         start = 0.25
     wrong = _flags(classes, start, exchange, np.sign(given) != expected)
@@ -277,7 +295,7 @@ def _signs(model: _Model, places: I64, exchange: Exchange, given: I32) -> I64:
 def _sizes(model: _Model, places: I64, exchange: Exchange, given: I64) -> I64:
     """The magnitudes, from 1: unary below 16, then the bits of what is beyond, as Elias-gamma numbers."""
     size = np.ones(len(places), np.int64)
-    classes = np.clip((model.scales()[places].astype(np.int64) - 12 * OCTAVE) // OCTAVE, 0, 15)
+    classes = np.clip((model.scales_at(places) - 12 * OCTAVE) // OCTAVE, 0, 15)
     left = np.arange(len(places))
     for level in range(1, _UNARY):
         more = _flags(classes[left], 0.1 if level == 1 else 0.3, exchange, given[left] > level)
