@@ -106,13 +106,13 @@ def lattice_targets(large: bool = False) -> list[Target]:
     )
     dither = (counter.uint64(counter.key("fuzz lattice"), d) >> np.uint64(32)).astype(np.uint32)
     lean = counter.uniform(counter.key("fuzz lean"), d) - 0.5
-    held = np.rint(3 * lean).astype(np.int32)
+    held = np.rint(1.1 * lean).astype(np.int32) * 20
     known, whole = lattice.up(dither, spans, held), lattice.whole(spans)
     found = np.floor(4 * lean**5 + dither * 2.0**-32).astype(np.int32)
     out = []
-    for label, numbers, what in (("up", found, known), ("whole", held * 20, whole), ("whole sparse", found, whole)):
+    for label, numbers, what in (("up", found, known), ("whole", held, whole), ("whole sparse", found, whole)):
         data = lattice.encode(numbers, what)
-        out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 4 * d))
+        out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d))  # the lists of members
     return out
 
 

@@ -79,7 +79,7 @@ class Model:
                 top = np.int32(_CLASSES - 1)
                 held = np.minimum(np.maximum(known.held[s], -top), top).astype(np.int16)
                 self.base[s] += np.abs(held) * np.int16(_SIZE)
-        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans]
+        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans if span[1] * span[2]]
         self.curve = _curve(self.dithered)
         self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
         self.own = np.zeros(_CLASSES, np.int64)
