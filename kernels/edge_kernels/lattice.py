@@ -1,0 +1,155 @@
+"""Whole numbers near zero at a few bits each: the entropy coder of Lattice.
+
+A device rounds ``a`` to ``floor(a + u)`` with dither u that both sides know. A small a gives 0, or 1 if u is close to
+1, or -1 if u is close to 0. So the chance of a number other than 0 falls with the *distance* of u from its nearer end,
+about as ``exp(-distance / b) / 2``, where b is the typical size of a. Gradients are sums of outer products, so b is
+modelled as a product of a factor of the tensor, of the row and of the column (`lattice_model`).
+
+Of this model one byte travels, the first guess of b. The factors begin with the activity of rows and columns in the
+vector N that both sides hold, and follow what has been decoded. `codecs.arrivals` codes where the values are not 0,
+then the signs where they are not those that the dither suggests, then what is beyond 1 in unary. docs/codecs.md
+specifies the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels.codecs import CodecError, arrivals
+from edge_kernels.codecs.arrivals import MAX_LANES, ends, hazard, most_steps
+from edge_kernels.lattice_model import GUESS, HIGHEST, I32, I64, LOWEST, OCTAVE, U32, Exchange, Known, Model, Span, log
+
+Bits = NDArray[np.bool_]
+
+_UNARY = 16  # magnitudes below this are unary
+_CLASSES = 16  # of flags
+_BLOCK = 32  # flags of the first block; each later end is five times the one before
+
+
+def up(dither: U32, spans: Sequence[Span], held: I32) -> Known:
+    """For a device's numbers ``floor(a + dither / 2**32)``; `held` int32[d] is the model's vector N."""
+    return Known(spans, dither, ~dither, held)
+
+
+def down(fall: U32, rise: U32, spans: Sequence[Span], held: I32) -> Known:
+    """For a change of N: the least dither and the least ``~dither`` over the streams of the missed rounds."""
+    return Known(spans, fall, rise, held)
+
+
+def whole(spans: Sequence[Span]) -> Known:
+    """For N itself, sent to a device that holds nothing."""
+    return Known(spans, None, None, None)
+
+
+def encode(values: I32, known: Known) -> bytes:
+    """The values int32[d] as bytes; none if all are 0."""
+    if values.shape != (known.d,) or values.dtype != np.int32:
+        raise CodecError(f"values are int32[{known.d}], not {values.dtype}{list(values.shape)}")
+    places = values.nonzero()[0]
+    if not len(places):
+        return b""
+    model = Model(known)
+    guess = model.guess(len(places))
+    lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
+    while 1 << lanes <= MAX_LANES:
+        writer = arrivals.Writer(1 << lanes)
+        _code(model, guess, writer.code, places, values[places].astype(np.int64))
+        body = writer.bytes()
+        if writer.steps() <= most_steps(len(body), 1 << lanes):
+            return bytes([lanes, guess]) + body
+        lanes, model = lanes + 1, Model(known)
+    raise CodecError(f"{len(places)} of {known.d} values that are not 0 are too many for this codec; split the vector")
+
+
+def decode(data: bytes, known: Known) -> I32:
+    """The values of :func:`encode`, int32[d], with what the writer knew. Raises CodecError."""
+    if not data:
+        return np.zeros(known.d, np.int32)
+    if len(data) < 2 or 1 << data[0] > MAX_LANES or data[1] * GUESS > HIGHEST - LOWEST:
+        raise CodecError("the first two bytes are not those of Lattice's coder; was another codec used?")
+    reader = arrivals.Reader(data[2:], 1 << data[0])
+    none = np.zeros(0, np.int64)
+    places, values = _code(Model(known), data[1], reader.code, none, none)
+    reader.end()
+    if not len(places):
+        raise CodecError("a vector of zeros takes no bytes; the payload is damaged")
+    out = np.zeros(known.d, np.int32)
+    out[places] = values
+    return out
+
+
+def _code(model: Model, guess: int, exchange: Exchange, places: I64, given: I64) -> tuple[I64, I64]:
+    """Where the values are not 0, and those values; a writer gives both, a reader gives none."""
+    places = model.places(guess, exchange, places)
+    if not len(given):
+        given = np.zeros(len(places), np.int64)
+    signs = _signs(model, places, exchange, given)
+    values = signs * _sizes(model, places, exchange, np.abs(given))
+    if int(values.min(initial=0)) < -(2**31) or int(values.max(initial=0)) >= 2**31:
+        raise CodecError("a value is beyond 32 bits; the payload is damaged")
+    return places, values
+
+
+def _signs(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
+    """1 or -1 for every place. The dither expects a sign; those that differ from it are members of a list."""
+    known = model.known
+    if known.fall is None or known.rise is None:
+        expected = np.ones(len(places), np.int64)
+        classes = np.zeros(len(places), np.int64)
+        start = 0.5
+    else:
+        fall, rise = known.fall[places], known.rise[places]
+        expected = np.where(rise <= fall, 1, -1)
+        lead = log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales_at(places)
+        classes = np.clip((lead + 6 * OCTAVE) // OCTAVE, 0, 9)
+        start = 0.25
+    wrong = _flags(classes, start, exchange, np.sign(given) != expected)
+    return np.where(wrong, -expected, expected)
+
+
+def _sizes(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
+    """The magnitudes, from 1: unary below 16, then the bits of what is beyond, as Elias-gamma numbers."""
+    size = np.ones(len(places), np.int64)
+    classes = np.clip((model.scales_at(places) - 12 * OCTAVE) // OCTAVE, 0, 15)
+    left = np.arange(len(places))
+    for level in range(1, _UNARY):
+        more = _flags(classes[left], 0.1 if level == 1 else 0.3, exchange, given[left] > level)
+        left = left[more]
+        size[left] += 1
+        if not len(left):
+            return size
+    beyond = given[left] - _UNARY + 1
+    width, growing = np.zeros(len(left), np.int64), np.arange(len(left))
+    while len(growing):
+        more = _flags(np.zeros(len(growing), np.int64), 0.3, exchange, beyond[growing] >> (width[growing] + 1) > 0)
+        growing = growing[more]
+        width[growing] += 1
+        if len(growing) and int(width[growing[0]]) > 31:
+            raise CodecError("a value is beyond 32 bits; the payload is damaged")
+    number = np.int64(1) << width
+    for j in range(int(width.max()) - 1, -1, -1):
+        has = (width > j).nonzero()[0]
+        number[has] |= (
+            _flags(np.zeros(len(has), np.int64), 0.5, exchange, beyond[has] >> j & 1 > 0).astype(np.int64) << j
+        )
+    size[left] += number - 1
+    return size
+
+
+def _flags(classes: I64, start: float, exchange: Exchange, given: Bits) -> Bits:
+    """Flags with a rate per class, which begins at `start` and is learnt from blocks of growing size."""
+    flags = np.zeros(len(classes), np.bool_)
+    ones, all_ = np.full(_CLASSES, 2 * start), np.full(_CLASSES, 2.0)
+    low, high = 0, _BLOCK
+    while low < len(flags):
+        here = classes[low:high]
+        hazards = hazard(np.floor(ones / all_ * 2.0**24).astype(np.int64))
+        members = exchange(ends(hazards[here]), given[low:high].nonzero()[0])
+        flags[low:high][members] = True
+        ones += np.bincount(here[members], minlength=_CLASSES)
+        all_ += np.bincount(here, minlength=_CLASSES)
+        low, high = high, 5 * high
+    return flags
