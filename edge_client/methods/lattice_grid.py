@@ -1,0 +1,163 @@
+"""What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, the payloads' heads.
+
+The weights are ``w0 + step / K * count``: an integer count for each trainable parameter, one step for each tensor, K the
+federation's cohort. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
+machines agree.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from edge_kernels import counter
+from edge_kernels.lattice import Span
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Manifest
+from edge_client.errors import PayloadError
+from edge_client.parts import Part, rest
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Course
+
+Counts = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+
+FINEST = 0.02  # of the step of a tensor that moves no more than the average
+SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
+MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
+
+
+def grid(manifest: Manifest) -> Part:
+    """The parameters on the grid: every trainable tensor."""
+    return rest(manifest)
+
+
+def spans(part: Part) -> list[Span]:
+    """The tensors of the grid as matrices of axis 0 by the rest, as the coder takes them."""
+    shapes = [(b.shape[0] if b.shape else 1, b.size) for b in part.blocks]
+    return [(place, rows, size // rows) for place, (rows, size) in zip(part.places, shapes, strict=True)]
+
+
+def rms(part: Part, change: F32) -> F32:
+    """The root of the mean square of each tensor's change, float32[tensors]."""
+    squares = [float(np.mean(np.square(change[p], dtype=np.float64))) for p in part.places]
+    return np.sqrt(np.array(squares)).astype(np.float32)
+
+
+def steps(part: Part, each: F32, quantum: float, cohort: int) -> F32:
+    """The step of each tensor from its rms: finer for a tensor that moves more than the average parameter."""
+    sizes = [p.stop - p.start for p in part.places]
+    square = math.fsum(n * float(r) ** 2 for n, r in zip(sizes, each, strict=True)) / max(1, sum(sizes))
+    average = max(math.sqrt(square), SMALLEST)
+    shares = [min(1.0, max(FINEST, average / max(float(r), SMALLEST))) for r in each]
+    return np.array([quantum * cohort * average * share for share in shares], np.float32)
+
+
+def spread(part: Part, each: F32) -> F32:
+    """A value for each tensor as one for each parameter of the grid."""
+    return np.repeat(each, [p.stop - p.start for p in part.places])
+
+
+# --- dither
+
+
+def common(course: Course, round_: int, size: int) -> U32:
+    """The uniform numbers of a round that all its devices share, in units of 2**-32."""
+    words = counter.uint64(counter.key(course.seed, "dither", round_), size)
+    return (words >> np.uint64(32)).astype(np.uint32)
+
+
+def dither(a: Assignment, size: int) -> U32:
+    """A device's own: the common ones shifted by its place, so that a cohort's numbers are stratified."""
+    return common(a.course, a.round, size) + np.uint32((a.place << 32) // a.course.cohort)
+
+
+def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
+    """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
+    fall, rise = np.full(size, 0xFFFFFFFF, np.uint32), np.full(size, 0xFFFFFFFF, np.uint32)
+    for round_ in rounds:
+        folded = common(course, round_, size) * np.uint32(course.cohort)  # modulo 2**32: the place drops out
+        np.minimum(fall, folded // np.uint32(course.cohort), out=fall)
+        np.minimum(rise, ~folded // np.uint32(course.cohort), out=rise)
+    return fall, rise
+
+
+def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:
+    """Whole numbers whose mean is `values`, by the server's stream of the round; whole numbers stay as they are."""
+    u = counter.uniform(counter.key(course.seed, "rounding", round_), values.size)
+    return np.clip(np.floor(values + u), -MOST, MOST).astype(np.int32)
+
+
+# --- heads: the fixed bytes before the coded numbers
+
+_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IHBf")
+
+
+@dataclass(frozen=True)
+class UpHead:
+    """`crc` of the moves; `gain`: the received model's loss less the bundle's, on the device's first batch."""
+
+    crc: int
+    gain: float
+
+    def pack(self) -> bytes:
+        return _UP.pack(self.crc, self.gain)
+
+
+@dataclass(frozen=True)
+class DownHead:
+    """`crc` of the counts; `missed` rounds since the counts that the change builds on; how often steps were halved;
+    the mean number of samples behind an update."""
+
+    crc: int
+    missed: int
+    halvings: int
+    samples: float
+
+    def pack(self) -> bytes:
+        return _DOWN.pack(self.crc, self.missed, self.halvings, self.samples)
+
+
+def up_head(data: bytes) -> tuple[UpHead, bytes]:
+    """The head of an update and what follows it. Raises PayloadError."""
+    crc, gain = _fields(_UP, data)
+    if not math.isfinite(gain):
+        raise PayloadError(f"the update's gain is {gain}; a finite number is due")
+    return UpHead(crc, gain), data[_UP.size :]
+
+
+def down_head(data: bytes) -> tuple[DownHead, bytes]:
+    """The head of a downlink and what follows it. Raises PayloadError."""
+    crc, missed, halvings, samples = _fields(_DOWN, data)
+    if not (missed >= 1 and halvings < 32 and 0 < samples < math.inf):
+        raise PayloadError(f"the downlink says {missed} rounds, {halvings} halvings, {samples} samples; it is damaged")
+    return DownHead(crc, missed, halvings, samples), data[_DOWN.size :]
+
+
+def _fields(form: struct.Struct, data: bytes) -> tuple[int | float, ...]:
+    if len(data) < form.size:
+        raise PayloadError(f"a head takes {form.size} bytes, but the array has {len(data)}; the payload is damaged")
+    return form.unpack_from(data)
+
+
+# --- batch-norm statistics, as differences in half precision
+
+
+def halved(difference: F32) -> NDArray[np.floating]:
+    """A difference of statistics as it travels: float16, or float32 where float16 does not reach."""
+    half = difference.astype(np.float16)
+    return half if np.isfinite(half).all() else difference
+
+
+def difference(payload: Payload, name: str, size: int) -> F32:
+    """What `halved` made, as float32[size]; zeros when the payload lacks it and size is 0. Raises PayloadError."""
+    found = payload.arrays.get(name, np.zeros(0, np.float16))
+    if found.dtype not in (np.float16, np.float32) or found.shape != (size,) or not np.isfinite(found).all():
+        raise PayloadError(
+            f"array {name!r} is {found.dtype}{list(found.shape)}; {size} finite values of float16 or float32 are due"
+        )
+    return found.astype(np.float32)
