@@ -1,0 +1,236 @@
+"""Rare members of a list, each with its own probability, by interleaved rANS: one symbol per member, not per element.
+
+Element i of a list has a *hazard* h[i], a whole number in units of 2**-20, and is a member with probability
+``1 - exp(-h)``. With the hazards laid end to end, members are arrivals of a Poisson process. From an element a, the
+symbol is the next member j within a window of hazard 4, or none. Its interval follows from the hazards between a and j
+and a fixed table of ``1 - exp(-t)``. So the length of the code is that of coding element by element.
+
+A list is cut into one stretch per lane, of equal hazard, and a step decodes one symbol of every lane. Several lists
+follow one another in the same lanes. The states must end as they began, which detects damage and wrong hazards.
+docs/codecs.md specifies the bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels.codecs.sets import CodecError
+
+I64 = NDArray[np.int64]
+
+UNIT = 20  # log2 of hazard 1
+MOST = 4 << UNIT  # the largest hazard, and the length of a window
+LEAST = 4  # the smallest hazard: every element of a window has a frequency of at least 1
+MAX_LANES = 1 << 15
+MAX_STEPS = 1 << 12  # bounds the work of a reader
+SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
+
+_CELL = 18  # log2 of the hazard between two entries of the table
+_LOW = 1 << SCALE
+_PART = np.int64((1 << _CELL) - 1)
+
+
+def _table() -> I64:
+    """``2**24 * (1 - exp(-k / 4))`` for k = 0 .. 16, from ``exp(-1/4) = 3344923893 / 2**32``, each rounded down."""
+    rest, out = 1 << 56, []
+    for _ in range(17):
+        out.append(_LOW - (rest >> 32))
+        rest = rest * 3344923893 >> 32
+    return np.array(out, np.int64)
+
+
+_BELOW = _table()
+_INSIDE = np.append(np.diff(_BELOW), 0)
+
+
+def chance(hazards: I64) -> I64:
+    """``2**24 * (1 - exp(-t))`` of hazards 0 .. MOST, linear between the entries of the table, rounded down."""
+    cell = hazards >> _CELL
+    out = hazards & _PART
+    out *= _INSIDE.take(cell)
+    out >>= _CELL
+    out += _BELOW.take(cell)
+    return out
+
+
+def hazard(chances: I64) -> NDArray[np.uint32]:
+    """The hazard of ``chance / 2**24``, the inverse of :func:`chance` up to rounding, at least LEAST."""
+    cell = np.minimum(_BELOW.searchsorted(chances, "right") - 1, 15)
+    inside = ((chances - _BELOW[cell]) << _CELL) // _INSIDE[cell]
+    return np.clip((cell << _CELL) + inside, LEAST, MOST).astype(np.uint32)
+
+
+def ends(hazards: NDArray[np.uint32]) -> I64:
+    """The hazard before each element, and at last that of the whole list, int64[n + 1]."""
+    out = np.empty(len(hazards) + 1, np.int64)
+    out[0] = 0
+    np.cumsum(hazards, out=out[1:])
+    return out
+
+
+def _cuts(before: I64, lanes: int) -> I64:
+    """The first element of each lane's stretch, and the end of the list, int64[lanes + 1]."""
+    marks = np.arange(lanes + 1, dtype=np.int64) * (int(before[-1]) // lanes)
+    cuts: I64 = before.searchsorted(marks)
+    cuts[-1] = len(before) - 1
+    return cuts
+
+
+class Writer:
+    """Collects lists, and then codes them backwards."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self._starts: list[I64] = []
+        self._freqs: list[I64] = []
+
+    def steps(self) -> int:
+        """The steps so far."""
+        return sum(map(len, self._starts))
+
+    def code(self, before: I64, members: I64) -> I64:
+        """Add the sorted members of a list whose hazards are `before`; returns the members."""
+        lanes, n = self._lanes, len(before) - 1
+        cuts = _cuts(before, lanes)
+        first = members.searchsorted(cuts)  # the first member of each stretch
+        lane = np.repeat(np.arange(lanes), np.diff(first))
+        # A gap begins at each stretch and after each member; `until` is the member that ends it, n if none does.
+        at, end, until = (np.empty(lanes + len(members), np.int64) for _ in range(3))
+        heads, others = first[:-1] + np.arange(lanes), np.arange(len(members)) + lane + 1
+        at[heads], at[others] = cuts[:-1], members + 1
+        end[heads], end[others] = cuts[1:], cuts[lane + 1]
+        until.fill(n)
+        until[others - 1] = members
+        gaps = (at < end).nonzero()[0]
+        order, starts, freqs = [], [], []
+        while len(gaps):
+            low, here, stop = at[gaps], before[at[gaps]], end[gaps]
+            window = np.minimum(before.searchsorted(here + MOST, "right") - 1, stop)
+            hit = until[gaps] < window
+            low = np.where(hit, until[gaps], window)
+            start = chance(before[low] - here)
+            order.append(gaps)
+            starts.append(start)
+            freqs.append(np.where(hit, chance(before[np.where(hit, low + 1, low)] - here), _LOW) - start)
+            at[gaps] = low
+            gaps = gaps[~hit & (window < stop)]
+        gap = np.concatenate([*order, np.zeros(0, np.int64)])
+        sort = gap.argsort(kind="stable")
+        lane_of = np.searchsorted(heads, gap[sort], "right") - 1
+        rank = np.arange(len(gap)) - np.searchsorted(lane_of, np.arange(lanes))[lane_of]
+        table = np.zeros((2, int(rank.max(initial=-1)) + 1, lanes), np.int64)
+        table[1] = _LOW  # a lane without a symbol keeps its state
+        if len(gap):
+            table[0, rank, lane_of] = np.concatenate(starts)[sort]
+            table[1, rank, lane_of] = np.concatenate(freqs)[sort]
+        self._starts.append(table[0])
+        self._freqs.append(table[1])
+        return members
+
+    def bytes(self) -> bytes:
+        """The states, then the words."""
+        x = np.full(self._lanes, _LOW, np.int64)
+        words: list[I64] = []
+        for starts, freqs in zip(reversed(self._starts), reversed(self._freqs), strict=True):
+            bounds, rests = freqs << SCALE, _LOW - freqs
+            for step in range(len(starts) - 1, -1, -1):
+                over = (x >= bounds[step]).nonzero()[0]
+                if len(over):
+                    full = x[over]
+                    words.append(full & (_LOW - 1))
+                    x[over] = full >> SCALE
+                quotient = x // freqs[step]
+                quotient *= rests[step]
+                x += quotient
+                x += starts[step]
+        words.reverse()
+        more = (x >= 1 << 32).astype(np.uint8) + (x >= 1 << 40)
+        widths = np.packbits((more[:, None] >> np.arange(2) & 1).reshape(-1).astype(np.uint8), bitorder="little")
+        kept = np.arange(6) < 4 + more[:, None]
+        states = x.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :6][kept]
+        flat = np.concatenate([*words, np.zeros(0, np.int64)]).astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3]
+        return widths.tobytes() + states.tobytes() + flat.tobytes()
+
+
+class Reader:
+    """Reads lists in the order in which they were added. Every fault is a CodecError."""
+
+    def __init__(self, data: bytes, lanes: int) -> None:
+        head = -(-lanes // 4)
+        raw = np.frombuffer(data, np.uint8)
+        if len(raw) < head + 4 * lanes:
+            raise CodecError(f"the states of {lanes} lanes do not fit in {len(raw)} bytes; the payload is truncated")
+        bits = np.unpackbits(raw[:head], bitorder="little")
+        more = bits[0 : 2 * lanes : 2] + 2 * bits[1 : 2 * lanes : 2]
+        kept = np.arange(6) < 4 + more[:, None]
+        count = int(kept.sum())
+        if (more > 2).any() or bits[2 * lanes :].any() or len(raw) < head + count or (len(raw) - head - count) % 3:
+            raise CodecError("the states or words of the lanes are damaged")
+        states = np.zeros((lanes, 8), np.uint8)
+        states[:, :6][kept] = raw[head : head + count]
+        self._x: I64 = states.view("<i8").reshape(-1).astype(np.int64)
+        if ((self._x >> (8 * (3 + more.astype(np.int64)))) == 0).any():
+            raise CodecError("the state of a lane is shorter than its width; the payload is damaged")
+        words = np.zeros(((len(raw) - head - count) // 3, 4), np.uint8)
+        words[:, :3] = raw[head + count :].reshape(-1, 3)
+        self._words: I64 = words.view("<u4").reshape(-1).astype(np.int64)
+        self._used = self._steps = 0
+
+    def code(self, before: I64, _: I64 | None = None) -> I64:
+        """The sorted members of the next list, whose hazards are `before`."""
+        x, words = self._x, self._words
+        lanes = len(x)
+        cuts = _cuts(before, lanes)
+        at, end = cuts[:-1].copy(), cuts[1:]
+        here = before[at]
+        found: list[I64] = []
+        while (at < end).any():
+            self._steps += 1
+            if self._steps > MAX_STEPS:
+                raise CodecError(f"the payload needs more than {MAX_STEPS} steps; it is damaged")
+            slot = x & (_LOW - 1)
+            window = before.searchsorted(here + MOST, "right")
+            window -= 1
+            np.minimum(window, end, out=window)
+            none = chance(before.take(window) - here)
+            hit = slot < none
+            cell = _BELOW.searchsorted(slot, "right")
+            cell -= 1
+            # The first hazard t with chance(t) > slot; the member is the element that reaches it.
+            t = slot - _BELOW.take(cell)
+            t += 1
+            t <<= _CELL
+            inside = np.maximum(_INSIDE.take(cell), 1)
+            t += inside
+            t -= 1
+            t //= inside
+            t += cell << _CELL
+            t += here
+            low = np.where(hit, before.searchsorted(t) - 1, window)
+            at = low + hit
+            ahead = before.take(at)
+            start = chance(before.take(low) - here)
+            freq = np.where(hit, chance(np.where(hit, ahead - here, 0)), _LOW)
+            freq -= start
+            slot -= start
+            x >>= SCALE
+            x *= freq
+            x += slot
+            here = ahead
+            found.append(low[hit])
+            under = (x < _LOW).nonzero()[0]
+            if len(under):
+                more = words[self._used : self._used + len(under)]
+                if len(more) < len(under):
+                    raise CodecError("the payload ends within its coded symbols; it is truncated or damaged")
+                x[under] = (x[under] << SCALE) | more
+                self._used += len(under)
+        members = np.concatenate([*found, np.zeros(0, np.int64)])
+        members.sort()
+        return members
+
+    def end(self) -> None:
+        """Raise CodecError unless all was read and the states are those that the writer began with."""
+        if self._used != len(self._words) or (self._x != _LOW).any():
+            raise CodecError("the states do not end as they began: the payload is damaged, or the two sides differ")
