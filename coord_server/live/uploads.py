@@ -119,7 +119,9 @@ class Uploads:
             return None
         data = incoming.content() if small is None else small
         try:
-            assignment = Assignment(values.course, e.round, e.device, engine.place(self._commits.config, state, e.device))
+            assignment = Assignment(
+                values.course, e.round, e.device, engine.place(self._commits.config, state, e.device)
+            )
             record = self._values.record(e.device, e.round)
             checked = aggregation.check_update(self._values.method, assignment, values.state, record, data)
         except StaleError:

@@ -42,25 +42,33 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.errors import LostError, PayloadError
+from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Method
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
+    HISTORY,
     MOST,
     Counts,
-    DownHead,
-    UpHead,
-    difference,
+    History,
     dither,
-    down_head,
     grid,
-    halved,
     nearest,
     rms,
     rounded,
     spans,
     spread,
     steps,
+)
+from edge_client.methods.lattice_wire import (
+    DownHead,
+    UpHead,
+    difference,
+    down_head,
+    fault,
+    halved,
+    packed,
+    received_statistics,
+    stale,
     up_head,
 )
 from edge_client.parts import Part
@@ -69,7 +77,6 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8,
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
-HISTORY = 16  # rounds whose changes the server keeps for late devices
 MOST_MOVE = (1 << 15) - 1  # of a device's number
 MOST_HALVINGS = 16
 BAD_ROUNDS = 2  # in a row that halve the steps
@@ -79,33 +86,6 @@ LOWEST_RATE = 0.05  # of the cosine schedule, relative to the first
 RATE, CAREFUL_RATE = 0.01, 0.003
 
 MOVES, CHANGE = "moves", "change"
-
-
-@dataclass(frozen=True)
-class History:
-    """The changes of N in the last rounds, in today's units: a round's `lengths` places uint32 and values int32."""
-
-    lengths: NDArray[np.int64]
-    places: NDArray[np.uint32]
-    values: Counts
-
-    def before(self, counts: Counts, rounds: int) -> Counts:
-        """N as it was so many rounds ago."""
-        first = int(self.lengths[: len(self.lengths) - rounds].sum())
-        held = counts.astype(np.int64)
-        np.subtract.at(held, self.places[first:], self.values[first:])
-        return held.astype(np.int32)
-
-    def then(self, change: Counts) -> History:
-        """With one round more, and without those that are too old."""
-        places = np.flatnonzero(change)
-        old = max(0, len(self.lengths) + 1 - HISTORY)
-        first = int(self.lengths[:old].sum())
-        return History(
-            np.append(self.lengths[old:], len(places)),
-            np.append(self.places[first:], places.astype(np.uint32)),
-            np.append(self.values[first:], change[places]),
-        )
 
 
 @dataclass(frozen=True)
@@ -280,9 +260,15 @@ class Lattice(Method):
         if int(moves.max(initial=0)) > MOST_MOVE or int(moves.min(initial=0)) < -MOST_MOVE:
             raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate")
         each = vector(payload, "rms", len(part.blocks)) if first else None
-        if each is not None and not (each >= 0).all():
-            raise PayloadError("an rms is negative")
+        if each is not None:
+            with np.errstate(over="ignore"):
+                step = steps(part, each, self.quantum, a.course.cohort)
+            if not ((each >= 0).all() and np.isfinite(step).all()):
+                raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
         statistics = difference(payload, "statistics", self.buffers(a.model))
+        with np.errstate(over="ignore"):
+            if not np.isfinite(state.statistics + statistics).all():
+                raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
         return Update(moves, each, statistics, count(payload, "samples", MAX_SAMPLES), head.gain)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -475,29 +461,3 @@ class Trained:
     buffers: F32
     loss: float
     gain: float
-
-
-def packed(payload: Payload, name: str) -> bytes:
-    """The bytes of the array `name`. Raises PayloadError."""
-    found = payload.arrays.get(name)
-    if found is None or found.dtype != np.uint8 or found.ndim != 1:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r}, uint8[n], was due")
-    return found.tobytes()
-
-
-def received_statistics(model: Model, sent: NDArray[np.floating]) -> F32:
-    """The statistics that a device has after a downlink with this difference."""
-    return model.buffers + sent.astype(np.float32)
-
-
-def stale(a: Assignment, why: str) -> LostError:
-    """The error of a downlink that does not fit what the device kept."""
-    return LostError(
-        f"the downlink of round {a.round} builds on counts that this device does not hold: {why}; the coordinator sends "
-        "everything with the next downlink"
-    )
-
-
-def fault(a: Assignment, base: int, why: str) -> LostError | PayloadError:
-    """The error of a change that cannot be read: the device lost what it builds on, unless it builds on nothing."""
-    return PayloadError(f"the downlink of round {a.round}: {why}; fetch it again") if base == 1 else stale(a, why)

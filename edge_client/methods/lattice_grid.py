@@ -1,14 +1,13 @@
-"""What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, the payloads' heads.
+"""What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, past changes.
 
-The weights are ``w0 + step / K * count``: an integer count for each trainable parameter, one step for each tensor, K the
-federation's cohort. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
+The weights are ``w0 + step / K * count``: an integer count for each trainable parameter, one step for each tensor, K
+the federation's cohort. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
 machines agree.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,9 +17,7 @@ from edge_kernels.lattice import Span
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest
-from edge_client.errors import PayloadError
 from edge_client.parts import Part, rest
-from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 
 Counts = NDArray[np.int32]
@@ -28,6 +25,7 @@ U32 = NDArray[np.uint32]
 
 FINEST = 0.02  # of the step of a tensor that moves no more than the average
 SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
+HISTORY = 16  # rounds whose changes the server keeps for late devices
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
@@ -92,72 +90,28 @@ def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:
     return np.clip(np.floor(values + u), -MOST, MOST).astype(np.int32)
 
 
-# --- heads: the fixed bytes before the coded numbers
-
-_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IHBf")
-
-
 @dataclass(frozen=True)
-class UpHead:
-    """`crc` of the moves; `gain`: the received model's loss less the bundle's, on the device's first batch."""
+class History:
+    """The changes of N in the last rounds, in today's units: a round's `lengths` places uint32 and values int32."""
 
-    crc: int
-    gain: float
+    lengths: NDArray[np.int64]
+    places: NDArray[np.uint32]
+    values: Counts
 
-    def pack(self) -> bytes:
-        return _UP.pack(self.crc, self.gain)
+    def before(self, counts: Counts, rounds: int) -> Counts:
+        """N as it was so many rounds ago."""
+        first = int(self.lengths[: len(self.lengths) - rounds].sum())
+        held = counts.astype(np.int64)
+        np.subtract.at(held, self.places[first:], self.values[first:])
+        return held.astype(np.int32)
 
-
-@dataclass(frozen=True)
-class DownHead:
-    """`crc` of the counts; `missed` rounds since the counts that the change builds on; how often steps were halved;
-    the mean number of samples behind an update."""
-
-    crc: int
-    missed: int
-    halvings: int
-    samples: float
-
-    def pack(self) -> bytes:
-        return _DOWN.pack(self.crc, self.missed, self.halvings, self.samples)
-
-
-def up_head(data: bytes) -> tuple[UpHead, bytes]:
-    """The head of an update and what follows it. Raises PayloadError."""
-    crc, gain = _fields(_UP, data)
-    if not math.isfinite(gain):
-        raise PayloadError(f"the update's gain is {gain}; a finite number is due")
-    return UpHead(crc, gain), data[_UP.size :]
-
-
-def down_head(data: bytes) -> tuple[DownHead, bytes]:
-    """The head of a downlink and what follows it. Raises PayloadError."""
-    crc, missed, halvings, samples = _fields(_DOWN, data)
-    if not (missed >= 1 and halvings < 32 and 0 < samples < math.inf):
-        raise PayloadError(f"the downlink says {missed} rounds, {halvings} halvings, {samples} samples; it is damaged")
-    return DownHead(crc, missed, halvings, samples), data[_DOWN.size :]
-
-
-def _fields(form: struct.Struct, data: bytes) -> tuple[int | float, ...]:
-    if len(data) < form.size:
-        raise PayloadError(f"a head takes {form.size} bytes, but the array has {len(data)}; the payload is damaged")
-    return form.unpack_from(data)
-
-
-# --- batch-norm statistics, as differences in half precision
-
-
-def halved(difference: F32) -> NDArray[np.floating]:
-    """A difference of statistics as it travels: float16, or float32 where float16 does not reach."""
-    half = difference.astype(np.float16)
-    return half if np.isfinite(half).all() else difference
-
-
-def difference(payload: Payload, name: str, size: int) -> F32:
-    """What `halved` made, as float32[size]; zeros when the payload lacks it and size is 0. Raises PayloadError."""
-    found = payload.arrays.get(name, np.zeros(0, np.float16))
-    if found.dtype not in (np.float16, np.float32) or found.shape != (size,) or not np.isfinite(found).all():
-        raise PayloadError(
-            f"array {name!r} is {found.dtype}{list(found.shape)}; {size} finite values of float16 or float32 are due"
+    def then(self, change: Counts) -> History:
+        """With one round more, and without those that are too old."""
+        places = np.flatnonzero(change)
+        old = max(0, len(self.lengths) + 1 - HISTORY)
+        first = int(self.lengths[:old].sum())
+        return History(
+            np.append(self.lengths[old:], len(places)),
+            np.append(self.places[first:], places.astype(np.uint32)),
+            np.append(self.values[first:], change[places]),
         )
-    return found.astype(np.float32)
