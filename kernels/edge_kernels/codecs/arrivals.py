@@ -42,6 +42,8 @@ def _table() -> I64:
 
 _BELOW = _table()
 _INSIDE = np.append(np.diff(_BELOW), 0)
+_DIVISOR = np.maximum(_INSIDE, 1)
+_ROUND = ((1 - _BELOW) << _CELL) + _DIVISOR - 1
 
 
 def chance(hazards: I64) -> I64:
@@ -180,45 +182,43 @@ class Reader:
     def code(self, before: I64, _: I64 | None = None) -> I64:
         """The sorted members of the next list, whose hazards are `before`."""
         x, words = self._x, self._words
-        lanes = len(x)
-        cuts = _cuts(before, lanes)
-        at, end = cuts[:-1].copy(), cuts[1:]
+        cuts = _cuts(before, len(x))
+        at, end = cuts[:-1], cuts[1:]
         here = before[at]
-        found: list[I64] = []
+        marks, pair = np.empty((2, len(x)), np.int64), np.empty((2, len(x)), np.int64)
+        lows, hits = [], []
         while (at < end).any():
             self._steps += 1
             if self._steps > MAX_STEPS:
                 raise CodecError(f"the payload needs more than {MAX_STEPS} steps; it is damaged")
             slot = x & (_LOW - 1)
-            window = before.searchsorted(here + MOST, "right")
-            window -= 1
-            np.minimum(window, end, out=window)
-            none = chance(before.take(window) - here)
-            hit = slot < none
             cell = _BELOW.searchsorted(slot, "right")
             cell -= 1
-            # The first hazard t with chance(t) > slot; the member is the element that reaches it.
-            t = slot - _BELOW.take(cell)
-            t += 1
-            t <<= _CELL
-            inside = np.maximum(_INSIDE.take(cell), 1)
-            t += inside
-            t -= 1
-            t //= inside
-            t += cell << _CELL
-            t += here
-            low = np.where(hit, before.searchsorted(t) - 1, window)
-            at = low + hit
-            ahead = before.take(at)
-            start = chance(before.take(low) - here)
-            freq = np.where(hit, chance(np.where(hit, ahead - here, 0)), _LOW)
-            freq -= start
-            slot -= start
+            # The least hazard t with chance(t) > slot, by which the next member comes, and the end of the window.
+            t = slot << _CELL
+            t += _ROUND.take(cell)
+            t //= _DIVISOR.take(cell)
+            cell <<= _CELL
+            t += cell
+            np.add(here, t, out=marks[0])
+            np.add(here, MOST + 1, out=marks[1])
+            reached = before.searchsorted(marks)
+            reached -= 1
+            window = np.minimum(reached[1], end)
+            low = np.minimum(reached[0], window, out=pair[0])
+            hit = low < window
+            at = np.add(low, hit, out=pair[1])
+            sums = before.take(pair)
+            bounds = chance(sums - here)
+            bounds[1, ~hit] = _LOW
+            here = sums[1]
+            start = bounds[0]
             x >>= SCALE
-            x *= freq
+            x *= bounds[1] - start
             x += slot
-            here = ahead
-            found.append(low[hit])
+            x -= start
+            lows.append(low.copy())
+            hits.append(hit)
             under = (x < _LOW).nonzero()[0]
             if len(under):
                 more = words[self._used : self._used + len(under)]
@@ -226,7 +226,9 @@ class Reader:
                     raise CodecError("the payload ends within its coded symbols; it is truncated or damaged")
                 x[under] = (x[under] << SCALE) | more
                 self._used += len(under)
-        members = np.concatenate([*found, np.zeros(0, np.int64)])
+        if not lows:
+            return np.zeros(0, np.int64)
+        members: I64 = np.concatenate(lows)[np.concatenate(hits)]
         members.sort()
         return members
 

@@ -1,0 +1,276 @@
+"""Where a vector of small whole numbers is not 0: the model of Lattice's coder, which both sides build alike.
+
+The chance of an element is a curve of ``distance / b``. The distance is that of the dither to its nearer end. b is a
+factor of its tensor times one of its row, one of its column and one of the class of |N|. All logarithms are whole
+numbers of 1/32 octave and piecewise linear. The elements are coded in passes. After each pass the factors and the curve
+are corrected by the ratio of the members seen and those expected, each with some weight for what it was.
+Everything is computed by integer and exact float64 operations (no exp, no log), so both sides get the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels.codecs import CodecError
+from edge_kernels.codecs.arrivals import LEAST, MOST, UNIT, chance, ends
+
+F64 = NDArray[np.float64]
+I16 = NDArray[np.int16]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
+Span = tuple[slice, int, int]
+"""A tensor's place in the flat vector, its rows and its columns. The spans of a vector lie end to end."""
+Exchange = Callable[[I64, I64], I64]
+"""Codes the members of a list, given the hazards before each element; a reader ignores the members it is given."""
+
+OCTAVE = 32  # logarithms are in 32nds of an octave
+_TOP = 24 * OCTAVE  # the logarithm of distance 1
+_PERIOD, _PASSES = 61, (0, 1, 3, 9, 25, 61)  # pass k has the positions i with PASSES[k] <= i % 61 < PASSES[k + 1]
+_FACTOR = 4 * OCTAVE  # the largest factor of a row or column, and 1 / the smallest
+LOWEST, HIGHEST = 2 * OCTAVE, 30 * OCTAVE  # of a tensor's factor
+_DEEP, _FAR = 12 * OCTAVE, 6 * OCTAVE  # distance / b runs from 2**-12 to 2**6
+_OFFSET = HIGHEST + 2 * _FACTOR  # added to log(distance / b), which makes it an index
+_SIZE = _OFFSET + _TOP + 2 * _FACTOR + 1  # of the table of one class of |N|
+_BIN = OCTAVE // 2  # of distance / b, for the correction of the curve
+_CLASSES = 4  # |N| = 0, 1, 2, or more
+GUESS = OCTAVE // 4  # one step of the first guess of b
+_TILE = 1 << 15  # elements handled at a time
+
+
+@dataclass(frozen=True)
+class Known:
+    """What both sides know of values int32[d].
+
+    `fall` and `rise` uint32[d] are the distances to -1 and to 1 in units of 2**-32, `held` int32[d] the vector N that
+    both have. None: not known.
+    """
+
+    spans: Sequence[Span]
+    fall: U32 | None
+    rise: U32 | None
+    held: I32 | None
+
+    @property
+    def d(self) -> int:
+        """The number of values."""
+        return self.spans[-1][0].stop if self.spans else 0
+
+
+class Model:
+    """The factors, the curve, and what is known of the elements."""
+
+    def __init__(self, known: Known) -> None:
+        self.known, self.d = known, known.d
+        _check(known)
+        self.dithered = known.fall is not None and known.rise is not None
+        self.base = np.full(self.d, _TOP + _OFFSET, np.int16)
+        for low in range(0, self.d, _TILE):
+            s = slice(low, low + _TILE)
+            if known.fall is not None and known.rise is not None:
+                self.base[s] = log(np.minimum(known.fall[s], known.rise[s])) + np.int16(_OFFSET)
+            if known.held is not None:
+                top = np.int32(_CLASSES - 1)
+                held = np.minimum(np.maximum(known.held[s], -top), top).astype(np.int16)
+                self.base[s] += np.abs(held) * np.int16(_SIZE)
+        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans]
+        self.curve = _curve(self.dithered)
+        self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
+        self.own = np.zeros(_CLASSES, np.int64)
+        self.own_weight = np.full(_CLASSES, 8.0)
+
+    def guess(self, members: int) -> int:
+        """The first guess of b with which about so many members are expected."""
+        counts = np.bincount((self.base - self.scales())[::5], minlength=_CLASSES * _SIZE) * 5
+        flat = counts.reshape(_CLASSES, _SIZE).sum(axis=0)
+        table = chance(self.table()[:_SIZE].astype(np.int64)) * 2.0**-24
+        steps = range((HIGHEST - LOWEST) // GUESS + 1)
+        # A larger b moves every index down.
+        expected = [flat[s:] @ table[: len(table) - s] for s in (LOWEST + GUESS * g for g in steps)]
+        return int(np.argmin(np.abs(np.log((np.array(expected) + 0.5) / members))))
+
+    def places(self, guess: int, exchange: Exchange, given: I64) -> I64:
+        """Where the values are not 0, int64[n]; a writer gives it."""
+        for tensor in self.tensors:
+            tensor.factor = LOWEST + GUESS * guess
+        found, part = [], given % _PERIOD
+        for low, high in pairwise(_PASSES):
+            index = _part(self.base - self.scales(), low, high).astype(np.int64)
+            table = self.table()
+            own = given[(part >= low) & (part < high)]
+            mine = exchange(ends(table.take(index)), own // _PERIOD * (high - low) + own % _PERIOD - low)
+            here = mine // (high - low) * _PERIOD + mine % (high - low) + low
+            found.append(here)
+            if high < _PERIOD:
+                self.learn(low, high, index, (chance(table.astype(np.int64)) >> 4).astype(np.uint32), mine, here)
+        return np.sort(np.concatenate(found))
+
+    def scales(self) -> I16:
+        """The logarithm of b of every element, in units of 2**-24, int16[d]."""
+        out = np.empty(self.d, np.int16)
+        for tensor in self.tensors:
+            np.add.outer(
+                (tensor.row + tensor.factor).astype(np.int16),
+                tensor.column.astype(np.int16),
+                out=out[tensor.where].reshape(len(tensor.row), len(tensor.column)),
+            )
+        return out
+
+    def scales_at(self, places: I64) -> I64:
+        """:meth:`scales` at some sorted places only, int64[n]."""
+        out = np.empty(len(places), np.int64)
+        for tensor in self.tensors:
+            mine = slice(*np.searchsorted(places, (tensor.where.start, tensor.where.stop)))
+            here = places[mine] - tensor.where.start
+            columns = len(tensor.column)
+            out[mine] = tensor.factor + tensor.row[here // columns] + tensor.column[here % columns]
+        return out
+
+    def table(self) -> U32:
+        """The hazard of an index ``_OFFSET + log(distance / b) + class * _SIZE``."""
+        index = np.arange(_SIZE) - _OFFSET + _DEEP
+        hazards = np.clip(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.uint32)
+        return np.concatenate([hazards[np.clip(index - own, 0, len(hazards) - 1)] for own in self.own])
+
+    def learn(self, low: int, high: int, index: I64, chances: U32, mine: I64, here: I64) -> None:
+        """Correct the factors by a pass: `mine` are the members' numbers in the pass, `here` their positions.
+
+        `chances` are those of each index, in units of 2**-20.
+        """
+        expected = chances.take(index)
+        before, sums = ends(expected), _spread(expected, self.d, low, high)
+        for tensor in self.tensors:
+            mask = slice(*np.searchsorted(here, (tensor.where.start, tensor.where.stop)))
+            tensor.learn(here[mask] - tensor.where.start, before, sums[tensor.where], low, high)
+        total = (len(mine) + 4.0) / (int(before[-1]) * 2.0**-UNIT + 4.0)
+        size = _CLASSES * _SIZE
+        ones = np.bincount(index[mine], minlength=size)
+        due = np.bincount(index, minlength=size) * chances.astype(np.int64)
+        column = np.arange(_SIZE) - _OFFSET + _DEEP
+        bins = (np.clip(column - self.own[:, None], 0, len(self.curve) - 1) // _BIN).reshape(-1)
+        seen, awaited = (np.bincount(bins, x, len(self.bin_weight)) for x in (ones, due))  # whole numbers, so exact
+        ratio = (seen + self.bin_weight) / (awaited * 2.0**-UNIT * total + self.bin_weight)
+        self.curve = self.curve * np.repeat(ratio, _BIN)
+        self.bin_weight += seen
+        seen, awaited = (x.reshape(_CLASSES, _SIZE).sum(axis=1) for x in (ones, due))
+        self.own = _corrected(self.own, seen, awaited * 2.0**-UNIT * total, self.own_weight)
+        self.own_weight += seen
+
+
+@dataclass
+class _Tensor:
+    where: slice
+    row: I64
+    column: I64
+    row_weight: F64
+    column_weight: F64
+    factor: int = 0
+    weight: float = 1.5
+
+    @staticmethod
+    def of(where: slice, rows: int, columns: int, held: I32 | None) -> _Tensor:
+        sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
+        if held is not None and columns > 1:
+            moved = np.abs(held[where]).reshape(rows, columns)
+            sums = moved.sum(axis=1, dtype=np.int64), moved.sum(axis=0, dtype=np.int64)
+        row, column = (_corrected(np.zeros(len(x), np.int64), x, x.sum() / max(len(x), 1), 2.0) for x in sums)
+        row_weight, column_weight = (np.clip(x.astype(np.float64), 2.0, 8.0) for x in sums)
+        return _Tensor(where, row, column, row_weight, column_weight)
+
+    def learn(self, members: I64, before: I64, sums: U32, low: int, high: int) -> None:
+        """Correct the factors by a pass with `members` among the tensor's elements.
+
+        `before` are the members expected before each element of the pass, and `sums` those expected of each element of
+        the tensor, both in units of 2**-20.
+        """
+        rows, columns = len(self.row), len(self.column)
+        marks = (
+            self.where.start + np.arange(rows + 1) * columns
+            if columns > 1
+            else np.array([self.where.start, self.where.stop])
+        )
+        due = np.diff(before[marks // _PERIOD * (high - low) + np.clip(marks % _PERIOD - low, 0, high - low)])
+        ratio = (len(members) + self.weight) / (int(due.sum()) * 2.0**-UNIT + self.weight)
+        self.factor = int(np.clip(self.factor + int(_log2(np.array([ratio]))[0]), LOWEST, HIGHEST))
+        self.weight += len(members)
+        if columns > 1:
+            seen = np.bincount(members // columns, minlength=rows)
+            self.row = _corrected(self.row, seen, due * 2.0**-UNIT * ratio, self.row_weight)
+            self.row_weight += seen
+            seen = np.bincount(members % columns, minlength=columns)
+            due = sums.reshape(rows, columns).sum(axis=0, dtype=np.int64)
+            self.column = _corrected(self.column, seen, due * 2.0**-UNIT * ratio, self.column_weight)
+            self.column_weight += seen
+
+
+def _corrected(factors: I64, seen: NDArray[Any], due: F64 | float, weights: F64 | float) -> I64:
+    """Logarithms of factors, moved by the ratio of what was seen and what was due."""
+    moved: I64 = np.clip(factors + _log2((seen + weights) / (due + weights)), -_FACTOR, _FACTOR)
+    return moved
+
+
+def _check(known: Known) -> None:
+    end = 0
+    for where, rows, columns in known.spans:
+        if where.start != end or rows * columns != where.stop - where.start or where.step not in (None, 1):
+            raise CodecError(f"span {where} of {rows} x {columns} does not follow the one before it, or has holes")
+        end = where.stop
+    for what, dtype in ((known.fall, np.uint32), (known.rise, np.uint32), (known.held, np.int32)):
+        if what is not None and (what.shape != (end,) or what.dtype != dtype):
+            raise CodecError(f"distances are uint32[{end}] and N is int32[{end}], not {what.dtype}{list(what.shape)}")
+
+
+def log(distances: U32) -> I16:
+    """32 log2(distance / 256), linear between powers of two, 0 for less than 1, int16[n]."""
+    whole = np.right_shift(distances, np.uint32(8))
+    np.maximum(whole, np.uint32(1), out=whole)
+    exact = whole.astype(np.float32).view(np.uint32)  # 24 bits: nothing is rounded
+    exact >>= np.uint32(18)
+    exact -= np.uint32(127 * OCTAVE)
+    logs: I16 = exact.astype(np.int16)
+    return logs
+
+
+def _log2(x: F64) -> I64:
+    """32 log2(x), linear between powers of two, rounded."""
+    mantissa, exponent = np.frexp(x)
+    value: I64 = np.floor(OCTAVE * (exponent + (2 * mantissa - 2)) + 0.5).astype(np.int64)
+    return value
+
+
+def _curve(dithered: bool) -> F64:
+    """The hazard at distance / b from 2**-12 to 2**6, in steps of 1/32 octave.
+
+    Where b is all that is known, it is the hazard itself.
+    """
+    steps = np.arange(-_DEEP, _FAR)
+    x = np.ldexp(1 + steps % OCTAVE / OCTAVE, steps // OCTAVE)
+    if not dithered:
+        return 1 / x
+    chances = 1 / (1 + x / 64)
+    for _ in range(6):
+        chances = chances * chances  # about exp(-x)
+    curve: F64 = chances / (2 - 0.557 * chances)  # about -log(1 - chance / 2)
+    return curve
+
+
+def _part(a: NDArray[Any], low: int, high: int) -> NDArray[Any]:
+    """The elements of a pass, in order."""
+    body = len(a) // _PERIOD * _PERIOD
+    return np.concatenate([a[:body].reshape(-1, _PERIOD)[:, low:high].reshape(-1), a[body + low : body + high]])
+
+
+def _spread(part: NDArray[np.uint32], d: int, low: int, high: int) -> NDArray[np.uint32]:
+    """The elements of a pass at their places, zeros elsewhere, uint32[d]."""
+    out = np.zeros((-(-d // _PERIOD), _PERIOD), np.uint32)
+    body, wide = d // _PERIOD, high - low
+    out[:body, low:high] = part[: body * wide].reshape(body, wide)
+    if len(part) > body * wide:
+        out[body, low : low + len(part) - body * wide] = part[body * wide :]
+    return out.reshape(-1)[:d]
