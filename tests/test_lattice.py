@@ -166,7 +166,7 @@ def test_two_devices_by_hand() -> None:
 @pytest.mark.parametrize("cohort", [3, 5])
 def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_report(cohort: int) -> None:
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
-    trainer, runs, total = pull(), 300, np.zeros(D)
+    trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
         fleet = Fleet(Lattice(quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
         fleet.play(*"abc")

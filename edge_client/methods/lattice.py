@@ -38,6 +38,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from edge_kernels import coupling, lattice
 from edge_kernels.codecs import CodecError
+from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -219,7 +220,8 @@ class Lattice(Method):
             return Payload()
         part, base = grid(course.model.manifest), self.base(round_, record)
         held = np.zeros_like(state.counts) if base == 1 else state.history.before(state.counts, round_ - base)
-        head = DownHead(coupling.checksum([state.counts]), round_ - base, state.halvings, state.samples)
+        missed = 0 if base == 1 else round_ - base
+        head = DownHead(coupling.checksum([state.counts]), missed, state.halvings, state.samples)
         coded = lattice.encode(state.counts - held, self.known_down(course, part, base, round_, held))
         arrays: Arrays = {CHANGE: u8(head.pack() + coded)}
         if base == 1:
@@ -228,7 +230,7 @@ class Lattice(Method):
             arrays["statistics"] = halved(state.statistics - course.model.buffers)
         return Payload(arrays)
 
-    def known_down(self, course: Course, part: Part, base: int, round_: int, held: Counts) -> lattice.Known:
+    def known_down(self, course: Course, part: Part, base: int, round_: int, held: Counts) -> Known:
         """What both sides know of the change of N from the start of round `base` to that of `round_`."""
         if round_ - base > HISTORY:
             return lattice.whole(spans(part))
@@ -288,7 +290,7 @@ class Lattice(Method):
 
     def moved(self, a: Assignment, update: Update) -> NDArray[np.float64]:
         """The moves as numbers, in round 1 in units of the weights."""
-        moves = update.moves * np.float64(update.scale)
+        moves: NDArray[np.float64] = update.moves * np.float64(update.scale)
         if update.rms is not None:
             part = grid(a.model.manifest)
             moves *= spread(part, steps(part, update.rms, self.quantum, a.course.cohort))
@@ -368,8 +370,8 @@ class Lattice(Method):
             zeros = np.zeros(part.size, np.int32)
             return Received(zeros, np.zeros(len(part.blocks), np.float32), 0, 0.0, own, model.parameters)
         head, data = down_head(packed(downlink, CHANGE))
-        base = a.round - head.missed
-        if base == 1:
+        base = a.round - head.missed if head.missed else 1
+        if not head.missed:
             each, held = vector(downlink, "steps", len(part.blocks)), np.zeros(part.size, np.int32)
             if not (each > 0).all():
                 raise PayloadError("a step of the downlink is not above 0")
@@ -395,6 +397,8 @@ class Lattice(Method):
         """The steps and the N of the start of round `base`, in today's units. Raises LostError."""
         if kept is None:
             raise stale(a, "it holds no counts")
+        if base < 2:
+            raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
         if kept.round != base or kept.counts.size != part.size or kept.halvings > halvings:
             raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
         return kept.steps, (kept.counts.astype(np.int64) << (halvings - kept.halvings)).astype(np.int32)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from edge_kernels import counter
-from edge_kernels.lattice import Span
+from edge_kernels.lattice_model import Span
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest
@@ -43,7 +43,8 @@ def spans(part: Part) -> list[Span]:
 def rms(part: Part, change: F32) -> F32:
     """The root of the mean square of each tensor's change, float32[tensors]."""
     squares = [float(np.mean(np.square(change[p], dtype=np.float64))) for p in part.places]
-    return np.sqrt(np.array(squares)).astype(np.float32)
+    each: F32 = np.sqrt(np.array(squares)).astype(np.float32)
+    return each
 
 
 def steps(part: Part, each: F32, quantum: float, cohort: int) -> F32:
@@ -66,12 +67,14 @@ def spread(part: Part, each: F32) -> F32:
 def common(course: Course, round_: int, size: int) -> U32:
     """The uniform numbers of a round that all its devices share, in units of 2**-32."""
     words = counter.uint64(counter.key(course.seed, "dither", round_), size)
-    return (words >> np.uint64(32)).astype(np.uint32)
+    high: U32 = (words >> np.uint64(32)).astype(np.uint32)
+    return high
 
 
 def dither(a: Assignment, size: int) -> U32:
     """A device's own: the common ones shifted by its place, so that a cohort's numbers are stratified."""
-    return common(a.course, a.round, size) + np.uint32((a.place << 32) // a.course.cohort)
+    shifted: U32 = common(a.course, a.round, size) + np.uint32((a.place << 32) // a.course.cohort)
+    return shifted
 
 
 def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:

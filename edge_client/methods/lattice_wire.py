@@ -15,7 +15,7 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
-_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IHBf")
+_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IBBf")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class UpHead:
 
 @dataclass(frozen=True)
 class DownHead:
-    """`crc` of the counts; `missed` rounds since the counts that the change builds on; how often steps were halved;
-    the mean number of samples behind an update."""
+    """`crc` of the counts; `missed` rounds since the counts that the change builds on, 0 for no counts; how often
+    steps were halved; the mean number of samples behind an update."""
 
     crc: int
     missed: int
@@ -54,12 +54,12 @@ def up_head(data: bytes) -> tuple[UpHead, bytes]:
 def down_head(data: bytes) -> tuple[DownHead, bytes]:
     """The head of a downlink and what follows it. Raises PayloadError."""
     crc, missed, halvings, samples = _fields(_DOWN, data)
-    if not (missed >= 1 and halvings < 32 and 0 < samples < math.inf):
-        raise PayloadError(f"the downlink says {missed} rounds, {halvings} halvings, {samples} samples; it is damaged")
+    if not (halvings < 32 and 0 < samples < math.inf):
+        raise PayloadError(f"the downlink says {halvings} halvings, {samples} samples; it is damaged")
     return DownHead(crc, missed, halvings, samples), data[_DOWN.size :]
 
 
-def _fields(form: struct.Struct, data: bytes) -> tuple[int | float, ...]:
+def _fields(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     if len(data) < form.size:
         raise PayloadError(f"a head takes {form.size} bytes, but the array has {len(data)}; the payload is damaged")
     return form.unpack_from(data)
