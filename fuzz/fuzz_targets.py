@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from edge_kernels import codecs, counter, coupling
+from edge_kernels import codecs, counter, coupling, lattice
 from edge_kernels.codecs import CodecError, counts, fuse, png, values
 from numpy.typing import NDArray
 
@@ -97,6 +97,25 @@ def coupling_targets(large: bool = False) -> list[Target]:
     return [*out, Target(f"flips d={d} without a model", read, data, d)]
 
 
+def lattice_targets(large: bool = False) -> list[Target]:
+    """A device's numbers, and a whole vector."""
+    rows = 1000 if large else 30
+    spans, d = (
+        [(slice(0, rows * rows), rows, rows), (slice(rows * rows, rows * rows + rows), rows, 1)],
+        rows * rows + rows,
+    )
+    dither = (counter.uint64(counter.key("fuzz lattice"), d) >> np.uint64(32)).astype(np.uint32)
+    lean = counter.uniform(counter.key("fuzz lean"), d) - 0.5
+    held = np.rint(1.1 * lean).astype(np.int32) * 20
+    known, whole = lattice.up(dither, spans, held), lattice.whole(spans)
+    found = np.floor(4 * lean**5 + dither * 2.0**-32).astype(np.int32)
+    out = []
+    for label, numbers, what in (("up", found, known), ("whole", held, whole), ("whole sparse", found, whole)):
+        data = lattice.encode(numbers, what)
+        out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d))  # the lists of members
+    return out
+
+
 def container_targets(large: bool = False) -> list[Target]:
     """The payload container with no arrays, with every dtype, and with the arrays of methods."""
     meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
@@ -129,6 +148,7 @@ def _foreign(meta: dict[str, Any]) -> bytes:
 GROUPS: dict[str, Callable[[bool], list[Target]]] = {
     "codecs": codec_targets,
     "coupling": coupling_targets,
+    "lattice": lattice_targets,
     "container": container_targets,
 }
 

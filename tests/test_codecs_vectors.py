@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import coupling_reader
+import lattice_reader
 import numpy as np
 import pytest
-from edge_kernels import codecs, counter, coupling
+from edge_kernels import codecs, counter, coupling, lattice
 from edge_kernels.codecs import counts, fuse, png, values
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -103,6 +104,39 @@ def test_the_plain_reader_of_coupled_payloads_agrees(known: dict[str, Any], case
         assert coupling_reader.flips(data, theta, uniforms[0], past) == case["positions"]
     else:
         assert coupling_reader.net_flips(data, theta, uniforms, past) == case["net"]
+
+
+def lattice_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The knowledge of both sides, and each payload."""
+    return [(known, case) for known in cases("lattice") for case in known["cases"]]
+
+
+def lattice_distances(known: dict[str, Any], kind: str) -> tuple[Any, Any, Any]:
+    """The least dither, its mirror image and N, as the two sides of this kind of payload know them."""
+    d = len(known["held"])
+    dithers = [(counter.uint64(int(s), d) >> np.uint64(32)).astype(np.uint32) for s in known["streams"]]
+    held = np.array(known["held"], np.int32)
+    if kind == "up":
+        return dithers[0], ~dithers[0], held
+    both = np.minimum(*dithers), np.minimum(*(~u for u in dithers)), held
+    return both if kind == "down" else (None, None, None)
+
+
+@pytest.mark.parametrize(("known", "case"), lattice_cases())
+def test_lattice_payloads_have_the_committed_bytes_both_ways(known: dict[str, Any], case: dict[str, Any]) -> None:
+    spans, at = [], 0
+    for rows, columns in known["shapes"]:
+        spans.append((slice(at, at + rows * columns), rows, columns))
+        at += rows * columns
+    what = lattice.Known(spans, *lattice_distances(known, case["kind"]))
+    assert lattice.decode(bytes.fromhex(case["hex"]), what).tolist() == case["values"]
+    assert lattice.encode(np.array(case["values"], np.int32), what).hex() == case["hex"]
+
+
+@pytest.mark.parametrize(("known", "case"), lattice_cases())
+def test_the_plain_reader_of_lattice_payloads_agrees(known: dict[str, Any], case: dict[str, Any]) -> None:
+    plain = [x if x is None else x.tolist() for x in lattice_distances(known, case["kind"])]
+    assert lattice_reader.values(bytes.fromhex(case["hex"]), known["shapes"], *plain) == case["values"]
 
 
 def test_an_update_of_coupled_names_its_reference_mask() -> None:

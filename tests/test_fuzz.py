@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "fuzz"
-MUTATIONS = {"codecs": 12_000, "coupling": 2_500, "container": 20_000}
+MUTATIONS = {"codecs": 12_000, "coupling": 2_500, "lattice": 1_500, "container": 20_000}
 
 
 def fuzz(*options: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs import CodecError, arrivals
-from edge_kernels.codecs.arrivals import MAX_LANES, MAX_STEPS, ends, hazard
+from edge_kernels.codecs.arrivals import MAX_LANES, ends, hazard, most_steps
 from edge_kernels.lattice_model import GUESS, HIGHEST, I32, I64, LOWEST, OCTAVE, U32, Exchange, Known, Model, Span, log
 
 Bits = NDArray[np.bool_]
@@ -53,13 +53,15 @@ def encode(values: I32, known: Known) -> bytes:
         return b""
     model = Model(known)
     guess = model.guess(len(places))
-    lanes = max((len(places) >> 8).bit_length() - 1, 0)
-    while True:
+    lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
+    while 1 << lanes <= MAX_LANES:
         writer = arrivals.Writer(1 << lanes)
         _code(model, guess, writer.code, places, values[places].astype(np.int64))
-        if writer.steps() <= MAX_STEPS:
-            return bytes([lanes, guess]) + writer.bytes()
+        body = writer.bytes()
+        if writer.steps() <= most_steps(len(body), 1 << lanes):
+            return bytes([lanes, guess]) + body
         lanes, model = lanes + 1, Model(known)
+    raise CodecError(f"{len(places)} of {known.d} values that are not 0 are too many for this codec; split the vector")
 
 
 def decode(data: bytes, known: Known) -> I32:

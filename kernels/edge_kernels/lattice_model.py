@@ -79,7 +79,7 @@ class Model:
                 top = np.int32(_CLASSES - 1)
                 held = np.minimum(np.maximum(known.held[s], -top), top).astype(np.int16)
                 self.base[s] += np.abs(held) * np.int16(_SIZE)
-        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans]
+        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans if span[1] * span[2]]
         self.curve = _curve(self.dithered)
         self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
         self.own = np.zeros(_CLASSES, np.int64)
@@ -89,7 +89,7 @@ class Model:
         """The first guess of b with which about so many members are expected."""
         counts = np.bincount((self.base - self.scales())[::5], minlength=_CLASSES * _SIZE) * 5
         flat = counts.reshape(_CLASSES, _SIZE).sum(axis=0)
-        table = chance(self.table()[:_SIZE].astype(np.int64)) * 2.0**-24
+        table = chance(self.hazards())[self.steps(np.arange(_SIZE), 0)] * 2.0**-24
         steps = range((HIGHEST - LOWEST) // GUESS + 1)
         # A larger b moves every index down.
         expected = [flat[s:] @ table[: len(table) - s] for s in (LOWEST + GUESS * g for g in steps)]
@@ -101,25 +101,25 @@ class Model:
             tensor.factor = LOWEST + GUESS * guess
         found, part = [], given % _PERIOD
         for low, high in pairwise(_PASSES):
-            index = _part(self.base - self.scales(), low, high).astype(np.int64)
-            table = self.table()
+            index = _part(self.base - self.scales(), low, high)
+            hazards = self.hazards()
             own = given[(part >= low) & (part < high)]
-            mine = exchange(ends(table.take(index)), own // _PERIOD * (high - low) + own % _PERIOD - low)
+            mine = exchange(
+                ends(_looked_up(self.table(hazards), index)), own // _PERIOD * (high - low) + own % _PERIOD - low
+            )
             here = mine // (high - low) * _PERIOD + mine % (high - low) + low
             found.append(here)
             if high < _PERIOD:
-                self.learn(low, high, index, (chance(table.astype(np.int64)) >> 4).astype(np.uint32), mine, here)
+                self.learn(low, high, index, self.table(chance(hazards) >> 4), mine, here)
         return np.sort(np.concatenate(found))
 
     def scales(self) -> I16:
         """The logarithm of b of every element, in units of 2**-24, int16[d]."""
         out = np.empty(self.d, np.int16)
         for tensor in self.tensors:
-            np.add.outer(
-                (tensor.row + tensor.factor).astype(np.int16),
-                tensor.column.astype(np.int16),
-                out=out[tensor.where].reshape(len(tensor.row), len(tensor.column)),
-            )
+            row, column = (tensor.row + tensor.factor).astype(np.int16), tensor.column.astype(np.int16)
+            block = out[tensor.where].reshape(-1, max(len(column), 1))
+            np.add(row[:, None], column, out=block)
         return out
 
     def scales_at(self, places: I64) -> I64:
@@ -129,37 +129,51 @@ class Model:
             mine = slice(*np.searchsorted(places, (tensor.where.start, tensor.where.stop)))
             here = places[mine] - tensor.where.start
             columns = len(tensor.column)
-            out[mine] = tensor.factor + tensor.row[here // columns] + tensor.column[here % columns]
+            out[mine] = (
+                tensor.factor
+                + tensor.row[np.minimum(here // columns, len(tensor.row) - 1)]
+                + tensor.column[here % columns]
+            )
         return out
 
-    def table(self) -> U32:
-        """The hazard of an index ``_OFFSET + log(distance / b) + class * _SIZE``."""
-        index = np.arange(_SIZE) - _OFFSET + _DEEP
-        hazards = np.clip(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.uint32)
-        return np.concatenate([hazards[np.clip(index - own, 0, len(hazards) - 1)] for own in self.own])
+    def hazards(self) -> I64:
+        """The curve in units of 2**-20, within what the coder takes."""
+        limited: I64 = np.clip(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.int64)
+        return limited
 
-    def learn(self, low: int, high: int, index: I64, chances: U32, mine: I64, here: I64) -> None:
+    def table(self, curve: I64) -> U32:
+        """A curve of ``log(distance / b)`` by index ``_OFFSET + log + class * _SIZE``, where b lacks the class."""
+        return np.concatenate([curve[self.steps(np.arange(_SIZE), k)].astype(np.uint32) for k in range(_CLASSES)])
+
+    def steps(self, index: I64, group: int | I64) -> I64:
+        """The place on the curve of an index (less the class's ``_SIZE``) of a class of |N|."""
+        steps: I64 = np.clip(index - (_OFFSET - _DEEP) - self.own[group], 0, len(self.curve) - 1)
+        return steps
+
+    def learn(self, low: int, high: int, index: I16, chances: U32, mine: I64, here: I64) -> None:
         """Correct the factors by a pass: `mine` are the members' numbers in the pass, `here` their positions.
 
         `chances` are those of each index, in units of 2**-20.
         """
-        expected = chances.take(index)
+        expected = _looked_up(chances, index)
         before, sums = ends(expected), _spread(expected, self.d, low, high)
         for tensor in self.tensors:
-            mask = slice(*np.searchsorted(here, (tensor.where.start, tensor.where.stop)))
-            tensor.learn(here[mask] - tensor.where.start, before, sums[tensor.where], low, high)
+            members = slice(*np.searchsorted(here, (tensor.where.start, tensor.where.stop)))
+            tensor.learn(here[members] - tensor.where.start, before, sums[tensor.where], low, high)
         total = (len(mine) + 4.0) / (int(before[-1]) * 2.0**-UNIT + 4.0)
-        size = _CLASSES * _SIZE
-        ones = np.bincount(index[mine], minlength=size)
-        due = np.bincount(index, minlength=size) * chances.astype(np.int64)
-        column = np.arange(_SIZE) - _OFFSET + _DEEP
-        bins = (np.clip(column - self.own[:, None], 0, len(self.curve) - 1) // _BIN).reshape(-1)
-        seen, awaited = (np.bincount(bins, x, len(self.bin_weight)) for x in (ones, due))  # whole numbers, so exact
+        due = np.bincount(index, minlength=_CLASSES * _SIZE)
+        due *= chances
+        due = due.reshape(_CLASSES, _SIZE)
+        group, rest = np.divmod(index[mine].astype(np.int64), _SIZE)
+        seen = np.bincount(self.steps(rest, group) // _BIN, minlength=len(self.bin_weight))
+        awaited = np.zeros(len(seen))
+        for k in range(_CLASSES):  # sums of whole numbers, so exact
+            awaited += np.bincount(self.steps(np.arange(_SIZE), k) // _BIN, due[k], len(seen))
         ratio = (seen + self.bin_weight) / (awaited * 2.0**-UNIT * total + self.bin_weight)
         self.curve = self.curve * np.repeat(ratio, _BIN)
         self.bin_weight += seen
-        seen, awaited = (x.reshape(_CLASSES, _SIZE).sum(axis=1) for x in (ones, due))
-        self.own = _corrected(self.own, seen, awaited * 2.0**-UNIT * total, self.own_weight)
+        seen = np.bincount(group, minlength=_CLASSES)
+        self.own = _corrected(self.own, seen, due.sum(axis=1) * 2.0**-UNIT * total, self.own_weight)
         self.own_weight += seen
 
 
@@ -175,6 +189,8 @@ class _Tensor:
 
     @staticmethod
     def of(where: slice, rows: int, columns: int, held: I32 | None) -> _Tensor:
+        if columns == 1:  # a factor of each row would be one of each element
+            rows = 1
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
         if held is not None and columns > 1:
             moved = np.abs(held[where]).reshape(rows, columns)
@@ -190,11 +206,7 @@ class _Tensor:
         the tensor, both in units of 2**-20.
         """
         rows, columns = len(self.row), len(self.column)
-        marks = (
-            self.where.start + np.arange(rows + 1) * columns
-            if columns > 1
-            else np.array([self.where.start, self.where.stop])
-        )
+        marks = self.where.start + np.arange(rows + 1) * ((self.where.stop - self.where.start) // max(rows, 1))
         due = np.diff(before[marks // _PERIOD * (high - low) + np.clip(marks % _PERIOD - low, 0, high - low)])
         ratio = (len(members) + self.weight) / (int(due.sum()) * 2.0**-UNIT + self.weight)
         self.factor = int(np.clip(self.factor + int(_log2(np.array([ratio]))[0]), LOWEST, HIGHEST))
@@ -264,6 +276,14 @@ def _part(a: NDArray[Any], low: int, high: int) -> NDArray[Any]:
     """The elements of a pass, in order."""
     body = len(a) // _PERIOD * _PERIOD
     return np.concatenate([a[:body].reshape(-1, _PERIOD)[:, low:high].reshape(-1), a[body + low : body + high]])
+
+
+def _looked_up(table: U32, index: I16) -> U32:
+    """The table's entries, uint32[n]. In tiles: numpy copies an index to int64."""
+    out = np.empty(len(index), np.uint32)
+    for low in range(0, len(index), _TILE):
+        table.take(index[low : low + _TILE], out=out[low : low + _TILE], mode="wrap")
+    return out
 
 
 def _spread(part: NDArray[np.uint32], d: int, low: int, high: int) -> NDArray[np.uint32]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edge_kernels import codecs, counter, coupling
+from edge_kernels import codecs, counter, coupling, lattice
 from edge_kernels.codecs import counts, fuse, png, values
 
 HERE = Path(__file__).parent
@@ -118,6 +118,42 @@ def coupling_cases() -> list[dict[str, Any]]:
     return [{**known, "cases": out}]
 
 
+def lattice_cases() -> list[dict[str, Any]]:
+    """A device's numbers, a cohort's sum and a whole vector; large numbers, few, none, several lanes."""
+    shapes = [(30, 20), (30, 1), (4, 31), (3, 1)]
+    spans, d = [], 0
+    for rows, columns in shapes:
+        spans.append((slice(d, d + rows * columns), rows, columns))
+        d += rows * columns
+    streams = [counter.key("vectors", "lattice", n) for n in "ab"]
+    dithers = [(counter.uint64(s, d) >> np.uint64(32)).astype(np.uint32) for s in streams]
+    lean = counter.uniform(counter.key("vectors", "lean"), d) - 0.5
+    held = np.rint(4 * lean * (np.arange(d) % 20 < 9)).astype(np.int32)
+    few, many = ([np.floor(size * lean**3 + u * 2.0**-32).astype(np.int32) for u in dithers] for size in (0.6, 4.0))
+    large = np.where(np.arange(d) % 50 == 3, np.arange(d) * 2837465 - 2**30, held).astype(np.int32)
+    fall, rise = np.minimum(*dithers), np.minimum(*(~u for u in dithers))
+    up, down = lattice.up(dithers[0], spans, held), lattice.down(fall, rise, spans, held)
+    made = [
+        ("up", few[0], up),
+        ("up", many[0], up),
+        ("up", 0 * held, up),
+        ("down", few[0] + few[1], down),
+        ("down", large, down),
+        ("whole", held, lattice.whole(spans)),
+        ("whole", large, lattice.whole(spans)),
+    ]
+    known = {"shapes": shapes, "streams": [str(s) for s in streams], "held": held.tolist()}
+    return [
+        {
+            **known,
+            "cases": [
+                {"kind": kind, "values": values.tolist(), "hex": lattice.encode(values, what).hex()}
+                for kind, values, what in made
+            ],
+        }
+    ]
+
+
 def value_cases() -> list[dict[str, Any]]:
     """Vectors of floats; `decoded` where that is not what was encoded."""
     exact, rounded = [0.0, -0.0, 1.0, -2.5, 0.333251953125, 65504.0], [0.0, 0.125, -0.375, 0.75, -1.0, 0.0625, -0.5]
@@ -153,7 +189,8 @@ def main() -> None:
     """Write every file."""
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
     files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(),
-              "coupling": coupling_cases(), "values": value_cases(), "counter": counter_cases()}  # fmt: skip
+              "coupling": coupling_cases(), "lattice": lattice_cases(),
+              "values": value_cases(), "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
         (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")

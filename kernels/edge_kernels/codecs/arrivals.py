@@ -22,8 +22,7 @@ I64 = NDArray[np.int64]
 UNIT = 20  # log2 of hazard 1
 MOST = 4 << UNIT  # the largest hazard, and the length of a window
 LEAST = 4  # the smallest hazard: every element of a window has a frequency of at least 1
-MAX_LANES = 1 << 15
-MAX_STEPS = 1 << 12  # bounds the work of a reader
+MAX_LANES = 1 << 12
 SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
 
 _CELL = 18  # log2 of the hazard between two entries of the table
@@ -44,6 +43,11 @@ _BELOW = _table()
 _INSIDE = np.append(np.diff(_BELOW), 0)
 _DIVISOR = np.maximum(_INSIDE, 1)
 _ROUND = ((1 - _BELOW) << _CELL) + _DIVISOR - 1
+
+
+def most_steps(size: int, lanes: int) -> int:
+    """The most steps of a payload of `size` bytes, which bounds the work of a reader: 4 symbols for each bit."""
+    return min(256 + 32 * size // lanes, 1 << 12)
 
 
 def chance(hazards: I64) -> I64:
@@ -178,6 +182,7 @@ class Reader:
         words[:, :3] = raw[head + count :].reshape(-1, 3)
         self._words: I64 = words.view("<u4").reshape(-1).astype(np.int64)
         self._used = self._steps = 0
+        self._most = most_steps(len(data), lanes)
 
     def code(self, before: I64, _: I64 | None = None) -> I64:
         """The sorted members of the next list, whose hazards are `before`."""
@@ -189,8 +194,8 @@ class Reader:
         lows, hits = [], []
         while (at < end).any():
             self._steps += 1
-            if self._steps > MAX_STEPS:
-                raise CodecError(f"the payload needs more than {MAX_STEPS} steps; it is damaged")
+            if self._steps > self._most:
+                raise CodecError(f"the payload needs more than {self._most} steps; it is damaged")
             slot = x & (_LOW - 1)
             cell = _BELOW.searchsorted(slot, "right")
             cell -= 1
