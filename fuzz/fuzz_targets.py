@@ -112,7 +112,9 @@ def lattice_targets(large: bool = False) -> list[Target]:
     out = []
     for label, numbers, what in (("up", found, known), ("whole", held, whole), ("whole sparse", found, whole)):
         data = lattice.encode(numbers, what)
-        out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d))  # the lists of members
+        out.append(
+            Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d)
+        )  # the lists of members
     return out
 
 

@@ -53,7 +53,7 @@ def most_steps(size: int, lanes: int) -> int:
 def chance(hazards: I64) -> I64:
     """``2**24 * (1 - exp(-t))`` of hazards 0 .. MOST, linear between the entries of the table, rounded down."""
     cell = hazards >> _CELL
-    out = hazards & _PART
+    out: I64 = hazards & _PART
     out *= _INSIDE.take(cell)
     out >>= _CELL
     out += _BELOW.take(cell)
@@ -64,7 +64,8 @@ def hazard(chances: I64) -> NDArray[np.uint32]:
     """The hazard of ``chance / 2**24``, the inverse of :func:`chance` up to rounding, at least LEAST."""
     cell = np.minimum(_BELOW.searchsorted(chances, "right") - 1, 15)
     inside = ((chances - _BELOW[cell]) << _CELL) // _INSIDE[cell]
-    return np.clip((cell << _CELL) + inside, LEAST, MOST).astype(np.uint32)
+    hazards: NDArray[np.uint32] = np.clip((cell << _CELL) + inside, LEAST, MOST).astype(np.uint32)
+    return hazards
 
 
 def ends(hazards: NDArray[np.uint32]) -> I64:
