@@ -124,7 +124,7 @@ def test_the_state_holds_no_device_that_was_not_asked() -> None:
     names = tuple(f"d{i:05}" for i in range(10_000))
     state, _ = run(c, Present(0.0, names))
     assert len(engine.dump(state)) < 1000
-    assert state.asked == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
+    assert tuple(state.asked) == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
 
 
 def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:
@@ -173,6 +173,19 @@ def test_with_too_few_updates_the_round_asks_as_many_other_devices_as_are_missin
     assert dict(state.received) == {early: "s"}
     state, said = run(c, updated(c, state, slow, 11.0), state=state)  # asked by the first attempt: its work counts
     assert said[0] == Acknowledge(1, slow, "s", False)
+
+
+def test_a_device_keeps_its_place_in_a_round_and_later_attempts_take_those_that_follow() -> None:
+    c = config(min_updates=3, min_devices=6, cohort=4)
+    state = opened(c, "abcdef")
+    first = state.cohort
+    assert [engine.place(c, state, d) for d in first] == [0, 1, 2, 3]
+    new, others = [d for d in "abcdef" if d not in first], "".join(sorted(set("abcdef") - {first[0]}))
+    state, _ = run(c, updated(c, state, first[2]), Removed(1.0, first[0]), Tick(10.0), here(others, 10.0), state=state)
+    assert set(new) < set(state.cohort)
+    assert [engine.place(c, state, d) for d in first[1:]] == [1, 2, 3]
+    assert [engine.place(c, state, d) for d in new] == [0, 1]
+    assert engine.load(engine.dump(state)) == state
 
 
 def test_a_late_update_closes_an_attempt_that_lacked_it() -> None:

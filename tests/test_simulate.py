@@ -35,6 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedmask": {"keep": 0.5, "epochs": 1},
     "counted": {"name": "fedmask", "down": "count", "head": "local", "restart": "latent", "epochs": 1},
     "coupled": {"head": "mask", "theta0": 0.5, "epochs": 1},
+    "lattice": {"quantum": 2.0},
     "fedavg": {"epochs": 1},
     "standalone": {"epochs": 1},
 }
@@ -76,7 +77,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
     tmp_path: Path, bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated]
 ) -> None:
     with fleet(tmp_path, bundle, devices) as running:
-        for label in ("fedmask", "counted", "coupled"):
+        for label in ("fedmask", "counted", "coupled", "lattice"):
             keys = {device: counter.key(5, "secret", device) for device in devices}
             real = running.run(label, {"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5, secrets_of=keys)
             assert digest(real.state) == results[label].state_sha256

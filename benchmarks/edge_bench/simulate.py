@@ -120,9 +120,9 @@ class _Run:
     sent: dict[tuple[int, str], _Sent] = field(default_factory=dict)
     """By round and audience, for the state as it is."""
 
-    def task(self, round_: int, device: str) -> Task:
+    def task(self, round_: int, device: str, place: int = 0) -> Task:
         secret = counter.key(self.config.seed, "secret", device)
-        return Task(Assignment(self.course, round_, device), self.trainer, self.devices[device], secret)
+        return Task(Assignment(self.course, round_, device, place), self.trainer, self.devices[device], secret)
 
     def downlink(self, round_: int, device: str) -> Payload:
         record = self.records.get(device)
@@ -133,18 +133,22 @@ class _Run:
         self.downlinks[device] = self.sent[audience].sizes
         return self.sent[audience].content
 
-    def train(self, round_: int, device: str) -> str:
+    def train(self, round_: int, device: str, place: int) -> str:
         """One device's round; returns its update's digest."""
-        task, content = self.task(round_, device), self.downlink(round_, device)
+        task, content = self.task(round_, device, place), self.downlink(round_, device)
         outcome = local.run_round(self.method, task, self.kept.get(device, {}), content)
         self.kept[device], data = outcome.kept, payload.encode(outcome.update)
         record = self.records.get(device)
         self.updates[device] = aggregation.check_update(self.method, task.assignment, self.state, record, data)
         return digest(data)
 
-    def aggregate(self, round_: int, devices: tuple[str, ...], seconds: float) -> Round:
-        """Fold the updates; the state and the records are those after the round."""
-        contributions = (Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d]) for d in devices)
+    def aggregate(self, round_: int, places: Mapping[str, int], seconds: float) -> Round:
+        """Fold the updates of the devices in `places`; the state and the records are those after the round."""
+        devices = tuple(places)
+        contributions = (
+            Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d], place)
+            for d, place in places.items()
+        )
         influences = {d: i for d in devices if (i := self.updates[d].influence) is not None}
         closed = aggregation.close_round(
             self.method, self.course, round_, self.state, contributions, influences, self.config.guard
@@ -207,11 +211,12 @@ def run(
         elif isinstance(decision, events.OpenRound):
             opened = time.perf_counter()
             for device in decision.cohort:
-                sha = sim.train(decision.round, device)
+                sha = sim.train(decision.round, device, engine.place(config, status, device))
                 lease = engine.lease(config, decision.round, device)
                 happen(events.Updated(0.0, decision.round, device, lease, sha))
         elif isinstance(decision, events.Aggregate):
-            record = sim.aggregate(decision.round, decision.devices, time.perf_counter() - opened)
+            places = {d: engine.place(config, status, d) for d in decision.devices}
+            record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
                 everyone = sim.everyone({d: sim.personal(decision.round + 1, d) for d in names})

@@ -1,0 +1,120 @@
+"""What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, past changes.
+
+The weights are ``w0 + step / K * count``: an integer count for each trainable parameter, one step for each tensor, K
+the federation's cohort. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
+machines agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from edge_kernels import counter
+from edge_kernels.lattice_model import Span
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Manifest
+from edge_client.parts import Part, rest
+from edge_client.task import Assignment, Course
+
+Counts = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+
+FINEST = 0.02  # of the step of a tensor that moves no more than the average
+SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
+HISTORY = 16  # rounds whose changes the server keeps for late devices
+MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
+
+
+def grid(manifest: Manifest) -> Part:
+    """The parameters on the grid: every trainable tensor."""
+    return rest(manifest)
+
+
+def spans(part: Part) -> list[Span]:
+    """The tensors of the grid as matrices of axis 0 by the rest, as the coder takes them."""
+    shapes = [(b.shape[0] if b.shape else 1, b.size) for b in part.blocks]
+    return [(place, rows, size // rows) for place, (rows, size) in zip(part.places, shapes, strict=True)]
+
+
+def rms(part: Part, change: F32) -> F32:
+    """The root of the mean square of each tensor's change, float32[tensors]."""
+    squares = [float(np.mean(np.square(change[p], dtype=np.float64))) for p in part.places]
+    each: F32 = np.sqrt(np.array(squares)).astype(np.float32)
+    return each
+
+
+def steps(part: Part, each: F32, quantum: float, cohort: int) -> F32:
+    """The step of each tensor from its rms: finer for a tensor that moves more than the average parameter."""
+    sizes = [p.stop - p.start for p in part.places]
+    square = math.fsum(n * float(r) ** 2 for n, r in zip(sizes, each, strict=True)) / max(1, sum(sizes))
+    average = max(math.sqrt(square), SMALLEST)
+    shares = [min(1.0, max(FINEST, average / max(float(r), SMALLEST))) for r in each]
+    return np.array([quantum * cohort * average * share for share in shares], np.float32)
+
+
+def spread(part: Part, each: F32) -> F32:
+    """A value for each tensor as one for each parameter of the grid."""
+    return np.repeat(each, [p.stop - p.start for p in part.places])
+
+
+# --- dither
+
+
+def common(course: Course, round_: int, size: int) -> U32:
+    """The uniform numbers of a round that all its devices share, in units of 2**-32."""
+    words = counter.uint64(counter.key(course.seed, "dither", round_), size)
+    high: U32 = (words >> np.uint64(32)).astype(np.uint32)
+    return high
+
+
+def dither(a: Assignment, size: int) -> U32:
+    """A device's own: the common ones shifted by its place, so that a cohort's numbers are stratified."""
+    shifted: U32 = common(a.course, a.round, size) + np.uint32((a.place << 32) // a.course.cohort)
+    return shifted
+
+
+def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
+    """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
+    fall, rise = np.full(size, 0xFFFFFFFF, np.uint32), np.full(size, 0xFFFFFFFF, np.uint32)
+    for round_ in rounds:
+        folded = common(course, round_, size) * np.uint32(course.cohort)  # modulo 2**32: the place drops out
+        np.minimum(fall, folded // np.uint32(course.cohort), out=fall)
+        np.minimum(rise, ~folded // np.uint32(course.cohort), out=rise)
+    return fall, rise
+
+
+def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:
+    """Whole numbers whose mean is `values`, by the server's stream of the round; whole numbers stay as they are."""
+    u = counter.uniform(counter.key(course.seed, "rounding", round_), values.size)
+    return np.clip(np.floor(values + u), -MOST, MOST).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class History:
+    """The changes of N in the last rounds, in today's units: a round's `lengths` places uint32 and values int32."""
+
+    lengths: NDArray[np.int64]
+    places: NDArray[np.uint32]
+    values: Counts
+
+    def before(self, counts: Counts, rounds: int) -> Counts:
+        """N as it was so many rounds ago."""
+        first = int(self.lengths[: len(self.lengths) - rounds].sum())
+        held = counts.astype(np.int64)
+        np.subtract.at(held, self.places[first:], self.values[first:])
+        return held.astype(np.int32)
+
+    def then(self, change: Counts) -> History:
+        """With one round more, and without those that are too old."""
+        places = np.flatnonzero(change)
+        old = max(0, len(self.lengths) + 1 - HISTORY)
+        first = int(self.lengths[:old].sum())
+        return History(
+            np.append(self.lengths[old:], len(places)),
+            np.append(self.places[first:], places.astype(np.uint32)),
+            np.append(self.values[first:], change[places]),
+        )

@@ -1,0 +1,111 @@
+"""Lattice's payloads: the fixed bytes before the coded numbers, statistics as differences, what a bad one is called."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import LostError, PayloadError
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment
+
+_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IBBf")
+
+
+@dataclass(frozen=True)
+class UpHead:
+    """`crc` of the moves; `gain`: the received model's loss less the bundle's, on the device's first batch."""
+
+    crc: int
+    gain: float
+
+    def pack(self) -> bytes:
+        return _UP.pack(self.crc, self.gain)
+
+
+@dataclass(frozen=True)
+class DownHead:
+    """`crc` of the counts; `missed` rounds since the counts that the change builds on, 0 for no counts; how often
+    steps were halved; the mean number of samples behind an update."""
+
+    crc: int
+    missed: int
+    halvings: int
+    samples: float
+
+    def pack(self) -> bytes:
+        return _DOWN.pack(self.crc, self.missed, self.halvings, self.samples)
+
+
+def up_head(data: bytes) -> tuple[UpHead, bytes]:
+    """The head of an update and what follows it. Raises PayloadError."""
+    crc, gain = _fields(_UP, data)
+    if not math.isfinite(gain):
+        raise PayloadError(f"the update's gain is {gain}; a finite number is due")
+    return UpHead(crc, gain), data[_UP.size :]
+
+
+def down_head(data: bytes) -> tuple[DownHead, bytes]:
+    """The head of a downlink and what follows it. Raises PayloadError."""
+    crc, missed, halvings, samples = _fields(_DOWN, data)
+    if not (halvings < 32 and 0 < samples < math.inf):
+        raise PayloadError(f"the downlink says {halvings} halvings, {samples} samples; it is damaged")
+    return DownHead(crc, missed, halvings, samples), data[_DOWN.size :]
+
+
+def _fields(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
+    if len(data) < form.size:
+        raise PayloadError(f"a head takes {form.size} bytes, but the array has {len(data)}; the payload is damaged")
+    return form.unpack_from(data)
+
+
+# --- batch-norm statistics, as differences in half precision
+
+
+def halved(difference: F32) -> NDArray[np.floating[Any]]:
+    """A difference of statistics as it travels: float16, or float32 where float16 does not reach."""
+    with np.errstate(over="ignore"):
+        half = difference.astype(np.float16)
+    return half if np.isfinite(half).all() else difference
+
+
+def difference(payload: Payload, name: str, size: int) -> F32:
+    """What `halved` made, as float32[size]; zeros when the payload lacks it and size is 0. Raises PayloadError."""
+    found = payload.arrays.get(name, np.zeros(0, np.float16))
+    if found.dtype not in (np.float16, np.float32) or found.shape != (size,) or not np.isfinite(found).all():
+        raise PayloadError(
+            f"array {name!r} is {found.dtype}{list(found.shape)}; {size} finite values of float16 or float32 are due"
+        )
+    return found.astype(np.float32)
+
+
+def packed(payload: Payload, name: str) -> bytes:
+    """The bytes of the array `name`. Raises PayloadError."""
+    found = payload.arrays.get(name)
+    if found is None or found.dtype != np.uint8 or found.ndim != 1:
+        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r}, uint8[n], was due")
+    return found.tobytes()
+
+
+def received_statistics(model: Model, sent: NDArray[np.floating[Any]]) -> F32:
+    """The statistics that a device has after a downlink with this difference."""
+    return model.buffers + sent.astype(np.float32)
+
+
+def stale(a: Assignment, why: str) -> LostError:
+    """The error of a downlink that does not fit what the device kept."""
+    return LostError(
+        f"the downlink of round {a.round} builds on counts that this device does not hold: {why}; the coordinator "
+        "sends everything with the next downlink"
+    )
+
+
+def fault(a: Assignment, base: int, why: str) -> LostError | PayloadError:
+    """The error of a change that cannot be read: the device lost what it builds on, unless it builds on nothing."""
+    return PayloadError(f"the downlink of round {a.round}: {why}; fetch it again") if base == 1 else stale(a, why)

@@ -1,0 +1,457 @@
+"""Lattice: whole numbers that both sides share, unbiased, equal after any pattern of missed rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import counter, coupling, lattice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_fleet import stored
+from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
+
+from edge_client.bundle import F32, Init, Manifest, Tensor
+from edge_client.data import DeviceData
+from edge_client.errors import LostError, PayloadError
+from edge_client.methods import lattice as method_module
+from edge_client.methods import lattice_grid as grid_module
+from edge_client.methods.lattice import CHANGE, MOVES, Lattice
+from edge_client.methods.lattice_grid import dither, grid, nearest, rms, spans, steps
+from edge_client.methods.lattice_wire import UpHead, up_head
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Course, Local, Task
+from edge_client.training import Gradient
+
+M = mlp(6, 5, 3)
+D = M.d
+NORMED = M.model_copy(
+    update={"buffers": (Tensor(name="mean", shape=(4,), offset=0, init=Init(kind="constant", scale=0.5)),)}
+)
+
+
+@dataclass
+class Pull:
+    """A trainer whose gradient is the first sample's label times a fixed vector: local changes are known."""
+
+    manifest: Manifest
+    directions: F32  # [classes, d]
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+        return Gradient(1.0, self.directions[int(y[0])], buffers + np.float32(0.25))
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        return np.zeros((len(x), 3), np.float32)
+
+
+def pull(m: Manifest = M, seed: int = 0) -> Pull:
+    return Pull(m, np.random.default_rng(seed).standard_normal((3, m.d)).astype(np.float32))
+
+
+def samples(label: int, n: int = 8) -> DeviceData:
+    """One batch of one label."""
+    x, y = np.zeros((n, 6), np.float32), np.full(n, label)
+    return DeviceData(x, y, x[:0], y[:0], x[:0], y[:0])
+
+
+@dataclass
+class Fleet:
+    """A federation by hand. Every value is stored and read again between the rounds."""
+
+    method: Lattice
+    data: Mapping[str, DeviceData]
+    seed: int = 3
+    cohort: int = 3
+    rounds: int = 60
+    m: Manifest = M
+    trainer: Any = None
+    change: Callable[[str, Payload], Payload] = lambda device, update: update
+    round: int = 0
+    records: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    local: dict[str, Local] = field(default_factory=dict)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.course = Course(model(self.m), self.seed, self.rounds, self.cohort)
+        self.state = stored(self.method.start(self.course))
+        self.trainer = self.trainer or pull(self.m)
+
+    def task(self, device: str, place: int = 0) -> Task:
+        a = Assignment(self.course, self.round, device, place)
+        return Task(a, self.trainer, self.data[device], secret(device))
+
+    def receive(self, device: str) -> Any:
+        """The next downlink as the device decodes it; after a loss the whole one."""
+        a = Assignment(self.course, self.round + 1, device)
+        for _ in range(2):
+            record = self.records.get(device)
+            sent = decode(encode(self.method.downlink(self.course, a.round, self.state, record)))
+            try:
+                return self.method.receive(a, self.kept.get(device), sent)
+            except LostError:
+                self.lost.append((a.round, device))
+                self.records.pop(device, None)
+        raise AssertionError("lost twice")
+
+    def play(self, *devices: str, gain: float | None = None) -> None:
+        """One round of these devices; their place is their order."""
+        received = {d: self.receive(d) for d in devices}
+        self.round += 1
+        total: Any = None
+        for place, d in enumerate(devices):
+            t = self.task(d, place)
+            self.local[d] = self.method.local_round(t, self.kept.get(d), received[d])
+            self.kept[d] = stored(self.local[d].kept)
+            sent = decode(encode(self.change(d, self.local[d].update)))
+            if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * D:
+                assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.model)
+            update = self.method.read_update(t.assignment, self.state, self.records.get(d), sent)
+            update = update if gain is None else replace(update, gain=gain)
+            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, None)
+        self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
+        self.state = stored(self.state)
+
+    def moved(self) -> NDArray[np.float64]:
+        """How far the model is from the bundle's."""
+        unit = self.method.unit(self.course, self.state.steps, self.state.halvings)
+        return grid_module.spread(grid(self.m), unit).astype(np.float64) * self.state.counts
+
+
+@pytest.fixture
+def uncoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers travel as they are: for tests of many rounds that are not about the coder."""
+    monkeypatch.setattr(method_module.lattice, "encode", lambda values, known: values.tobytes())
+    monkeypatch.setattr(method_module.lattice, "decode", lambda data, known: np.frombuffer(data, np.int32))
+
+
+THREE = {d: samples(i) for i, d in enumerate("abc")}
+
+
+def test_two_devices_by_hand() -> None:
+    """One weight vector of two tensors; every number follows from the docstring."""
+    trainer = Pull(M, np.zeros((3, D), np.float32))
+    trainer.directions[0, 0], trainer.directions[1, 1] = -2.0, 4.0
+    method = Lattice(quantum=0.5, lr=1.0, momentum=0.0)
+    fleet = Fleet(method, {"a": samples(0, 8), "b": samples(1, 24)}, cohort=2, trainer=trainer)
+    fleet.play("a", "b")
+    # Round 1: "a" moves weight 0 by 2, "b" weight 1 by -4. The first tensor has 30 of the 53 parameters.
+    own = {d: np.sqrt(np.array([c**2 / 30, 0, 0, 0], np.float64)).astype(np.float32) for d, c in (("a", 2), ("b", 4))}
+    assert all(np.array_equal(fleet.local[d].update.arrays["rms"], own[d]) for d in own)
+    middle = (own["a"].astype(np.float64) + own["b"]) / 2
+    average = np.sqrt(30 * float(np.float32(middle[0])) ** 2 / D)
+    share = average / float(np.float32(middle[0]))
+    expected = np.float32([0.5 * 2 * average * share, *[0.5 * 2 * average] * 3])
+    assert np.allclose(fleet.state.steps, expected, rtol=1e-6)
+    assert fleet.state.samples == 16
+    # Round 2: moves are the change * samples / 16 / step, rounded with the shared dither shifted by place / 2.
+    before = fleet.state.counts.copy()
+    fleet.play("a", "b")
+    u = counter.uint64(counter.key(3, "dither", 2), D) >> np.uint64(32)
+    for place, (d, c, n) in enumerate((("a", 2.0, 8), ("b", -4.0, 24))):
+        shifted = (u + np.uint64(place << 31)) % np.uint64(1 << 32) / 2**32
+        a = np.zeros(D)
+        a[place] = c * n / 16 / fleet.state.steps[0].astype(np.float64)
+        before = before + np.floor(a + shifted).astype(np.int32)
+        head, _ = up_head(fleet.local[d].update.arrays[MOVES].tobytes())
+        assert head.gain == 0
+    assert np.array_equal(fleet.state.counts, before)
+
+
+@pytest.mark.usefixtures("uncoded")
+@pytest.mark.parametrize("cohort", [3, 5])
+def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_report(cohort: int) -> None:
+    data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
+    trainer, runs, total = pull(), 150, np.zeros(D)
+    for seed in range(runs):
+        fleet = Fleet(Lattice(quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
+        fleet.play(*"abc")
+        fleet.play(*"abc")
+        total += fleet.moved()
+    due = -0.1 * 2 * np.average(trainer.directions, axis=0, weights=[4, 8, 12])
+    noise = fleet.moved() - due
+    assert np.abs(noise).max() > 0.05  # one run is coarse
+    error = (total / runs - due) / (np.abs(noise).mean() / runs**0.5)
+    assert np.abs(error).max() < 8
+    assert abs(error.mean()) < 0.5
+
+
+@pytest.mark.usefixtures("uncoded")
+def test_a_federation_of_one_device_equals_local_training_in_expectation() -> None:
+    data = {"a": clusters(M, 1)}
+    total, runs = np.zeros(D), 200
+    for seed in range(runs):
+        fleet = Fleet(Lattice(quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
+        fleet.play("a")
+        trained = fleet.local["a"].trained.parameters - fleet.course.model.parameters
+        total += fleet.moved() - trained
+    step = float(fleet.state.steps.max())
+    assert np.abs(total / runs).max() < 4 * step / runs**0.5
+
+
+def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
+    data = {"a": samples(0, 8), "b": samples(1, 24), "c": samples(2, 16)}
+    renamed = {"x": data["c"], "y": data["a"], "z": data["b"]}
+    one, two = Fleet(Lattice(lr=0.1), data), Fleet(Lattice(lr=0.1), renamed)
+    for _ in range(4):
+        one.play("a", "b", "c")
+        two.play("y", "z", "x")
+    assert np.array_equal(one.state.counts, two.state.counts)
+    assert one.state.counts.any()
+
+
+@given(
+    pattern=st.lists(st.sets(st.sampled_from("abcd"), min_size=1, max_size=3), min_size=2, max_size=9),
+    losses=st.dictionaries(st.integers(2, 9), st.sampled_from("abcd"), max_size=3),
+    bad=st.sets(st.integers(1, 9), max_size=6),
+    residual=st.booleans(),
+    quantum=st.sampled_from([0.5, 5.0]),
+)
+@settings(max_examples=12, deadline=None)
+def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
+    pattern: list[set[str]], losses: dict[int, str], bad: set[int], residual: bool, quantum: float
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (grid_module, method_module):
+            patch.setattr(module, "HISTORY", 3)
+        fleet = Fleet(Lattice(quantum=quantum, lr=0.1, residual=residual), {d: samples(ord(d) % 3) for d in "abcd"})
+        for round_, devices in enumerate(pattern, 1):
+            if losses.get(round_) in fleet.kept:
+                del fleet.kept[losses[round_]]
+            fleet.play(*sorted(devices), gain=1.0 if round_ in bad else -1.0)
+        for device in "abcd":  # one of them may never have taken part
+            received = fleet.receive(device)
+            assert np.array_equal(received.counts, fleet.state.counts)
+            assert received.halvings == fleet.state.halvings
+            moved = received.parameters - fleet.course.model.parameters
+            assert np.allclose(moved, fleet.moved(), atol=1e-4, rtol=1e-4)
+        expected = run_ = 0
+        for round_ in range(1, len(pattern) + 1):
+            run_ = run_ + 1 if round_ in bad else 0
+            if run_ == 2:
+                expected, run_ = expected + 1, 0
+        assert fleet.state.halvings == expected
+
+
+def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:
+    fleet = Fleet(Lattice(lr=0.1), THREE)
+    for _ in range(3):
+        fleet.play(*"abc")
+    assert not fleet.lost
+    del fleet.kept["b"]
+    older = fleet.kept["c"]
+    fleet.play(*"abc")
+    assert fleet.lost == [(4, "b")]
+    fleet.kept["c"] = older  # a restored backup
+    fleet.play(*"abc")
+    assert fleet.lost == [(4, "b"), (5, "c")]
+    wrong = replace(fleet.kept["a"], counts=fleet.kept["a"].counts + np.int32(1))
+    fleet.kept["a"] = wrong
+    assert np.array_equal(fleet.receive("a").counts, fleet.state.counts)
+    assert fleet.lost[-1] == (6, "a")
+
+
+def test_a_late_device_receives_one_merged_change_and_steps_travel_once() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    for _ in range(4):
+        fleet.play("a", "b")
+
+    def sent(device: str) -> Payload:
+        return fleet.method.downlink(fleet.course, fleet.round + 1, fleet.state, fleet.records.get(device))
+
+    assert set(sent("c").arrays) == set(sent("a").arrays) == {CHANGE}
+    assert set(sent("new").arrays) == {CHANGE, "steps"}
+    assert fleet.method.audience(fleet.course, 7, fleet.records["c"]) == "from-2"
+    assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
+
+
+def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet.play(*"abc", gain=1.0)
+    fleet.play(*"abc", gain=-1.0)
+    fleet.play(*"abc", gain=1.0)
+    assert (fleet.state.bad, fleet.state.halvings) == (1, 0)
+    unguarded = Fleet(Lattice(quantum=1, lr=0.1, guard=False), THREE)
+    for _ in range(4):
+        unguarded.play(*"abc", gain=1.0)
+    fleet.play(*"abc", gain=1.0)
+    assert (fleet.state.bad, fleet.state.halvings) == (0, 1)
+    assert np.array_equal(fleet.state.counts, 2 * unguarded.state.counts)
+    assert np.array_equal(fleet.moved(), unguarded.moved())
+
+
+def test_what_the_variant_does_not_apply_stays_in_the_residual() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1, residual=True), THREE)
+    fleet.play(*"abc")
+    assert fleet.state.residual is not None
+    before = 2.5 * fleet.state.counts + fleet.state.residual
+    fleet.play(*"abc")
+    moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc"))
+    assert np.allclose(2.5 * fleet.state.counts + fleet.state.residual, before + moves, atol=1e-4)
+    assert np.abs(fleet.state.residual).max() <= 2.5 * 0.7 + 1e-4
+
+
+def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
+    """The numbers that a device sent in the last round; the model before it is what the device kept."""
+    a = Assignment(fleet.course, fleet.round, device, place)
+    known = lattice.up(dither(a, D), spans(grid(M)), fleet.kept[device].counts)
+    return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
+
+
+def test_statistics_are_averaged_as_half_precision_differences_or_stay_local() -> None:
+    fleet = Fleet(Lattice(lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    assert fleet.local["a"].update.arrays["statistics"].dtype == np.float16
+    assert np.array_equal(fleet.state.statistics, np.full(4, 1.0, np.float32))
+    assert np.array_equal(fleet.receive("a").statistics, fleet.state.statistics)
+    own = Fleet(Lattice(lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
+    own.play(*"abc")
+    own.play("a", "b")
+    assert set(own.local["a"].update.arrays) == {MOVES}
+    assert own.receive("a").statistics[0] == 1.0
+    assert own.receive("c").statistics[0] == 0.75
+
+
+def test_statistics_beyond_half_precision_travel_as_float32() -> None:
+    trainer = pull(NORMED)
+    fleet = Fleet(Lattice(lr=0.1), THREE, m=NORMED, trainer=trainer)
+    fleet.state = replace(fleet.state, statistics=np.float32([0.5, 1e6, 2, 3]))
+    fleet.round, fleet.state = 1, replace(fleet.state, samples=8.0, steps=np.ones(4, np.float32))
+    assert np.allclose(fleet.receive("new").statistics, [0.5, 1e6, 2, 3], rtol=1e-6)
+
+
+def test_a_tensor_that_moves_more_has_a_finer_step() -> None:
+    part = grid(M)
+    change = np.ones(D, np.float32)
+    change[part.places[0]] = 4.0
+    each = rms(part, change)
+    average = float(np.sqrt((16 * 30 + 23) / 53))
+    assert np.allclose(each, [4, 1, 1, 1])
+    assert np.allclose(steps(part, each, 10, 7), 70 * average * np.array([average / 4, 1, 1, 1]), rtol=1e-6)
+    assert (steps(part, np.zeros(4, np.float32), 10, 7) > 0).all()
+
+
+def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_one_draw() -> None:
+    course = Course(model(M), 3, 5, 7)
+    all_ = np.stack([dither(Assignment(course, 2, "x", place), 1000) for place in range(7)])
+    assert np.ptp(np.diff(np.sort(all_.astype(np.int64), axis=0), axis=0)) <= 2
+    fall, rise = nearest(course, [2], 1000)
+    assert np.abs(fall.astype(np.int64) - all_.min(axis=0)).max() <= 8
+    assert np.abs(rise.astype(np.int64) - (~all_).min(axis=0)).max() <= 8
+
+
+def test_the_default_rate_is_careful_with_trained_weights_and_batch_norm() -> None:
+    trained = NORMED.model_copy(update={"seed": None})
+    assert Lattice().rate(model(M)) == Lattice().rate(model(NORMED)) == 0.01
+    assert Lattice().rate(replace(model(NORMED), manifest=trained)) == 0.003
+    assert Lattice(lr=0.5).rate(replace(model(NORMED), manifest=trained)) == 0.5
+
+
+def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    for _ in range(2):
+        fleet.play(*"abc")
+    a = Assignment(fleet.course, 3, "a")
+    update = method_module.Update(np.full(D, 30_000, np.int32), None, np.zeros(0, np.float32), 1e9, -1.0)
+    honest = replace(update, moves=np.full(D, 1, np.int32), samples=8.0)
+    claimed, usual = (fleet.method.influence(a, fleet.state, u) for u in (update, honest))
+    assert claimed is not None
+    assert usual is not None
+    assert claimed.norm * claimed.weight == pytest.approx(30_000 * D)
+    assert usual.norm * usual.weight == pytest.approx(max(D, 64))
+    limited = fleet.method.limited(a, fleet.state, update, 1e-3, 80.0)
+    assert np.abs(fleet.method.moved(a, limited)).sum() == pytest.approx(30_000 * D * 1e-3 * 80 / 1e9)
+    assert limited.samples == 80
+
+
+def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
+    def array(name: str, value: NDArray[Any]) -> Callable[[Payload], Payload]:
+        return lambda p: replace(p, arrays={**p.arrays, name: value})
+
+    return {
+        "unknown array": array("more", np.zeros(1)),
+        "no moves": lambda p: replace(p, arrays={"rms": p.arrays["rms"]} if "rms" in p.arrays else {}),
+        "moves of another kind": array(MOVES, np.zeros(60)),
+        "too short": array(MOVES, np.zeros(5, np.uint8)),
+        "nothing coded": lambda p: array(MOVES, p.arrays[MOVES][:8])(p),
+        "a wrong checksum": lambda p: array(MOVES, np.append(p.arrays[MOVES][:1] ^ np.uint8(1), p.arrays[MOVES][1:]))(
+            p
+        ),
+        "gain is NaN": lambda p: array(
+            MOVES, np.concatenate([np.frombuffer(UpHead(0, float("nan")).pack(), np.uint8), p.arrays[MOVES][8:]])
+        )(p),
+        "statistics": array("statistics", np.zeros(3, np.float16)),
+        "no samples": lambda p: replace(p, meta={}),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(_bad_updates()))
+@pytest.mark.parametrize("round_", [1, 3])
+def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
+    fleet = Fleet(Lattice(quantum=0.5, lr=0.1), THREE)
+    for _ in range(round_ - 1):
+        fleet.play(*"abc")
+    fleet.change = lambda device, update: _bad_updates()[kind](update) if device == "b" else update
+    with pytest.raises(PayloadError):
+        fleet.play(*"abc")
+
+
+@pytest.mark.parametrize("each", [[-1, 1, 1, 1], [3e38, 1, 1, 1], [np.nan, 1, 1, 1], [1, 1]])
+def test_a_hostile_rms_is_refused(each: list[float]) -> None:
+    fleet = Fleet(Lattice(lr=0.1), THREE)
+    fleet.change = lambda device, p: replace(p, arrays={**p.arrays, "rms": np.array(each, np.float32)})
+    with pytest.raises(PayloadError):
+        fleet.play(*"abc")
+
+
+def test_numbers_beyond_the_limit_are_refused() -> None:
+    fleet = Fleet(Lattice(lr=0.1), THREE)
+    fleet.play(*"abc")
+    a = Assignment(fleet.course, 2, "b", 1)
+    moves = np.full(D, 40_000, np.int32)
+    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), fleet.state.counts))
+    head = UpHead(coupling.checksum([moves]), 0.0).pack()
+    with pytest.raises(PayloadError, match="leaves"):
+        fleet.method.read_update(
+            a, fleet.state, None, Payload({MOVES: np.frombuffer(head + coded, np.uint8)}, {"samples": 8})
+        )
+
+
+@pytest.mark.parametrize("base", ["zero", "held"])
+def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    for _ in range(3):
+        fleet.play(*"abc")
+    device = "a" if base == "held" else "new"
+    a, kept = Assignment(fleet.course, 4, device), fleet.kept.get(device)
+    whole = fleet.method.downlink(fleet.course, 4, fleet.state, fleet.records.get(device))
+    data = whole.arrays[CHANGE]
+    error: type[Exception] = LostError if base == "held" else PayloadError
+    flipped = data.copy()
+    flipped[0] ^= 1
+    for bad in (flipped, data[:-1], data[:12]):
+        with pytest.raises(error):
+            fleet.method.receive(a, kept, replace(whole, arrays={**whole.arrays, CHANGE: bad}))
+    for arrays in ({}, {**whole.arrays, "x": data}, {**whole.arrays, CHANGE: data[:9]}):
+        with pytest.raises(PayloadError):
+            fleet.method.receive(a, kept, Payload(arrays))
+    with pytest.raises(PayloadError):
+        fleet.method.receive(Assignment(fleet.course, 1, device), kept, whole)
+
+
+def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
+    data = {d: clusters(M, i) for i, d in enumerate("abc")}
+    fleet = Fleet(Lattice(lr=0.05, cosine=True), data, trainer=NumpyMlp(M))
+    losses = []
+    for _ in range(30):
+        fleet.play(*"abc")
+        losses.append(float(np.mean([fleet.local[d].loss for d in "abc"])))
+    assert losses[-1] < 0.4 * losses[0]
+    assert sum(len(fleet.local[d].update.arrays[MOVES]) for d in "abc") < 3 * D
