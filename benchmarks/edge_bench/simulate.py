@@ -138,8 +138,6 @@ class _Run:
         """What the workers get: each device's turn, and the downlinks by audience."""
         turns, contents = [], {}
         for device in devices:
-            if round_ in self.mishaps.loses.get(device, ()):
-                self.kept.pop(device, None)
             record = self.records.get(device)
             audience = self.method.audience(self.course, round_, record)
             if (round_, audience) not in self.sent:
@@ -150,8 +148,15 @@ class _Run:
             turns.append(Turn(device, self.kept.get(device, {}), audience))
         return turns, contents
 
+    def lose(self, round_: int, devices: Sequence[str]) -> None:
+        """Forget what those devices kept that lose it before this round."""
+        for device in devices:
+            if round_ in self.mishaps.loses.get(device, ()):
+                self.kept.pop(device, None)
+
     def train(self, round_: int, devices: Sequence[str]) -> Iterator[tuple[str, Lost | str]]:
         """The round of every device; yields each with its update's digest, or how it failed."""
+        self.lose(round_, devices)
         outcomes = self.workers.train(round_, *self.turns(round_, devices))
         for device, outcome in zip(devices, outcomes, strict=True):
             if isinstance(outcome, Lost):
@@ -193,6 +198,13 @@ class _Run:
             names = tuple(lost)
         return {d: found[d] for d in self.devices}
 
+    def look(self, round_: int) -> Scores | None:
+        """Every device's score from the downlink of `round_`. The run goes on unchanged."""
+        records, downlinks = dict(self.records), dict(self.downlinks)
+        found = self.evaluate(round_, Evaluation())
+        self.records, self.downlinks = records, downlinks
+        return self.scores([e.score for e in found.values()])
+
     def scores(self, values: Sequence[float]) -> Scores | None:
         return aggregation.scores(values, [len(s.y_test) for s in self.devices.values()])
 
@@ -226,6 +238,7 @@ def run(
     with Workers(Site(method, course, parts, opener), trainer, processes, expected) as workers:
         sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
         rows = _rounds(sim, names, evaluate_every, progress)
+        sim.lose(config.rounds + 1, names)
         last = sim.evaluate(config.rounds + 1, Evaluation(epochs=final_epochs, models=models))
     rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     after = [e.after for e in last.values() if e.after is not None]
@@ -271,7 +284,7 @@ def _rounds(
             record = sim.aggregate(decision.round, decision.devices, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
-                everyone = sim.scores([e.score for e in sim.evaluate(decision.round + 1, Evaluation()).values()])
+                everyone = sim.look(decision.round + 1)
             rows.append(RoundRow(record, everyone))
             progress(rows[-1])
             happen(events.Aggregated(0.0, decision.round, decision.attempt))
@@ -281,6 +294,7 @@ def _rounds(
         raise ConfigError(
             f"the federation stands at {status.phase}, round {status.round}: {len(names)} devices, "
             f"min_devices {config.min_devices}, min_updates {config.min_updates}"
+            + (f"; {status.fault}" if status.fault else "")
         )
     return rows
 
