@@ -89,6 +89,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
     record |= {
+        "kept_share": result.kept_share,
         "state_sha256": result.state_sha256,
         "personal_sha256": result.personal_sha256,
         "settings": {"name": method.name, **method.model_dump(mode="json")},

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -79,6 +80,8 @@ class Simulated:
     """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
     final_after: Scores | None
     """The same after local epochs from there."""
+    kept_share: float
+    """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
     """Every device's model; empty when they were not asked for."""
     state_sha256: str
@@ -247,6 +250,7 @@ def run(
         devices=len(names),
         final=sim.scores([e.score for e in last.values()]),
         final_after=sim.scores(after) if final_epochs else None,
+        kept_share=fmean(e.kept for e in last.values()),
         personal={d: e.personal for d, e in last.items() if e.personal is not None},
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),

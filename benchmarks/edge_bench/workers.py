@@ -78,11 +78,12 @@ class Lost:
 class Evaluated:
     """A device's personal model from a downlink: its score, its SHA-256, and the model itself when it was asked for.
 
-    `after` is the score after the local epochs of one more round, None when they were not asked for.
+    `kept` is the share of the parameters that its mask keeps, 1 for a dense model. `after` is the score after the local epochs of one more round, None when they were not asked for.
     """
 
     score: float
     sha256: str
+    kept: float
     after: float | None
     personal: Personal | None
 
@@ -129,7 +130,8 @@ def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: E
     score = task.score(model)
     sha = digest(np.concatenate([model.parameters, model.buffers]).tobytes())
     after = task.score(method.local_round(task, kept, received).trained) if what.epochs else None
-    return Evaluated(score, sha, after, model if what.models else None)
+    kept_share = 1.0 if model.mask is None else float(model.mask.mean())
+    return Evaluated(score, sha, kept_share, after, model if what.models else None)
 
 
 # --- many turns
