@@ -52,13 +52,14 @@ class Contribution:
     """One acknowledged update on its way into the round.
 
     `data` is its bytes, or what `check_update` made of them; `record` what the server keeps of the device, None at
-    first; `downlink` the bytes by kind that the device received.
+    first; `downlink` the bytes by kind that the device received; `place` its place in the round's cohort.
     """
 
     device: str
     data: bytes | Checked
     record: Any
     downlink: Mapping[str, int]
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def close_round(
     for c in contributions:
         if c.device <= last:
             raise ValueError(f"device {c.device!r} comes after {last!r}; sort contributions by device name")
-        last, a = c.device, Assignment(course, round_, c.device)
+        last, a = c.device, Assignment(course, round_, c.device, c.place)
         try:
             checked = c.data if isinstance(c.data, Checked) else check_update(method, a, state, c.record, c.data)
             limit = limits.get(c.device)

@@ -270,7 +270,7 @@ class _Run:
             text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
-            return run_round(session.method, session.task(work.round), kept, decode(downlink))
+            return run_round(session.method, session.task(work.round, work.place), kept, decode(downlink))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
             if failure is None:

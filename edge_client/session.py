@@ -31,9 +31,9 @@ class Session:
     data: DeviceData
     secret: int
 
-    def task(self, round_: int) -> Task:
-        """The task of a round."""
-        return Task(Assignment(self.course, round_, self.enrolled.device), self.trainer, self.data, self.secret)
+    def task(self, round_: int, place: int = 0) -> Task:
+        """The task of a round in which the device has that place."""
+        return Task(Assignment(self.course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret)
 
 
 def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:

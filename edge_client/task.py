@@ -50,11 +50,17 @@ class Course:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One device's part in one round. All shared randomness is keyed by these fields. Rounds count from 1."""
+    """One device's part in one round. All shared randomness is keyed by these fields. Rounds count from 1.
+
+    `place` is the device's place in the round's cohort, 0 .. cohort - 1; 0 after the last round. The devices of the
+    round's first attempt have the places in the order of their names. Those that a later attempt asks for the first
+    time take the places that follow, modulo the cohort.
+    """
 
     course: Course
     round: int
     device: str
+    place: int = 0
 
     @property
     def model(self) -> Model:

@@ -158,7 +158,7 @@ class Coordinator:
         work = {"downlink": digest(self.downlink()), "downlink_size": len(self.downlink()), "round": self.round}
         if self.round > self.rounds:
             return {"status": "finish", **work}
-        return {"status": "train", "lease": f"lease{self.round}", "deadline_in": 60.0, **work}
+        return {"status": "train", "lease": f"lease{self.round}", "place": 0, "deadline_in": 60.0, **work}
 
     def take(self, round_: int, request: httpx.Request) -> httpx.Response:
         body = request.content

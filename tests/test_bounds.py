@@ -29,7 +29,10 @@ from edge_client.transport import Transport
 HUGE = 10**400
 NAN, INFINITE = float("nan"), float("inf")
 
-TRAIN = {"status": "train", "round": 1, "lease": "0" * 16, "downlink": "0" * 64, "downlink_size": 9, "deadline_in": 1.0}
+TRAIN = {
+    "status": "train", "round": 1, "lease": "0" * 16, "place": 0, "downlink": "0" * 64, "downlink_size": 9,
+    "deadline_in": 1.0,
+}  # fmt: skip
 FINISH = {"status": "finish", "round": 2, "downlink": "0" * 64, "downlink_size": 9}
 WAIT = {"status": "wait", "reason": "x", "poll_after": 1.0}
 ENROLLED = {

@@ -124,7 +124,7 @@ def test_the_state_holds_no_device_that_was_not_asked() -> None:
     names = tuple(f"d{i:05}" for i in range(10_000))
     state, _ = run(c, Present(0.0, names))
     assert len(engine.dump(state)) < 1000
-    assert state.asked == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
+    assert tuple(state.asked) == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
 
 
 def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:

@@ -174,7 +174,9 @@ def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried:
 
 
 def _attempt(run: Run) -> dict[str, Any]:
-    return {k: run.get(k) for k in ("task", "label", "seed", "settings", "score_mean", "best_score", "bytes_per_device")}
+    return {
+        k: run.get(k) for k in ("task", "label", "seed", "settings", "score_mean", "best_score", "bytes_per_device")
+    }
 
 
 # --- the command

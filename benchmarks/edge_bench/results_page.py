@@ -1,6 +1,6 @@
 """Tables and plots of reproductions, and `docs/results.md`, all made from the committed `result.json` files.
 
-    python -m edge_bench.results_page          writes docs/results.md and every table.md and PNG
+python -m edge_bench.results_page          writes docs/results.md and every table.md and PNG
 """
 
 from __future__ import annotations

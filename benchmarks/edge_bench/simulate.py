@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -137,10 +137,10 @@ class _Run:
     sent: dict[tuple[int, str], Encoded] = field(default_factory=dict)
     """By round and audience, for the state as it is."""
 
-    def turns(self, round_: int, devices: Sequence[str]) -> tuple[list[Turn], dict[str, bytes]]:
-        """What the workers get: each device's turn, and the downlinks by audience."""
+    def turns(self, round_: int, places: Mapping[str, int]) -> tuple[list[Turn], dict[str, bytes]]:
+        """What the workers get: the turn of each device in `places`, and the downlinks by audience."""
         turns, contents = [], {}
-        for device in devices:
+        for device, place in places.items():
             record = self.records.get(device)
             audience = self.method.audience(self.course, round_, record)
             if (round_, audience) not in self.sent:
@@ -148,33 +148,36 @@ class _Run:
                 self.sent[round_, audience] = encoded
             sent = self.sent[round_, audience]
             self.downlinks[device], contents[audience] = sent.sizes, sent.data
-            turns.append(Turn(device, self.kept.get(device, {}), audience))
+            turns.append(Turn(device, self.kept.get(device, {}), audience, place))
         return turns, contents
 
-    def lose(self, round_: int, devices: Sequence[str]) -> None:
+    def lose(self, round_: int, devices: Iterable[str]) -> None:
         """Forget what those devices kept that lose it before this round."""
         for device in devices:
             if round_ in self.mishaps.loses.get(device, ()):
                 self.kept.pop(device, None)
 
-    def train(self, round_: int, devices: Sequence[str]) -> Iterator[tuple[str, Lost | str]]:
-        """The round of every device; yields each with its update's digest, or how it failed."""
-        self.lose(round_, devices)
-        outcomes = self.workers.train(round_, *self.turns(round_, devices))
-        for device, outcome in zip(devices, outcomes, strict=True):
+    def train(self, round_: int, places: Mapping[str, int]) -> Iterator[tuple[str, Lost | str]]:
+        """The round of every device in `places`; yields each with its update's digest, or how it failed."""
+        self.lose(round_, places)
+        outcomes = self.workers.train(round_, *self.turns(round_, places))
+        for (device, place), outcome in zip(places.items(), outcomes, strict=True):
             if isinstance(outcome, Lost):
                 self.records.pop(device, None)
                 yield device, outcome
                 continue
             self.kept[device], record = outcome.kept, self.records.get(device)
-            a = Assignment(self.course, round_, device)
+            a = Assignment(self.course, round_, device, place)
             self.updates[device] = aggregation.check_update(self.method, a, self.state, record, outcome.update)
             yield device, digest(outcome.update)
 
-    def aggregate(self, round_: int, devices: tuple[str, ...], seconds: float) -> Round:
-        """Fold the updates; the state and the records are those after the round."""
-        contributions = (Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d]) for d in devices)
-        influences = {d: i for d in devices if (i := self.updates[d].influence) is not None}
+    def aggregate(self, round_: int, places: Mapping[str, int], seconds: float) -> Round:
+        """Fold the updates of the devices in `places`; the state and the records are those after the round."""
+        contributions = (
+            Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d], place)
+            for d, place in places.items()
+        )
+        influences = {d: i for d in places if (i := self.updates[d].influence) is not None}
         closed = aggregation.close_round(
             self.method, self.course, round_, self.state, contributions, influences, self.config.guard
         )
@@ -187,18 +190,18 @@ class _Run:
     def evaluate(self, round_: int, what: Evaluation) -> dict[str, Evaluated]:
         """Every device's personal model from the downlink of `round_`; a device that lost its values asks again."""
         found: dict[str, Evaluated] = {}
-        names: Sequence[str] = tuple(self.devices)
-        while names:
-            outcomes = self.workers.evaluate(round_, *self.turns(round_, names), what)
+        left = dict.fromkeys(self.devices, 0)
+        while left:
+            outcomes = self.workers.evaluate(round_, *self.turns(round_, left), what)
             lost = {}
-            for device, outcome in zip(names, outcomes, strict=True):
+            for device, outcome in zip(left, outcomes, strict=True):
                 if isinstance(outcome, Evaluated):
                     found[device] = outcome
                 elif self.records.pop(device, None) is None:
                     raise LostError(f"{device} cannot read a downlink made for a new device: {outcome.reason}")
                 else:
-                    lost[device] = outcome
-            names = tuple(lost)
+                    lost[device] = 0
+            left = lost
         return {d: found[d] for d in self.devices}
 
     def look(self, round_: int) -> Scores | None:
@@ -278,14 +281,16 @@ def _rounds(
             happen(events.Present(0.0, sim.mishaps.present(names, decision.round)))
         elif isinstance(decision, events.OpenRound):
             opened, round_ = time.perf_counter(), decision.round
-            for device, outcome in sim.train(round_, decision.cohort):
+            places = {d: engine.place(config, status, d) for d in decision.cohort}
+            for device, outcome in sim.train(round_, places):
                 lease = engine.lease(config, round_, device)
                 if isinstance(outcome, Lost):
                     happen(events.Failed(0.0, round_, device, lease, "lost", outcome.reason))
                 else:
                     happen(events.Updated(0.0, round_, device, lease, outcome))
         elif isinstance(decision, events.Aggregate):
-            record = sim.aggregate(decision.round, decision.devices, time.perf_counter() - opened)
+            places = {d: engine.place(config, status, d) for d in decision.devices}
+            record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
                 everyone = sim.look(decision.round + 1)

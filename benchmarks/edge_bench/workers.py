@@ -52,11 +52,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Turn:
-    """One device's part in a round: what it kept, as flat arrays, and its audience, which names its downlink."""
+    """One device's part in a round: what it kept, as flat arrays, its audience, which names its downlink, its place."""
 
     device: str
     kept: Arrays
     audience: str
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,22 +107,23 @@ class _Bench:
     site: Site
     trainer: Trainer
 
-    def task(self, round_: int, device: str) -> Task:
+    def task(self, round_: int, turn: Turn) -> Task:
         course = self.site.course
-        secret = counter.key(course.seed, "secret", device)
-        return Task(Assignment(course, round_, device), self.trainer, self.site.devices[device], secret)
+        secret = counter.key(course.seed, "secret", turn.device)
+        a = Assignment(course, round_, turn.device, turn.place)
+        return Task(a, self.trainer, self.site.devices[turn.device], secret)
 
 
 def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
     try:
-        outcome = local.run_round(bench.site.method, bench.task(round_, turn.device), turn.kept, downlink)
+        outcome = local.run_round(bench.site.method, bench.task(round_, turn), turn.kept, downlink)
     except LostError as error:
         return Lost(str(error))
     return Trained(outcome.kept, payload.encode(outcome.update))
 
 
 def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
-    method, task = bench.site.method, bench.task(round_, turn.device)
+    method, task = bench.site.method, bench.task(round_, turn)
     try:
         kept, received = local.understand(method, task.assignment, turn.kept, downlink)
     except LostError as error:

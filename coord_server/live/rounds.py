@@ -114,7 +114,8 @@ class Rounds:
         if values.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
         down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
-        closed, left_out = await asyncio.to_thread(self._close, values, decision, down, dict(self._fresh))
+        places = {d: engine.place(self.config, state, d) for d in decision.devices}
+        closed, left_out = await asyncio.to_thread(self._close, values, decision, down, places, dict(self._fresh))
         now = self._commits.clock()
         if closed is None:
             log.error("%s: no update of round %d can be folded", self.id, round_)
@@ -135,6 +136,7 @@ class Rounds:
         values: Values,
         decision: events.Aggregate,
         down: Mapping[str, Mapping[str, int]],
+        places: Mapping[str, int],
         fresh: Mapping[str, Checked],
     ) -> tuple[Closed | None, list[str]]:
         """Fold the acknowledged updates; one that cannot be folded is left out. Blocks. Raises StateError.
@@ -147,7 +149,7 @@ class Rounds:
         def contributions() -> Iterator[Contribution]:
             for device in devices:
                 update = fresh.get(device) or self._acknowledged(round_, device)
-                yield Contribution(device, update, self._values.record(device, round_), down[device])
+                yield Contribution(device, update, self._values.record(device, round_), down[device], places[device])
 
         while devices:
             counted = {d: i for d, i in influences.items() if d in devices}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from coord_server import aggregation
+from coord_server import aggregation, engine
 from coord_server.aggregation import Checked
 from coord_server.events import Acknowledge, Updated
 from coord_server.live.commits import Commits
@@ -105,7 +105,8 @@ class Uploads:
         raise StorageUnreachableError("other coordinators commit without a pause; send the update again")
 
     def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, values: Values) -> Checked | None:
-        """Check digest and content, then write a large body to disk; None when memory holds the state of another round.
+        """Check digest and content, then write a large body to disk; None when memory holds the state of another round
+        or does not know the device's place in it.
 
         Blocks. Raises Refusal, PayloadError, StateError.
         """
@@ -113,11 +114,15 @@ class Uploads:
         if found != e.sha256:
             fault = f"the body's SHA-256 is {found}, Content-Digest says {e.sha256}; it was damaged on the way"
             raise Refusal("bad-digest", f"{fault}, send it again")
-        if values.round + 1 != e.round:
+        state = self._commits.state
+        if not values.round + 1 == e.round == state.round or e.device not in state.asked:
             return None
         data = incoming.content() if small is None else small
         try:
-            assignment, record = Assignment(values.course, e.round, e.device), self._values.record(e.device, e.round)
+            assignment = Assignment(
+                values.course, e.round, e.device, engine.place(self._commits.config, state, e.device)
+            )
+            record = self._values.record(e.device, e.round)
             checked = aggregation.check_update(self._values.method, assignment, values.state, record, data)
         except StaleError:
             return None

@@ -155,6 +155,8 @@ class Train(Message):
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
+    place: Annotated[int, Field(strict=True, ge=0, lt=MAX_DEVICES)]
+    """The device's place in the round's cohort, from 0: methods with shared randomness use it."""
     downlink: Sha256
     downlink_size: Size
     deadline_in: Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
