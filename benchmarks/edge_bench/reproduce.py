@@ -1,8 +1,8 @@
 """The command `maskfleet reproduce`: runs a reproduction's cells, each once, and merges them into one result.
 
-A cell (task, method, seed) is written to its own file when it ends, under a digest of its settings; a second start runs
-only what is missing or has other settings now. `result.json` has every cell, means over the seeds, and where the figures
-come from; `table.md` and the PNGs are made from it (`results_page`).
+A cell (task, method, seed) is written to its own file when it ends, under a digest of its settings; a second start
+runs only what is missing or has other settings now. `result.json` has every cell, means over the seeds, and where the
+figures come from; `table.md` and the PNGs are made from it (`results_page`).
 """
 
 from __future__ import annotations

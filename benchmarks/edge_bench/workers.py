@@ -79,7 +79,8 @@ class Lost:
 class Evaluated:
     """A device's personal model from a downlink: its score, its SHA-256, and the model itself when it was asked for.
 
-    `kept` is the share of the parameters that its mask keeps, 1 for a dense model. `after` is the score after the local epochs of one more round, None when they were not asked for.
+    `kept` is the share of the parameters that its mask keeps, 1 for a dense model. `after` is the score after the local
+    epochs of one more round, None when they were not asked for.
     """
 
     score: float
