@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_bench.datasets import DataConfig
-from edge_bench.simulate import SimulationConfig
+from edge_bench.simulate import SimulationConfig, read_config
 from edge_client.errors import ConfigError, first_fault
 
 if sys.version_info >= (3, 11):
@@ -35,7 +34,8 @@ class Task(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bundle: str
-    data: DataConfig
+    data: dict[str, Any]
+    """A simulation's table `[data]`, checked when the task is run: --list needs no data set."""
     rounds: Annotated[int, Field(ge=1)]
     cohort: Annotated[int, Field(ge=1)]
     methods: dict[str, dict[str, Any]] = {}
@@ -142,21 +142,23 @@ def cells(
     only: frozenset[str] | None = None,
     evaluate: Literal["validation", "test"] = "test",
 ) -> Iterator[Cell]:
-    """The cells, seed by seed, so that the first seed of every method is done first."""
+    """The cells, seed by seed, so that the first seed of every method is done first. Raises ConfigError."""
     for seed in seeds:
         for task_name, task in r.tasks.items():
             for label, table in r.methods.items():
                 if only is not None and label not in only:
                     continue
                 method = {"name": label, **merged(table, task.methods.get(label, {}))}
-                config = SimulationConfig(
-                    bundle=task.bundle,
-                    data=task.data.model_copy(update={"evaluate": evaluate}),
-                    methods={label: method},
-                    rounds=task.rounds,
-                    cohort=task.cohort,
-                    seed=seed,
-                    guard=r.guard,
-                    final_epochs=r.final_epochs,
+                config = read_config(
+                    {
+                        "bundle": task.bundle,
+                        "data": {**task.data, "evaluate": evaluate},
+                        "methods": {label: method},
+                        "rounds": task.rounds,
+                        "cohort": task.cohort,
+                        "seed": seed,
+                        "guard": r.guard,
+                        "final_epochs": r.final_epochs,
+                    }
                 )
                 yield Cell(task_name, label, config)
