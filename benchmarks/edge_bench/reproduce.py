@@ -182,24 +182,7 @@ def _attempt(run: Run) -> dict[str, Any]:
 # --- the command
 
 
-def change(r: Reproduction, settings: Iterable[str]) -> Reproduction:
-    """The reproduction with `LABEL.KEY=VALUE` settings, values as in TOML. Raises ConfigError."""
-    text = r.model_dump(mode="json", exclude={"full"})
-    for setting in settings:
-        where, equals, value = setting.partition("=")
-        label, dot, field = where.partition(".")
-        if not (equals and dot) or label not in r.methods:
-            raise ConfigError(f"--set {setting!r}: write METHOD.SETTING=VALUE; the methods are {sorted(r.methods)}")
-        try:
-            text["methods"][label][field] = reproduction.tomllib.loads(f"v = {value}")["v"]
-        except reproduction.tomllib.TOMLDecodeError:
-            text["methods"][label][field] = value
-    return Reproduction.model_validate(text)
-
-
-def prepare(
-    wanted: Iterable[Cell], done: Mapping[str, Run], name: str
-) -> tuple[dict[str, tuple[Cell, str]], dict[str, Bundle]]:
+def prepare(wanted: Iterable[Cell], name: str) -> tuple[dict[str, tuple[Cell, str]], dict[str, Bundle]]:
     """Every cell's key, by the cell's name, and the bundles. Raises ConfigError when something is not there."""
     keyed, bundles = {}, dict[str, Bundle]()
     for cell in wanted:
@@ -255,10 +238,10 @@ def reproduce(
         raise ConfigError(f"{name} has no methods {sorted(labels - r.methods.keys())}; it has {sorted(r.methods)}")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
-    used = change(r, changes or ())
+    used = reproduction.changed(r, changes or ())
     wanted = list(reproduction.cells(used, chosen, labels, "validation" if validation else "test"))
     done = known(folder)
-    keyed, bundles = prepare(wanted, done, name)
+    keyed, bundles = prepare(wanted, name)
     failures: dict[str, str] = {}
     owed = [(cell, sha) for cell, sha in keyed.values() if sha not in done]
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")

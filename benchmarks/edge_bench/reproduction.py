@@ -7,7 +7,7 @@ table `[full]` holds what is different at the paper's own scale. Nothing runs he
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,6 +117,21 @@ def parse(text: str, name: str, full: bool = False) -> Reproduction:
     if set(parsed.paper) - parsed.tasks.keys():
         raise ConfigError(f"reproduction {name!r}: `paper` names tasks that are not among {sorted(parsed.tasks)}")
     return parsed
+
+
+def changed(r: Reproduction, settings: Iterable[str]) -> Reproduction:
+    """The reproduction with `METHOD.SETTING=VALUE` settings, values as in TOML. Raises ConfigError."""
+    tables = {label: dict(table) for label, table in r.methods.items()}
+    for setting in settings:
+        where, equals, value = setting.partition("=")
+        label, dot, field = where.partition(".")
+        if not (equals and dot) or label not in tables:
+            raise ConfigError(f"--set {setting!r}: write METHOD.SETTING=VALUE; the methods are {sorted(tables)}")
+        try:
+            tables[label][field] = tomllib.loads(f"v = {value}")["v"]
+        except tomllib.TOMLDecodeError:  # a word without quotes
+            tables[label][field] = value
+    return r.model_copy(update={"methods": tables})
 
 
 def _labels(parsed: Reproduction) -> dict[str, Mapping[str, Any]]:

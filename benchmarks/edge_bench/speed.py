@@ -64,7 +64,8 @@ class Case:
     def network(self) -> nn.Module:
         """The network, freshly initialised from a fixed seed."""
         torch.manual_seed(SEED)
-        return {"digits-mlp": lambda: mlp(*DIGITS), "har-mlp": lambda: mlp(*HAR), "small-cnn": small_cnn}[self.name]()
+        sizes = {"digits-mlp": DIGITS, "har-mlp": HAR}.get(self.name)
+        return small_cnn() if sizes is None else mlp(*sizes)
 
     @property
     def method(self) -> FedAvg:

@@ -23,7 +23,7 @@ def flower_seconds(case: Case) -> float:
     """Seconds of the rounds after the first."""
     client, server, stamps = ClientApp(), ServerApp(), list[float]()
 
-    @client.train()
+    @client.train()  # type: ignore[untyped-decorator]  # flwr is not installed where types are checked
     def fit(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         net = case.network()
@@ -33,7 +33,7 @@ def flower_seconds(case: Case) -> float:
         content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
         return Message(content=content, reply_to=message)
 
-    class Timed(FedAvg):  # type: ignore[misc]  # flwr is not installed where types are checked
+    class Timed(FedAvg):  # type: ignore[misc]
         def aggregate_train(self, *given: Any) -> Any:
             replies = list(given[1])
             failed = [m for m in replies if m.has_error()]
@@ -43,7 +43,7 @@ def flower_seconds(case: Case) -> float:
             stamps.append(time.perf_counter())
             return result
 
-    @server.main()
+    @server.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
         strategy = Timed(
             fraction_train=case.cohort / case.devices, fraction_evaluate=0.0, min_train_nodes=case.cohort,
