@@ -55,9 +55,19 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Target, tuple
     "lstm": (lambda: models.NextCharacter(73, hidden=16), (12,), Sequence(steps=12, classes=73), ()),
     "vit of depth 1": (lambda: models.VisionTransformer(10, 1, width=24, heads=3), IMAGE, TEN, ()),
     "mobilenetv2": (models.MobileNetV2, IMAGE, TEN, ("blocks.0.", "blocks.12.", "blocks.13.", "linear.")),
-    "mobilenetv2 backbone": (lambda: models.MobileNetBackbone(10), IMAGE, TEN, ("features.16.", "features.17.", "head.")),
-    "squeezenet backbone": (lambda: models.SqueezeNetBackbone(10), IMAGE, TEN, ("features.11.", "features.12.", "head.")),
-}  # fmt: skip
+    "mobilenetv2 backbone": (
+        lambda: models.MobileNetBackbone(10),
+        IMAGE,
+        TEN,
+        ("features.16.", "features.17.", "head."),
+    ),
+    "squeezenet backbone": (
+        lambda: models.SqueezeNetBackbone(10),
+        IMAGE,
+        TEN,
+        ("features.11.", "features.12.", "head."),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -38,9 +38,9 @@ NAMES: Mapping[str, str] = {
     "vit-cifar10": "ViT-tiny of depth 4 on 4x4 patches",
     "lstm-shakespeare": "LEAF's two-layer LSTM, 256 hidden units, the next character at each step",
     "lstm-shakespeare-small": "the same with 128 hidden units",
-    "mobilenetv2-imagenet": "MobileNetV2 pre-trained on ImageNet for CIFAR-10, its last five blocks and a new head trainable",
-    "squeezenet-imagenet": "SqueezeNet 1.1 pre-trained on ImageNet for CIFAR-10, its last five blocks and a new head trainable",
-}  # fmt: skip
+    "mobilenetv2-imagenet": "MobileNetV2 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
+    "squeezenet-imagenet": "SqueezeNet 1.1 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
+}
 
 
 def cache_folder() -> Path:

@@ -34,9 +34,7 @@ class DataConfig(BaseModel):
     """The table `[data]` of a simulation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Literal[
-        "har", "digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "femnist", "shakespeare", "npz"
-    ]  # fmt: skip
+    name: Literal["har", "digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "femnist", "shakespeare", "npz"]
     path: Path | None = None
     """The data set's file or folder; None looks where `sources` says. `npz` needs it."""
     devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
@@ -144,9 +142,7 @@ def divide(config: DataConfig, seed: int) -> tuple[Samples, dict[str, Share]]:
     if config.per_class is not None:
         numbers = config.per_class, config.validation_per_class, config.test_per_class
         classes = _classes(config, s)
-        shares = partition.few_of_classes(
-            classes, s.published, count, seed, config.classes, numbers, config.balance
-        )  # fmt: skip
+        shares = partition.few_of_classes(classes, s.published, count, seed, config.classes, numbers, config.balance)
         return s, {f"device-{k:0{len(str(count - 1))}d}": share for k, share in enumerate(shares)}
     return s, _parts(s, deal(config, s, seed), "device", seed)
 
@@ -155,9 +151,7 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
     makers = np.unique(owner)
     label = _MAKERS.get(config.name, "device")
     if config.devices is not None and config.devices > len(makers):
-        raise ConfigError(
-            f"{config.name} has {len(makers)} {label}s; devices = {config.devices} is too many"
-        )  # fmt: skip
+        raise ConfigError(f"{config.name} has {len(makers)} {label}s; devices = {config.devices} is too many")
     rows = np.flatnonzero(np.isin(owner, makers[: config.devices]))
     s = _chosen(s, rows)
     if config.name == "har" and config.inside == "window":

@@ -42,7 +42,7 @@ def bars(row: NDArray[np.int64]) -> str:
 
 
 def table(devices: Mapping[str, DeviceData], classes: int, most: int = 20) -> str:
-    """A line for each of the first `most` devices, its samples and a bar for each class; then what all have in common."""
+    """A line for each of the first `most` devices, its samples and a bar for each class; then a summary of all."""
     held = counts(devices, classes)
     width = max(map(len, devices))
     lines = [f"{'':{width}}  train  valid   test  labels 0 to {classes - 1}"]

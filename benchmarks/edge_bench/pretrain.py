@@ -47,7 +47,9 @@ def _new_head(features: int, classes: int) -> nn.Linear:
     return head
 
 
-def _write(net: nn.Module, example: Tensor, folder: Path, name: str, target: Target, prefixes: tuple[str, ...] = ()) -> Bundle:  # fmt: skip
+def _write(
+    net: nn.Module, example: Tensor, folder: Path, name: str, target: Target, prefixes: tuple[str, ...] = ()
+) -> Bundle:
     """Export with the module's own weights; with `prefixes` only parameters whose names start so get gradients."""
     free = [n for n, _ in net.named_parameters() if n.startswith(prefixes)] if prefixes else None
     return export_bundle(net, example, folder, name=name, target=target, trainable=free, torch_part=False)
@@ -107,9 +109,10 @@ def stored_weights(file: str) -> dict[str, Tensor]:
 
 
 def _filled(net: nn.Module, stored: Mapping[str, Tensor], but: tuple[str, ...] = ()) -> None:
-    """Fill `net` with the stored tensors; only those starting with `but` may be missing on either side."""
-    missing, unexpected = net.load_state_dict({k: v for k, v in stored.items() if not k.startswith(but or "\0")}, strict=False)  # fmt: skip
-    missing = [k for k in missing if not k.endswith("num_batches_tracked") and not k.startswith(but or "\0")]
+    """Fill `net` with the stored tensors; only those starting with one of `but` may be missing on either side."""
+    wanted = {k: v for k, v in stored.items() if not k.startswith(but)}
+    missing, unexpected = net.load_state_dict(wanted, strict=False)
+    missing = [k for k in missing if not k.endswith("num_batches_tracked") and not k.startswith(but)]
     if unexpected or missing:
         raise DataError(f"the stored weights do not fit the network: missing {missing}, unexpected {unexpected}")
 
