@@ -24,8 +24,8 @@ class TransformerBlock(nn.Module):
         query, key, value = y.permute(2, 0, 3, 1, 4).unbind(0)  # [n, heads, tokens, width / heads]
         weights = torch.softmax(query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5, -1)
         x = x + self.out((weights @ value).transpose(1, 2).reshape(-1, tokens, width))
-        y = self.narrow(functional.gelu(self.wide(self.norm2(x))))
-        return x + y
+        made: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x))))
+        return x + made
 
 
 class VisionTransformer(nn.Module):
