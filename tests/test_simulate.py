@@ -235,3 +235,24 @@ def test_a_downlink_is_made_once_for_each_audience(bundle: Bundle, devices: dict
     run(federation, method, bundle, open_trainer("onnxruntime", bundle), devices, evaluate_every=1)
     assert len(made) == len(set(made))
     assert {"whole", "whole+head", "short", "long"} >= {audience for _, audience in made} >= {"whole+head", "short"}
+
+
+def test_methods_run_at_their_defaults_and_a_plot_and_the_labels_are_there_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, plot, out = tmp_path / "run.toml", tmp_path / "x.png", tmp_path / "x.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n"
+    )
+    cli.simulate(file, out, method="fedavg,standalone", plot=plot, labels=True)
+    written = json.loads(out.read_text())["methods"]
+    assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": 0.01}
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    said = capsys.readouterr().out
+    assert "3 devices: " in said
+    assert said.count(" left\n") == 4
+    file.write_text(file.read_text().partition("[methods")[0])  # no table at all
+    cli.simulate(file, rounds=1, method="standalone")
+    assert "standalone" in capsys.readouterr().out

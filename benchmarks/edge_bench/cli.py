@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edge_bench import curves, datasets, provenance, report
+from edge_bench import curves, datasets, histogram, provenance, report
 from edge_bench.curves import mean, shown
 from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
 from edge_bench.progress import Steps
@@ -24,6 +24,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Round
+from edge_client.targets import Classification
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,6 +115,7 @@ def simulate(
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
+    labels: Annotated[bool, typer.Option("--labels", help="Print how many labels of each class devices hold.")] = False,
 ) -> None:
     """Run federations on this machine, on the same engine and methods as the real thing, and compare them."""
     if json_file is not None:
@@ -127,6 +129,11 @@ def simulate(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
     )
+    if labels:
+        target = bundle.manifest.target
+        if not isinstance(target, Classification):
+            raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
+        console.print(histogram.table(devices, target.classes))
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
 

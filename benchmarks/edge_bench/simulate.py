@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Contribution, Encoded
+from edge_bench.bundles import NAMES, open_named
 from edge_bench.datasets import DataConfig
 from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
 from edge_client.backends import DEFAULT_BACKEND
@@ -42,7 +43,7 @@ class SimulationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bundle: str
-    """A bundle's folder, or the name of one that comes with the package ("har", "digits")."""
+    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), or a bundle's folder."""
     data: DataConfig
     methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     rounds: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -98,9 +99,14 @@ def read_config(data: Mapping[str, Any]) -> SimulationConfig:
 
 
 def find_bundle(name: str) -> Bundle:
-    """The bundle that comes with the package under `name`, else the folder `name`. Raises BundleError."""
+    """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
+
+    Raises BundleError; ConfigError or DataError when it cannot be built.
+    """
     packaged = BUNDLES / name
-    return Bundle.open(packaged if (packaged / MANIFEST).is_file() else Path(name))
+    if (packaged / MANIFEST).is_file():
+        return Bundle.open(packaged)
+    return open_named(name) if name in NAMES else Bundle.open(Path(name))
 
 
 @dataclass(frozen=True)
