@@ -56,6 +56,9 @@ class DivergedError(MaskfleetError):
         super().__init__(message)
         self.at_start = at_start
 
+    def __reduce__(self) -> tuple[type[DivergedError], tuple[str, bool]]:  # so that it crosses process boundaries
+        return type(self), (str(self), self.at_start)
+
 
 class LostError(PayloadError):
     """A downlink builds on values of an earlier round that this device no longer holds.

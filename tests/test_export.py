@@ -61,7 +61,7 @@ def test_maskable_weights_come_first_in_forward_order_then_everything_else() -> 
 
 
 def test_an_lstm_is_one_layer_of_two_weights_with_gates_in_pytorchs_order() -> None:
-    found = tables(models.CharacterLstm(7, 4, 5), torch.zeros(2, 3, dtype=torch.int64), "he", None)
+    found = tables(models.NextCharacter(7, 4, 5, layers=1), torch.zeros(2, 3, dtype=torch.int64), "he", None)
     assert found.layers[0].gates == ("i", "f", "g", "o")
     assert found.layers[0].weights == ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
     assert found.parameters[0].shape == (20, 4)
@@ -167,7 +167,7 @@ def test_the_evaluation_graph_is_canonical() -> None:
 def test_the_committed_demo_bundles_are_what_export_builds(tmp_path: Path) -> None:
     total = 0
     for name in ("digits", "har"):
-        stored, built = Bundle.open(DEMO / name), pretrain.BUILDERS[name](tmp_path / name)
+        stored, built = Bundle.open(DEMO / name), pretrain.build(name, tmp_path / name)
         total += sum(p.stat().st_size for p in (DEMO / name).iterdir())
         for part in stored.manifest.parts:
             a, b = onnx.load(stored.part(part)), onnx.load(built.part(part))

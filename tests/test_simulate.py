@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from edge_bench import cli, datasets
 from edge_bench.datasets import DataConfig
@@ -16,12 +14,10 @@ from edge_bench.demo import fleet
 from edge_bench.report import by_kind, federation, simulated
 from edge_bench.simulate import RoundRow, Simulated, SimulationConfig, find_bundle, read_config, run, run_all
 from edge_kernels import counter
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError
+from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.standalone import Standalone
@@ -242,82 +238,22 @@ def test_a_downlink_is_made_once_for_each_audience(bundle: Bundle, devices: dict
     assert {"whole", "whole+head", "short", "long"} >= {audience for _, audience in made} >= {"whole+head", "short"}
 
 
-# --- data sets
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    split=st.sampled_from(["natural", "dirichlet", "classes"]), count=st.integers(1, 12), seed=st.integers(0, 2**63 - 1)
-)
-def test_every_device_gets_enough_and_no_sample_is_dealt_twice(split: str, count: int, seed: int) -> None:
-    y = np.arange(600) % 10
-    owner = datasets.deal(DataConfig(name="digits", devices=count, split=split, alpha=1.0), y, seed)  # type: ignore[arg-type]
-    sizes = np.bincount(owner[owner >= 0], minlength=count)
-    assert len(sizes) == count
-    assert sizes.min() >= datasets.FEWEST
-    if split == "classes":
-        assert max(len(np.unique(y[owner == k])) for k in range(count)) <= 2
-    else:
-        assert (owner >= 0).all()
-
-
-def test_a_recording_is_never_parted_and_every_class_is_trained_on() -> None:
-    y = np.repeat(np.arange(6), 20)
-    unit = np.arange(120) // 5  # four recordings of each class
-    part = datasets.hold_out(y, unit, 3)
-    assert all(len(np.unique(part[unit == u])) == 1 for u in range(24))
-    assert all(set(part[y == c]) == {0, 1, 2} for c in range(6))
-    assert (part == 0).sum() == 60
-
-
-def test_choosing_on_validation_never_touches_the_test_part(bundle: Bundle) -> None:
-    parts = {
-        evaluate: datasets.load(DIGITS.model_copy(update={"evaluate": evaluate}), 5, bundle.manifest)
-        for evaluate in ("validation", "test")
-    }
-    for name, chosen in parts["validation"].items():
-        final = parts["test"][name]
-        assert len(final.y) == len(chosen.y) + len(chosen.y_test)
-        seen = {row.tobytes() for row in (*chosen.x, *chosen.x_test)}
-        assert seen == {row.tobytes() for row in final.x}
-
-
-def test_too_many_devices_for_the_data_is_an_error(bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match="fewer devices"):
-        datasets.load(DataConfig(name="digits", devices=300), 0, bundle.manifest)
-
-
-def test_idx_files_are_read_and_damaged_ones_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = np.arange(20 * 784, dtype=np.uint32).astype(np.uint8).reshape(20, 28, 28)
-    header = b"\0\0\x08\x03" + np.array([20, 28, 28], ">u4").tobytes()
-    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + images.tobytes()))
-    labels = np.arange(20, dtype=np.uint8) % 10
-    header = b"\0\0\x08\x01" + np.array([20], ">u4").tobytes()
-    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + labels.tobytes()))
-    x, y = datasets.read_mnist(tmp_path)
-    assert np.array_equal(x.reshape(20, 28, 28), images / np.float32(255))
-    assert y.tolist() == labels.tolist()
-    for damaged in (b"", b"junk", gzip.compress(b"\0\0\x0d\x01"), gzip.compress(header + b"123")):
-        (tmp_path / "x.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match="idx"):
-            datasets.read_idx(tmp_path / "x.gz")
-
-
-def test_a_missing_data_set_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=str(tmp_path)):
-        datasets.find("har", tmp_path)
-
-
-def test_har_by_person_is_standardised_and_whole() -> None:
-    try:
-        datasets.find("har", None)
-    except DataError:
-        pytest.skip("UCI HAR is not beside this checkout")
-    manifest = find_bundle("har").manifest
-    by_person = datasets.load(DataConfig(name="har", devices=5), 0, manifest)
-    assert list(by_person) == [f"person-{k}" for k in range(1, 6)]
-    assert sum(len(d.y) + len(d.y_test) for d in by_person.values()) == 347 + 302 + 341 + 317 + 302
-    assert all(len(np.unique(d.y)) == 6 for d in by_person.values())
-    training = np.concatenate([d.x for d in by_person.values()])
-    assert abs(training.mean()) < 0.05
-    assert abs(training.std() - 1) < 0.05
+def test_methods_run_at_their_defaults_and_a_plot_and_the_labels_are_there_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, plot, out = tmp_path / "run.toml", tmp_path / "x.png", tmp_path / "x.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n"
+    )
+    cli.simulate(file, out, method="fedavg,standalone", plot=plot, labels=True)
+    written = json.loads(out.read_text())["methods"]
+    assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": 0.01}
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    said = capsys.readouterr().out
+    assert "3 devices: " in said
+    assert said.count(" left\n") == 4
+    file.write_text(file.read_text().partition("[methods")[0])  # no table at all
+    cli.simulate(file, rounds=1, method="standalone")
+    assert "standalone" in capsys.readouterr().out

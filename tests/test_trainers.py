@@ -121,7 +121,7 @@ CASES = {
     "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), Classification(classes=4)),
     "sensor lstm": Case(lambda: _SensorLstm(9, 6, 4), (16, 9), Classification(classes=4)),
     "mean over time": Case(_MeanOverTime, (6, 5), Classification(classes=3)),
-    "lstm": Case(lambda: models.CharacterLstm(11, 6, 9), (3,), Classification(classes=11), tokens=11),
+    "lstm": Case(lambda: models.NextCharacter(11, 6, 9), (4,), Sequence(steps=4, classes=11), tokens=11),
     "character tagger": Case(lambda: _CharacterTagger(11, 6, 4), (5,), Sequence(steps=5, classes=4), tokens=11),
     "regression mlp": Case(lambda: models.mlp(6, 8, 2), (6,), Regression(outputs=2)),
 }

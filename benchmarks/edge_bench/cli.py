@@ -14,15 +14,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edge_bench import curves, datasets, provenance, report
+from edge_bench import curves, datasets, histogram, provenance, report
 from edge_bench.curves import mean, shown
 from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
+from edge_bench.progress import Steps
 from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Round
+from edge_client.targets import Classification
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,13 +71,18 @@ def plain_console(least: int = 80) -> Console:
 
 
 def open_simulation(
-    file: Path, only: str | None = None, **changes: Any
+    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
 ) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
     """A simulation's TOML file with the `changes` that are not None, its bundle, and every device's data.
 
-    `only` names methods by label, comma-separated. Raises ConfigError, BundleError or DataError.
+    `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
+    table for them. Raises ConfigError, BundleError or DataError.
     """
-    config = read_config(read_toml(file) | {k: v for k, v in changes.items() if v is not None})
+    content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
+    if methods is not None:
+        tables = content.get("methods", {})
+        content["methods"] = {label: tables.get(label, {}) for label in methods.split(",")}
+    config = read_config(content)
     if only is not None:
         wanted = only.split(",")
         unknown = sorted(set(wanted) - config.methods.keys())
@@ -102,28 +109,39 @@ def simulate(
     only: Annotated[
         str | None, typer.Option(help="Only these of the file's methods, by label, comma-separated.")
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="These methods, comma-separated, at their defaults where the file has no table for them."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
+    labels: Annotated[bool, typer.Option("--labels", help="Print how many labels of each class devices hold.")] = False,
 ) -> None:
-    """Run federations in one process, on the same engine and methods as the real thing, and compare them."""
+    """Run federations on this machine, on the same engine and methods as the real thing, and compare them."""
     if json_file is not None:
         check_writable(json_file)
-    checked, bundle, devices = open_simulation(config, only, rounds=rounds, seed=seed)
+    if plot is not None:
+        curves.check_plot(plot)
+    checked, bundle, devices = open_simulation(config, only, method, rounds=rounds, seed=seed, processes=processes)
     console = plain_console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
     )
-    started = time.monotonic()
-
-    def said(label: str, row: RoundRow) -> None:
-        everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
-        console.print(
-            f"{time.monotonic() - started:7.1f} s  {label:12s} round {row.record.round:3d}/{checked.rounds}  "
-            f"{_outcome(row.record)}{everyone}"
-        )
-
+    if labels:
+        target = bundle.manifest.target
+        if not isinstance(target, Classification):
+            raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
+        console.print(histogram.table(devices, target.classes))
     failures: dict[str, MaskfleetError] = {}
-    results = run_all(checked, bundle, devices, said, failures.__setitem__)
+    with Steps(console, checked.rounds * len(checked.methods)) as steps:
+
+        def said(label: str, row: RoundRow) -> None:
+            everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
+            steps.step(f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {_outcome(row.record)}{everyone}")
+
+        results = run_all(checked, bundle, devices, said, failures.__setitem__, models=False)
     failed = "; ".join(f"{label}: {error}" for label, error in failures.items())
     if not results:
         raise ConfigError(failed)
@@ -134,6 +152,9 @@ def simulate(
     }
     title = f"{checked.data.name}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    if plot is not None:
+        curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
+        console.print(f"wrote {plot}")
     if json_file is not None:
         settings = checked.model_dump(mode="json", exclude={"methods"})
         write_json(json_file, {"methods": records, "settings": settings, "machine": provenance.machine()})

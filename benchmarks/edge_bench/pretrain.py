@@ -1,80 +1,43 @@
-"""The benchmarks' own bundles: those of the demo, and those whose weights methods mask (pre-trained, signed constants).
+"""Builds the benchmarks' bundles: those of the demo, and those that `bundles.NAMES` lists.
 
-    python -m edge_bench.pretrain digits   benchmarks/edge_bench/bundles/digits   (and har: `make bundles`)
-    python -m edge_bench.pretrain mlp      build/bundles/mlp-mnist04
-    python -m edge_bench.pretrain resnet20 build/bundles/resnet20-cifar100
-    python -m edge_bench.pretrain signs    build/bundles/mlp-signs
+    python -m edge_bench.pretrain digits benchmarks/edge_bench/bundles/digits   (and har: `make bundles`)
+    python -m edge_bench.pretrain cnn-fashion build/bundles/cnn-fashion
 
-`mlp` is 784-300-100 trained here on MNIST's digits 0-4, with a new head for five other classes. `resnet20` is the
-CIFAR-10 ResNet-20 from the weights beside the checkout, with a new head for the 100 classes of CIFAR-100; only its last
-stage (`layer3`) and the head get gradients. New heads are zero. `signs` is 784-300-100-10 with every weight and bias
-+-e / sqrt(fan_in), as FedPM's published code draws them. `digits` and `har` are the demo's, package data: a seed
-replaces the weights and `model.pt2` is left out, so they take a few kilobytes. Needs torch, downloads nothing.
+Weights of networks that start from nothing are drawn by a seed and take no space. New heads are zero. The pre-trained
+ones: `mlp-mnist04` is 784-300-100 trained here on MNIST's digits 0-4, `cnn-femnist-pretrained` a CNN trained here on
+the FEMNIST writers that no federation of 57 devices holds, and the others have stored weights from beside the
+checkout. Needs torch, downloads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
+from edge_export.tables import InitScheme
 from edge_export.writer import export_bundle
 from edge_kernels import counter
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edge_bench.datasets import DataConfig, find, read
-from edge_bench.models import DIGITS, HAR, mlp
+from edge_bench import models, sources
+from edge_bench.datasets import DataConfig, read
+from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
-from edge_client.errors import DataError
-from edge_client.targets import Classification
+from edge_client.errors import ConfigError, DataError
+from edge_client.targets import Classification, Sequence, Target
 
-SEED, EPOCHS, BATCH, LR = 2026, 6, 64, 1e-3
+SEED, BATCH, LR = 2026, 64, 1e-3
+MLP_EPOCHS, CNN_EPOCHS = 6, 8
 KNOWN = (0, 1, 2, 3, 4)  # the digits the MLP is pre-trained on
-
-
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut without parameters: every second pixel, new channels zero (option A)."""
-
-    def __init__(self, inner: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inner, out, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.stride, self.margin = stride, (out - inner) // 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, inner, h, w] to [n, out, h / stride, w / stride]."""
-        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        if self.margin:
-            x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.margin, self.margin))
-        return torch.relu(x + y)
-
-
-class Resnet20(nn.Module):
-    """He et al. 2016 for 32x32 images: three stages of three blocks, 16, 32, 64 channels."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(*(BasicBlock(16, 16, 1) for _ in range(3)))
-        self.layer2 = nn.Sequential(BasicBlock(16, 32, 2), BasicBlock(32, 32, 1), BasicBlock(32, 32, 1))
-        self.layer3 = nn.Sequential(BasicBlock(32, 64, 2), BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
-        self.linear = nn.Linear(64, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits [n, classes] of images [n, 3, 32, 32]."""
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = self.layer3(self.layer2(self.layer1(y)))
-        logits: Tensor = self.linear(y.mean(dim=(2, 3)))
-        return logits
+FEDERATED_WRITERS = 57  # FEMNIST's writers from this one on pre-train the CNN
 
 
 def _new_head(features: int, classes: int) -> nn.Linear:
@@ -84,15 +47,19 @@ def _new_head(features: int, classes: int) -> nn.Linear:
     return head
 
 
-def pretrained_mlp(samples: int | None = None, epochs: int = EPOCHS) -> tuple[nn.Sequential, float]:
-    """The MLP after `epochs` of Adam on digits 0-4, and its accuracy on a tenth of the samples, held out."""
-    torch.manual_seed(SEED)
-    x, y = read(DataConfig(name="mnist", labels=KNOWN))
-    order = counter.permutation(counter.key(SEED, "pretrain"), len(y))[:samples]
-    xs, ys = torch.from_numpy(x[order]), torch.from_numpy(y[order])
+def _write(
+    net: nn.Module, example: Tensor, folder: Path, name: str, target: Target, prefixes: tuple[str, ...] = ()
+) -> Bundle:
+    """Export with the module's own weights; with `prefixes` only parameters whose names start so get gradients."""
+    free = [n for n, _ in net.named_parameters() if n.startswith(prefixes)] if prefixes else None
+    return export_bundle(net, example, folder, name=name, target=target, trainable=free, torch_part=False)
+
+
+def _trained(net: nn.Module, xs: Tensor, ys: Tensor, epochs: int) -> float:
+    """Train by Adam; the accuracy on the first tenth of the samples, which is held out."""
     held = len(ys) // 10
-    net = mlp(784, 300, 100, len(KNOWN))
     optimiser = torch.optim.Adam(net.parameters(), LR)
+    net.train()
     for epoch in range(epochs):
         shuffled = torch.from_numpy(counter.permutation(counter.key(SEED, "pretrain", epoch), len(ys) - held))
         for low in range(0, len(shuffled), BATCH):
@@ -100,77 +67,160 @@ def pretrained_mlp(samples: int | None = None, epochs: int = EPOCHS) -> tuple[nn
             optimiser.zero_grad()
             torch.autograd.backward(functional.cross_entropy(net(xs[batch]), ys[batch]))
             optimiser.step()
+    net.eval()
     with torch.no_grad():
-        right = (net(xs[:held]).argmax(1) == ys[:held]).float().mean()
-    return net, float(right)
+        return float((net(xs[:held]).argmax(1) == ys[:held]).float().mean())
 
 
-def build_mlp(folder: Path) -> Bundle:
-    """Pre-train the MLP and write it with a new head for five classes."""
-    net, right = pretrained_mlp()
+def _shuffled(x: NDArray[np.float32], y: NDArray[np.int64], samples: int | None = None) -> tuple[Tensor, Tensor]:
+    order = counter.permutation(counter.key(SEED, "pretrain"), len(y))[:samples]
+    return torch.from_numpy(x[order]), torch.from_numpy(y[order])
+
+
+def build_mlp(name: str, folder: Path, samples: int | None = None) -> Bundle:
+    """Pre-train 784-300-100 on the digits 0-4 and write it with a new head for five classes."""
+    torch.manual_seed(SEED)
+    known = read(DataConfig(name="mnist", labels=KNOWN))
+    net = models.mlp(784, 300, 100, len(KNOWN))
+    right = _trained(net, *_shuffled(known.x, known.y, samples), MLP_EPOCHS)
     print(f"digits 0-4, held out: {right:.2%}")
     net[-1] = _new_head(100, 5)
-    return export_bundle(
-        net, torch.zeros(2, 784), folder, name="mlp-mnist04", target=Classification(classes=5), torch_part=False
-    )
+    return _write(net, torch.zeros(2, 784), folder, name, Classification(classes=5))
 
 
-def build_resnet20(folder: Path) -> Bundle:
-    """Write the CIFAR-10 ResNet-20 with a new head for CIFAR-100. Raises DataError without the weights."""
-    path = find("cifar100", None).parents[1] / "weights" / "resnet20_cifar10.safetensors"
+def build_femnist(name: str, folder: Path) -> Bundle:
+    """Pre-train the CNN on all samples of the writers that a federation of `FEDERATED_WRITERS` leaves out."""
+    torch.manual_seed(SEED)
+    written = sources.read_femnist(sources.find("femnist", None))
+    assert written.owner is not None
+    kept = written.owner >= FEDERATED_WRITERS
+    net = models.image_cnn(62)
+    right = _trained(net, *_shuffled(written.x[kept].reshape(-1, 1, 28, 28), written.y[kept]), CNN_EPOCHS)
+    print(f"writers that are not in the federation, held out: {right:.2%}")
+    return _write(net, torch.zeros(2, 1, 28, 28), folder, name, Classification(classes=62))
+
+
+def stored_weights(file: str) -> dict[str, Tensor]:
+    """Tensors from `weights` beside the data sets. Raises DataError when the file is not there."""
+    path = sources.find("cifar100", None).parents[1] / "weights" / f"{file}.safetensors"
     if not path.is_file():
         raise DataError(f"the pre-trained weights are not at {path}")
-    net = Resnet20(10)
-    stored = {k.removeprefix("module."): v for k, v in load_file(path).items()}
-    missing, unexpected = net.load_state_dict(stored, strict=False)
-    if unexpected or not all(k.endswith("num_batches_tracked") for k in missing):
-        raise DataError(f"{path} does not fit a ResNet-20: missing {missing}, unexpected {unexpected}")
+    return {k.removeprefix("module."): v for k, v in load_file(path).items()}
+
+
+def _filled(net: nn.Module, stored: Mapping[str, Tensor], but: tuple[str, ...] = ()) -> None:
+    """Fill `net` with the stored tensors; only those starting with one of `but` may be missing on either side."""
+    wanted = {k: v for k, v in stored.items() if not k.startswith(but)}
+    missing, unexpected = net.load_state_dict(wanted, strict=False)
+    missing = [k for k in missing if not k.endswith("num_batches_tracked") and not k.startswith(but)]
+    if unexpected or missing:
+        raise DataError(f"the stored weights do not fit the network: missing {missing}, unexpected {unexpected}")
+
+
+def build_resnet20(name: str, folder: Path) -> Bundle:
+    """Write the CIFAR-10 ResNet-20 with a new head for CIFAR-100. Raises DataError without the weights."""
+    net = models.Resnet(20, 10)
+    _filled(net, stored_weights("resnet20_cifar10"))
     net.linear = _new_head(64, 100)
-    free = [n for n, _ in net.named_parameters() if n.startswith(("layer3.", "linear."))]
-    example = torch.from_numpy(np.zeros((2, 3, 32, 32), np.float32))
-    target = Classification(classes=100)
-    return export_bundle(
-        net, example, folder, name="resnet20-cifar100", target=target, trainable=free, torch_part=False
-    )
+    return _write(net, _image(3, 32), folder, name, Classification(classes=100), ("layer3.", "linear."))
 
 
-def build_signs(folder: Path) -> Bundle:
-    """Write an MLP of signed constants for MNIST's ten digits."""
-    net = mlp(784, 300, 100, 10)
+_BACKBONES: Mapping[str, tuple[Callable[[int], nn.Module], str, tuple[int, ...]]] = {
+    "mobilenetv2-imagenet": (models.MobileNetBackbone, "mobilenetv2_100_224_imagenet", (13, 14, 15, 16, 17)),
+    "squeezenet-imagenet": (models.SqueezeNetBackbone, "squeezenet1_1_imagenet_features", (7, 9, 10, 11, 12)),
+}  # network, weights, the places of its last five blocks
+
+
+def build_backbone(name: str, folder: Path) -> Bundle:
+    """Write an ImageNet backbone for CIFAR-10; its last five blocks and a new head get gradients."""
+    make, file, blocks = _BACKBONES[name]
+    net = make(10)
+    _filled(net, stored_weights(file), ("head.", "classifier."))
+    nn.init.zeros_(net.get_parameter("head.weight"))
+    nn.init.zeros_(net.get_parameter("head.bias"))
+    free = (*(f"features.{i}." for i in blocks), "head.")
+    return _write(net, _image(3, 32), folder, name, Classification(classes=10), free)
+
+
+def build_signs(name: str, folder: Path) -> Bundle:
+    """Write an MLP for MNIST's ten digits with every weight and bias +-e / sqrt(fan_in), as FedPM's code draws them."""
+    net = models.mlp(784, 300, 100, 10)
     for layer in net:
         if isinstance(layer, nn.Linear):
-            for name, values in layer.named_parameters():
-                stream = counter.key(SEED, "signs", layer.in_features, name)
+            for part, values in layer.named_parameters():
+                stream = counter.key(SEED, "signs", layer.in_features, part)
                 signs = np.where(counter.uint64(stream, values.numel()) >> np.uint64(63), -1.0, 1.0)
                 scaled = torch.from_numpy(signs * (np.e / layer.in_features**0.5)).float()
                 values.data = scaled.reshape(values.shape)
-    return export_bundle(
-        net, torch.zeros(2, 784), folder, name="mlp-signs", target=Classification(classes=10), torch_part=False
-    )
+    return _write(net, torch.zeros(2, 784), folder, name, Classification(classes=10))
 
 
-def build_demo(name: str, sizes: tuple[int, ...], folder: Path) -> Bundle:
-    """Write a bundle of the demo: an MLP whose weights a seed draws."""
-    example, target = torch.zeros(2, sizes[0]), Classification(classes=sizes[-1])
-    return export_bundle(mlp(*sizes), example, folder, name=name, target=target, seed=SEED, torch_part=False)
+def _image(channels: int, side: int) -> Tensor:
+    return torch.zeros(2, channels, side, side)
 
 
-BUILDERS: dict[str, Callable[[Path], Bundle]] = {
-    "mlp": build_mlp,
-    "resnet20": build_resnet20,
-    "signs": build_signs,
-    "digits": partial(build_demo, "digits", DIGITS),
-    "har": partial(build_demo, "har", HAR),
+def _text() -> Tensor:
+    return torch.zeros(2, WINDOW, dtype=torch.int64)
+
+
+Recipe = tuple[Callable[[], nn.Module], Callable[[], Tensor], Target, InitScheme]
+
+_TEN, _LETTERS = Classification(classes=10), Classification(classes=62)
+_NEXT = Sequence(steps=WINDOW, classes=len(CHARACTERS))
+# Networks drawn by a seed: module, example, target, rule. Networks whose masks are trained need the scale of `he`.
+DRAWN: Mapping[str, Recipe] = {
+    "digits": (partial(models.mlp, *models.DIGITS), lambda: torch.zeros(2, 64), _TEN, "he"),
+    "har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
+    "mlp-har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
+    "mlp-mnist": (partial(models.mlp, 784, 300, 100, 10), lambda: torch.zeros(2, 784), _TEN, "he"),
+    "cnn-mnist": (models.mnist_cnn, partial(_image, 1, 28), _TEN, "torch"),
+    "cnn-fashion": (partial(models.image_cnn, 10), partial(_image, 1, 28), _TEN, "torch"),
+    "cnn-femnist": (partial(models.image_cnn, 62), partial(_image, 1, 28), _LETTERS, "torch"),
+    "cnn-emnist": (models.emnist_cnn, partial(_image, 1, 28), _LETTERS, "torch"),
+    "lenet-cifar10": (models.lenet, partial(_image, 3, 32), _TEN, "torch"),
+    "vgg9-mnist": (partial(models.vgg9, 1, 10), partial(_image, 1, 32), _TEN, "he"),
+    "vgg9-femnist": (partial(models.vgg9, 1, 62), partial(_image, 1, 32), _LETTERS, "he"),
+    "vgg9-cifar10": (partial(models.vgg9, 3, 10), partial(_image, 3, 32), _TEN, "he"),
+    "resnet20-cifar10": (partial(models.Resnet, 20, 10), partial(_image, 3, 32), _TEN, "he"),
+    "resnet56-cifar10": (partial(models.Resnet, 56, 10), partial(_image, 3, 32), _TEN, "he"),
+    "mobilenetv2-cifar10": (models.MobileNetV2, partial(_image, 3, 32), _TEN, "he"),
+    "vit-cifar10": (partial(models.VisionTransformer, 10, 4), partial(_image, 3, 32), _TEN, "torch"),
+    "lstm-shakespeare": (partial(models.NextCharacter, len(CHARACTERS)), _text, _NEXT, "torch"),
+    "lstm-shakespeare-small": (partial(models.NextCharacter, len(CHARACTERS), hidden=128), _text, _NEXT, "torch"),
+}
+TRAINED: Mapping[str, Callable[[str, Path], Bundle]] = {
+    "mlp-mnist04": build_mlp,
+    "mlp-signs": build_signs,
+    "cnn-femnist-pretrained": build_femnist,
+    "resnet20-cifar100": build_resnet20,
+    "mobilenetv2-imagenet": build_backbone,
+    "squeezenet-imagenet": build_backbone,
 }
 
 
+def build(name: str, folder: Path) -> Bundle:
+    """Write the bundle `name` to `folder`, on one thread so that its bytes repeat. Raises ConfigError."""
+    if name not in DRAWN and name not in TRAINED:
+        raise ConfigError(f"no bundle is named {name!r}; there are {', '.join((*DRAWN, *TRAINED))}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if name in TRAINED:
+            return TRAINED[name](name, folder)
+        make, example, target, init = DRAWN[name]
+        return export_bundle(
+            make(), example(), folder, name=name, target=target, seed=SEED, init=init, torch_part=False
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
 def main(
-    what: Annotated[Literal["mlp", "resnet20", "signs", "digits", "har"], typer.Argument(help="Which bundle.")],
+    name: Annotated[str, typer.Argument(help="Which bundle: digits, har or a name of edge_bench.bundles.")],
     folder: Annotated[Path, typer.Argument(help="Where to write it.")],
 ) -> None:
     """Build a bundle."""
-    torch.set_num_threads(1)
-    bundle = BUILDERS[what](folder)
+    bundle = build(name, folder)
     print(f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters in {folder}")
 
 

@@ -74,7 +74,7 @@ def _measured(rounds: Sequence[Round], devices: int, final: Scores | None) -> Re
 def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
-    record = _measured(rounds, len(result.personal), result.final)
+    record = _measured(rounds, result.devices, result.final)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     measured = [(r.score_after.mean, r) for r in rounds if r.score_after is not None]
@@ -89,6 +89,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
     record |= {
+        "kept_share": result.kept_share,
         "state_sha256": result.state_sha256,
         "personal_sha256": result.personal_sha256,
         "settings": {"name": method.name, **method.model_dump(mode="json")},

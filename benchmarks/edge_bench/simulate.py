@@ -1,36 +1,38 @@
 """A federation in one process: the coordinator's engine and aggregation, the devices' local rounds, no HTTP.
 
 The objects that run behind the REST API and on a device run here too, over the same payload bytes. So a simulation ends
-with the same bits as a real federation of the same seed, devices, cohorts and device secrets. Every device is present
-and reports; deadlines, failures and retries are not simulated.
+with the same bits as a real federation of the same seed, devices, cohorts and device secrets. Devices train in parallel
+processes where that pays (`workers`), with the same bits again. Every device is present and reports, unless `Mishaps`
+say otherwise; deadlines and other failures are not simulated.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from edge_kernels import counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coord_server import aggregation, engine, events
-from coord_server.aggregation import Checked, Contribution
+from coord_server.aggregation import Checked, Contribution, Encoded
+from edge_bench.bundles import NAMES, open_named
 from edge_bench.datasets import DataConfig
-from edge_client import local
+from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
+from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, MaskfleetError, first_fault
+from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
-from edge_client.protocol import payload
 from edge_client.protocol.messages import FederationConfig, Round, Scores
-from edge_client.protocol.payload import Arrays, Payload
-from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.protocol.payload import Arrays
+from edge_client.task import Assignment, Course, Personal
 from edge_client.training import Trainer, open_trainer
 
 BUNDLES = Path(__file__).parent / "bundles"
@@ -41,7 +43,7 @@ class SimulationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bundle: str
-    """A bundle's folder, or the name of one that comes with the package ("har", "digits")."""
+    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), or a bundle's folder."""
     data: DataConfig
     methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     rounds: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -49,6 +51,10 @@ class SimulationConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: str = "onnxruntime"
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads of a training session; with more than 1, devices train one after another."""
+    processes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
+    once a method's remaining work is worth their start."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
@@ -70,11 +76,15 @@ class Simulated:
     """How a federation ended. Digests are SHA-256: of the server's state, and of every device's personal model."""
 
     rows: tuple[RoundRow, ...]
+    devices: int
     final: Scores | None
     """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
     final_after: Scores | None
     """The same after local epochs from there."""
+    kept_share: float
+    """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
+    """Every device's model; empty when they were not asked for."""
     state_sha256: str
     personal_sha256: str
     seconds: float
@@ -89,17 +99,29 @@ def read_config(data: Mapping[str, Any]) -> SimulationConfig:
 
 
 def find_bundle(name: str) -> Bundle:
-    """The bundle that comes with the package under `name`, else the folder `name`. Raises BundleError."""
+    """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
+
+    Raises BundleError; ConfigError or DataError when it cannot be built.
+    """
     packaged = BUNDLES / name
-    return Bundle.open(packaged if (packaged / MANIFEST).is_file() else Path(name))
+    if (packaged / MANIFEST).is_file():
+        return Bundle.open(packaged)
+    return open_named(name) if name in NAMES else Bundle.open(Path(name))
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """A downlink as a device decodes it, and its bytes by kind."""
+class Mishaps:
+    """What goes wrong in a simulation, by device: rounds it is away in, and rounds before which it loses what it kept.
 
-    content: Payload
-    sizes: dict[str, int]
+    Round `rounds + 1` is the downlink after the last round. Nothing goes wrong by default.
+    """
+
+    away: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+    loses: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+
+    def present(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
+        """The devices that can be drawn in a round."""
+        return tuple(d for d in names if round_ not in self.away.get(d, ()))
 
 
 @dataclass
@@ -109,47 +131,59 @@ class _Run:
     config: FederationConfig
     method: Method
     course: Course
-    trainer: Trainer
+    workers: Workers
     devices: Mapping[str, DeviceData]
+    mishaps: Mishaps
     state: Any
     kept: dict[str, Arrays] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
     updates: dict[str, Checked] = field(default_factory=dict)
     downlinks: dict[str, dict[str, int]] = field(default_factory=dict)
     """By device, the bytes by kind of the downlink that it received last."""
-    sent: dict[tuple[int, str], _Sent] = field(default_factory=dict)
+    sent: dict[tuple[int, str], Encoded] = field(default_factory=dict)
     """By round and audience, for the state as it is."""
 
-    def task(self, round_: int, device: str, place: int = 0) -> Task:
-        secret = counter.key(self.config.seed, "secret", device)
-        return Task(Assignment(self.course, round_, device, place), self.trainer, self.devices[device], secret)
+    def turns(self, round_: int, places: Mapping[str, int]) -> tuple[list[Turn], dict[str, bytes]]:
+        """What the workers get: the turn of each device in `places`, and the downlinks by audience."""
+        turns, contents = [], {}
+        for device, place in places.items():
+            record = self.records.get(device)
+            audience = self.method.audience(self.course, round_, record)
+            if (round_, audience) not in self.sent:
+                encoded = aggregation.downlink(self.method, self.course, round_, self.state, record)
+                self.sent[round_, audience] = encoded
+            sent = self.sent[round_, audience]
+            self.downlinks[device], contents[audience] = sent.sizes, sent.data
+            turns.append(Turn(device, self.kept.get(device, {}), audience, place))
+        return turns, contents
 
-    def downlink(self, round_: int, device: str) -> Payload:
-        record = self.records.get(device)
-        audience = round_, self.method.audience(self.course, round_, record)
-        if audience not in self.sent:
-            encoded = aggregation.downlink(self.method, self.course, round_, self.state, record)
-            self.sent[audience] = _Sent(payload.decode(encoded.data), encoded.sizes)
-        self.downlinks[device] = self.sent[audience].sizes
-        return self.sent[audience].content
+    def lose(self, round_: int, devices: Iterable[str]) -> None:
+        """Forget what those devices kept that lose it before this round."""
+        for device in devices:
+            if round_ in self.mishaps.loses.get(device, ()):
+                self.kept.pop(device, None)
 
-    def train(self, round_: int, device: str, place: int) -> str:
-        """One device's round; returns its update's digest."""
-        task, content = self.task(round_, device, place), self.downlink(round_, device)
-        outcome = local.run_round(self.method, task, self.kept.get(device, {}), content)
-        self.kept[device], data = outcome.kept, payload.encode(outcome.update)
-        record = self.records.get(device)
-        self.updates[device] = aggregation.check_update(self.method, task.assignment, self.state, record, data)
-        return digest(data)
+    def train(self, round_: int, places: Mapping[str, int]) -> Iterator[tuple[str, Lost | str]]:
+        """The round of every device in `places`; yields each with its update's digest, or how it failed."""
+        self.lose(round_, places)
+        outcomes = self.workers.train(round_, *self.turns(round_, places))
+        for (device, place), outcome in zip(places.items(), outcomes, strict=True):
+            if isinstance(outcome, Lost):
+                self.records.pop(device, None)
+                yield device, outcome
+                continue
+            self.kept[device], record = outcome.kept, self.records.get(device)
+            a = Assignment(self.course, round_, device, place)
+            self.updates[device] = aggregation.check_update(self.method, a, self.state, record, outcome.update)
+            yield device, digest(outcome.update)
 
     def aggregate(self, round_: int, places: Mapping[str, int], seconds: float) -> Round:
         """Fold the updates of the devices in `places`; the state and the records are those after the round."""
-        devices = tuple(places)
         contributions = (
             Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d], place)
             for d, place in places.items()
         )
-        influences = {d: i for d in devices if (i := self.updates[d].influence) is not None}
+        influences = {d: i for d in places if (i := self.updates[d].influence) is not None}
         closed = aggregation.close_round(
             self.method, self.course, round_, self.state, contributions, influences, self.config.guard
         )
@@ -159,21 +193,32 @@ class _Run:
         self.sent.clear()
         return closed.round.model_copy(update={"seconds": seconds})
 
-    def personal(self, round_: int, device: str) -> Personal:
-        content = self.downlink(round_, device)
-        return local.personal(self.method, self.task(round_, device), self.kept.get(device, {}), content)
+    def evaluate(self, round_: int, what: Evaluation) -> dict[str, Evaluated]:
+        """Every device's personal model from the downlink of `round_`; a device that lost its values asks again."""
+        found: dict[str, Evaluated] = {}
+        left = dict.fromkeys(self.devices, 0)
+        while left:
+            outcomes = self.workers.evaluate(round_, *self.turns(round_, left), what)
+            lost = {}
+            for device, outcome in zip(left, outcomes, strict=True):
+                if isinstance(outcome, Evaluated):
+                    found[device] = outcome
+                elif self.records.pop(device, None) is None:
+                    raise LostError(f"{device} cannot read a downlink made for a new device: {outcome.reason}")
+                else:
+                    lost[device] = 0
+            left = lost
+        return {d: found[d] for d in self.devices}
 
-    def everyone(self, models: Mapping[str, Personal]) -> Scores | None:
-        values = [self.task(1, d).score(models[d]) for d in self.devices]
+    def look(self, round_: int) -> Scores | None:
+        """Every device's score from the downlink of `round_`. The run goes on unchanged."""
+        records, downlinks = dict(self.records), dict(self.downlinks)
+        found = self.evaluate(round_, Evaluation())
+        self.records, self.downlinks = records, downlinks
+        return self.scores([e.score for e in found.values()])
+
+    def scores(self, values: Sequence[float]) -> Scores | None:
         return aggregation.scores(values, [len(s.y_test) for s in self.devices.values()])
-
-    def after_epochs(self, round_: int) -> Scores | None:
-        models = {}
-        for d in self.devices:
-            task, content = self.task(round_, d), self.downlink(round_, d)
-            kept, received = local.understand(self.method, task.assignment, self.kept.get(d, {}), content)
-            models[d] = self.method.local_round(task, kept, received).trained
-        return self.everyone(models)
 
 
 def run(
@@ -185,41 +230,76 @@ def run(
     evaluate_every: int = 0,
     final_epochs: bool = False,
     progress: Callable[[RoundRow], None] = lambda row: None,
+    *,
+    processes: int | None = 1,
+    models: bool = True,
+    mishaps: Mishaps | None = None,
 ) -> Simulated:
     """Run one federation to its end. `devices` maps names to data; `progress` is called after every round.
 
-    Raises ConfigError when the federation cannot run as configured.
+    `processes` as in SimulationConfig. Without `models` the result has no `personal` models, which would take 4 bytes a
+    parameter for every device. Raises ConfigError when the federation cannot run as configured.
     """
     started = time.perf_counter()
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
     names = tuple(sorted(devices))
-    sim = _Run(config, method, course, trainer, {d: devices[d] for d in names}, method.start(course))
-    status, todo = engine.State(), deque[events.Decision]()
+    parts, mishaps = {d: devices[d] for d in names}, mishaps or Mishaps()
+    opener = partial(open_trainer, config.backend or DEFAULT_BACKEND, bundle)
+    looks = len(names) * ((config.rounds // evaluate_every if evaluate_every else 0) + 1 + final_epochs)
+    expected = config.rounds * min(config.cohort, len(names)) + looks
+    with Workers(Site(method, course, parts, opener), trainer, processes, expected) as workers:
+        sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
+        rows = _rounds(sim, names, evaluate_every, progress)
+        sim.lose(config.rounds + 1, names)
+        last = sim.evaluate(config.rounds + 1, Evaluation(epochs=final_epochs, models=models))
+    rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
+    after = [e.after for e in last.values() if e.after is not None]
+    return Simulated(
+        rows=tuple(rows),
+        devices=len(names),
+        final=sim.scores([e.score for e in last.values()]),
+        final_after=sim.scores(after) if final_epochs else None,
+        kept_share=fmean(e.kept for e in last.values()),
+        personal={d: e.personal for d, e in last.items() if e.personal is not None},
+        state_sha256=digest(aggregation.pack(sim.state)),
+        personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _rounds(
+    sim: _Run, names: tuple[str, ...], evaluate_every: int, progress: Callable[[RoundRow], None]
+) -> list[RoundRow]:
+    """Drive the engine until the federation is finished."""
+    config, status, todo = sim.config, engine.State(), deque[events.Decision]()
 
     def happen(event: events.Event) -> None:
         nonlocal status
         status, decisions = engine.apply(config, status, event)
         todo.extend(decisions)
 
-    happen(events.Present(0.0, names))
+    happen(events.Present(0.0, sim.mishaps.present(names, 1)))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:
         decision = todo.popleft()
         if isinstance(decision, events.Draw):
-            happen(events.Present(0.0, names))
+            happen(events.Present(0.0, sim.mishaps.present(names, decision.round)))
         elif isinstance(decision, events.OpenRound):
-            opened = time.perf_counter()
-            for device in decision.cohort:
-                sha = sim.train(decision.round, device, engine.place(config, status, device))
-                lease = engine.lease(config, decision.round, device)
-                happen(events.Updated(0.0, decision.round, device, lease, sha))
+            opened, round_ = time.perf_counter(), decision.round
+            places = {d: engine.place(config, status, d) for d in decision.cohort}
+            for device, outcome in sim.train(round_, places):
+                lease = engine.lease(config, round_, device)
+                if isinstance(outcome, Lost):
+                    happen(events.Failed(0.0, round_, device, lease, "lost", outcome.reason))
+                else:
+                    happen(events.Updated(0.0, round_, device, lease, outcome))
         elif isinstance(decision, events.Aggregate):
             places = {d: engine.place(config, status, d) for d in decision.devices}
             record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
-                everyone = sim.everyone({d: sim.personal(decision.round + 1, d) for d in names})
+                everyone = sim.look(decision.round + 1)
             rows.append(RoundRow(record, everyone))
             progress(rows[-1])
             happen(events.Aggregated(0.0, decision.round, decision.attempt))
@@ -229,18 +309,9 @@ def run(
         raise ConfigError(
             f"the federation stands at {status.phase}, round {status.round}: {len(names)} devices, "
             f"min_devices {config.min_devices}, min_updates {config.min_updates}"
+            + (f"; {status.fault}" if status.fault else "")
         )
-    models = {d: sim.personal(config.rounds + 1, d) for d in names}
-    rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
-    return Simulated(
-        rows=tuple(rows),
-        final=sim.everyone(models),
-        final_after=sim.after_epochs(config.rounds + 1) if final_epochs else None,
-        personal=models,
-        state_sha256=digest(aggregation.pack(sim.state)),
-        personal_sha256=personal_digest(models),
-        seconds=time.perf_counter() - started,
-    )
+    return rows
 
 
 def _with_last(row: RoundRow, downlinks: Sequence[Mapping[str, int]]) -> RoundRow:
@@ -249,18 +320,13 @@ def _with_last(row: RoundRow, downlinks: Sequence[Mapping[str, int]]) -> RoundRo
     return replace(row, record=row.record.model_copy(update={"traffic": traffic}))
 
 
-def personal_digest(models: Mapping[str, Personal]) -> str:
-    """SHA-256 over every personal model's parameters and statistics, in the order of the devices' names."""
-    vectors = [np.concatenate([models[d].parameters, models[d].buffers]) for d in sorted(models)]
-    return digest(b"".join(v.tobytes() for v in vectors))
-
-
 def run_all(
     config: SimulationConfig,
     bundle: Bundle,
     devices: Mapping[str, DeviceData],
     progress: Callable[[str, RoundRow], None] = lambda label, row: None,
     failed: Callable[[str, MaskfleetError], None] | None = None,
+    models: bool = True,
 ) -> dict[str, Simulated]:
     """Run every method of a simulation on the same devices, cohorts and seed; results by label.
 
@@ -284,7 +350,10 @@ def run_all(
         )
         shown, often = partial(progress, label), config.evaluate_every
         try:
-            results[label] = run(federation, method, bundle, trainer, devices, often, config.final_epochs, shown)
+            results[label] = run(
+                federation, method, bundle, trainer, devices, often, config.final_epochs, shown,
+                processes=config.processes if config.threads == 1 else 1, models=models,
+            )  # fmt: skip
         except MaskfleetError as error:
             if failed is None:
                 raise

@@ -1,0 +1,88 @@
+"""Bundles by name: built by `pretrain` on first use, then found in a cache folder.
+
+The cache is `~/.cache/maskfleet/bundles`, or the folder that $MASKFLEET_BUNDLES names. A bundle's folder there ends in
+a digest of the code that builds it, so that changed code builds it again. Building needs torch (extra `author`) and,
+for pre-trained weights, the data; opening a built one needs neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from edge_client.bundle import MANIFEST, Bundle
+from edge_client.errors import BundleError, ConfigError
+
+NAMES: Mapping[str, str] = {
+    "mlp-har": "1152-300-100-6 for UCI HAR",
+    "mlp-mnist": "784-300-100-10",
+    "mlp-mnist04": "784-300-100 pre-trained on the digits 0-4, a new head for five classes",
+    "mlp-signs": "784-300-100-10 of signed constants, as FedPM draws them",
+    "cnn-mnist": "two convolutions, 80,202 parameters",
+    "cnn-fashion": "two convolutions with batch-norm, ten classes",
+    "cnn-femnist": "the same for 62 classes",
+    "cnn-femnist-pretrained": "the same, pre-trained on FEMNIST's writers 57 to 104: use `devices = 57` at most",
+    "cnn-emnist": "Hermes' EMNIST network, 62 classes",
+    "lenet-cifar10": "LeNet-5",
+    "vgg9-mnist": "HideNseek's VGG9 on one channel",
+    "vgg9-femnist": "the same for 62 classes",
+    "vgg9-cifar10": "the same on three channels",
+    "resnet20-cifar10": "ResNet-20",
+    "resnet20-cifar100": "ResNet-20 pre-trained on CIFAR-10, its last stage and a new head trainable",
+    "resnet56-cifar10": "ResNet-56",
+    "mobilenetv2-cifar10": "MobileNetV2 for 32x32 images",
+    "vit-cifar10": "ViT-tiny of depth 4 on 4x4 patches",
+    "lstm-shakespeare": "LEAF's two-layer LSTM, 256 hidden units, the next character at each step",
+    "lstm-shakespeare-small": "the same with 128 hidden units",
+    "mobilenetv2-imagenet": "MobileNetV2 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
+    "squeezenet-imagenet": "SqueezeNet 1.1 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
+}
+
+
+def cache_folder() -> Path:
+    """Where built bundles are kept."""
+    return Path(os.environ.get("MASKFLEET_BUNDLES") or Path.home() / ".cache" / "maskfleet" / "bundles")
+
+
+def open_named(name: str, cache: Path | None = None) -> Bundle:
+    """The bundle `name` of `NAMES`, built now unless `cache` (None: `cache_folder`) has it.
+
+    Raises BundleError for an unknown name, ConfigError when torch is missing, DataError when the data is.
+    """
+    if name not in NAMES:
+        raise BundleError(f"no bundle is named {name!r}; there are {', '.join(NAMES)}")
+    folder = (cache or cache_folder()) / f"{name}-{_recipe()}"
+    if (folder / MANIFEST).is_file():
+        return Bundle.open(folder)
+    if find_spec("torch") is None or find_spec("onnxscript") is None:
+        raise ConfigError(f"bundle {name!r} is built with PyTorch; run: pip install 'maskfleet[author]'")
+    from edge_bench.pretrain import build
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as fresh:
+            made = build(name, Path(fresh) / "bundle")
+            try:
+                made.folder.rename(folder)
+            except OSError:  # another process was first
+                if not (folder / MANIFEST).is_file():
+                    raise
+    except OSError as error:
+        raise ConfigError(
+            f"bundle {name!r} cannot be written to {folder}: {error.strerror}; set MASKFLEET_BUNDLES to another folder"
+        ) from error
+    return Bundle.open(folder)
+
+
+def _recipe() -> str:
+    """Twelve hex digits of everything that decides a built bundle's bytes but PyTorch itself."""
+    here = Path(__file__).parent
+    exporter = find_spec("edge_export")
+    places = [] if exporter is None else [Path(p) for p in exporter.submodule_search_locations or ()]
+    files = [here / "pretrain.py", here / "sources.py", *sorted((here / "models").glob("*.py"))]
+    files += [file for place in places for file in sorted(place.glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -1,0 +1,111 @@
+"""Which labels each device holds: counts, a table for the terminal and a plot.
+
+python -m edge_bench.histogram CONFIG.toml [--plot PNG]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from edge_bench.curves import check_plot
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError
+
+BARS = " ▁▂▃▄▅▆▇█"
+COLUMNS = 64  # classes beyond share a bar with their neighbours
+STACKED = 10, 60  # at most so many classes and devices are drawn as stacked bars, more as a heat map
+
+
+def counts(devices: Mapping[str, DeviceData], classes: int) -> NDArray[np.int64]:
+    """How many labels of each class every device trains on, int64[devices, classes]; its validation part counts too.
+
+    Raises ConfigError for labels that are no classes.
+    """
+    rows = [np.concatenate([d.y.reshape(-1), d.y_val.reshape(-1)]) for d in devices.values()]
+    if any(not np.issubdtype(row.dtype, np.integer) for row in rows):
+        raise ConfigError("the labels are no classes, so there is no histogram of them")
+    return np.stack([np.bincount(row, minlength=classes) for row in rows])
+
+
+def bars(row: NDArray[np.int64]) -> str:
+    """One character a class, the taller the more labels; a class with any label shows."""
+    wide = -(-len(row) // COLUMNS)
+    sums = np.add.reduceat(row, np.arange(0, len(row), wide))
+    heights = np.ceil(sums / max(int(sums.max()), 1) * (len(BARS) - 1)).astype(int)
+    return "".join(BARS[h] for h in heights)
+
+
+def table(devices: Mapping[str, DeviceData], classes: int, most: int = 20) -> str:
+    """A line for each of the first `most` devices, its samples and a bar for each class; then a summary of all."""
+    held = counts(devices, classes)
+    width = max(map(len, devices))
+    lines = [f"{'':{width}}  train  valid   test  labels 0 to {classes - 1}"]
+    for (name, d), row in list(zip(devices.items(), held, strict=True))[:most]:
+        lines.append(f"{name:{width}} {len(d.y):6d} {len(d.y_val):6d} {len(d.y_test):6d}  {bars(row)}")
+    if len(devices) > most:
+        lines.append(f"and {len(devices) - most} more devices")
+    sizes, kinds = np.array([len(d.y) + len(d.y_val) for d in devices.values()]), (held > 0).sum(axis=1)
+    lines.append(
+        f"{len(devices)} devices: {sizes.min()} to {sizes.max()} samples to train on, median {np.median(sizes):g}; "
+        f"{kinds.min()} to {kinds.max()} classes each, median {np.median(kinds):g}; unevenness {unevenness(held):.2f}"
+    )
+    return "\n".join(lines)
+
+
+def unevenness(held: NDArray[np.int64]) -> float:
+    """Mean distance in total variation of a device's labels from everybody's: 0 alike, near 1 nothing in common."""
+    shares = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
+    everybody = held.sum(axis=0) / max(int(held.sum()), 1)
+    return float(np.abs(shares - everybody).sum(axis=1).mean() / 2)
+
+
+def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:
+    """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises ConfigError."""
+    check_plot(path)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    held = counts(devices, classes)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    if classes <= STACKED[0] and len(devices) <= STACKED[1]:
+        colours = mpl.colormaps["tab10"].colors  # type: ignore[attr-defined]
+        places, below = np.arange(len(devices)), np.zeros(len(devices), np.int64)
+        for c in range(classes):
+            axes.bar(places, held[:, c], bottom=below, color=colours[c], label=str(c), width=0.9)
+            below = below + held[:, c]
+        axes.legend(title="label", loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.set(xlabel="device", ylabel="training samples", title=title)
+    else:
+        image = axes.imshow(held.T, aspect="auto", interpolation="nearest", origin="lower")
+        figure.colorbar(image, label="training labels")
+        axes.set(xlabel="device", ylabel="label", title=title)
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def main(
+    config: Annotated[Path, typer.Argument(help="A simulation's TOML file.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw it here, as a PNG.")] = None,
+    lines: Annotated[int, typer.Option(min=1, help="Devices with a line of their own.")] = 20,
+) -> None:
+    """Print which labels each device of a simulation holds."""
+    from edge_bench.cli import open_simulation
+
+    checked, bundle, devices = open_simulation(config, None)
+    classes = bundle.manifest.target.output[-1]
+    print(table(devices, classes, lines))
+    if plot is not None:
+        draw(devices, classes, plot, f"{checked.data.name}, split {checked.data.split}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

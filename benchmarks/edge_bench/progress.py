@@ -1,0 +1,59 @@
+"""How far a long run is: a bar with the time left in a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Steps:
+    """Counts `total` steps. In a log, a step's words are written at most once in `pause` seconds.
+
+    Use it in a `with` block.
+    """
+
+    def __init__(self, console: Console, total: int, pause: float = 0.0) -> None:
+        self._console, self._total, self._pause = console, total, pause
+        self._done, self._started, self._said = 0, time.monotonic(), -pause
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Steps:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, words: str, count: int = 1) -> None:
+        """`count` more steps are done; `words` say what the last one came to."""
+        self._done += count
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=self._done, description=words)
+            return
+        now = time.monotonic() - self._started
+        if now - self._said >= self._pause or self._done == self._total:
+            self._said = now
+            left = now / self._done * (self._total - self._done) if self._done else 0.0
+            self._console.print(f"{now:7.1f} s  {words}  {duration(left)} left")
+
+    def say(self, words: str) -> None:
+        """A line that stays, above the bar."""
+        self._console.print(words)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest units that suit them: 45 s, 12 min, 3 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

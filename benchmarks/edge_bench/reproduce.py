@@ -1,0 +1,294 @@
+"""The command `maskfleet reproduce`: runs a reproduction's cells, each once, and merges them into one result.
+
+A cell (task, method, seed) is written to its own file when it ends, under a digest of its settings; a second start
+runs only what is missing or has other settings now. `result.json` has every cell, means over the seeds, and where the
+figures come from; `table.md` and the PNGs are made from it (`results_page`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, pstdev, stdev
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from edge_bench import datasets, provenance, report, reproduction, results_page
+from edge_bench.cli import plain_console
+from edge_bench.curves import mean, shown
+from edge_bench.progress import Steps
+from edge_bench.reproduction import Cell, Reproduction
+from edge_bench.simulate import RoundRow, find_bundle, run_all
+from edge_client.bundle import Bundle, digest
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.methods import make_method
+
+RESULTS = Path(__file__).parents[1] / "results"
+"""The committed results of a checkout; an installed package has none."""
+PAUSE = 20.0  # seconds between two lines of a log
+
+AVERAGED = (
+    "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
+    "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
+)  # fmt: skip
+
+Run = dict[str, Any]
+
+
+def key(cell: Cell, bundle: Bundle) -> str:
+    """The digest of everything that a cell's figures depend on, except the code: all settings with their defaults."""
+    (table,) = cell.config.methods.values()
+    method = make_method(table)
+    content = {
+        "config": cell.config.model_dump(mode="json", exclude={"methods", "bundle", "processes"}),
+        "method": {"name": method.name, **method.model_dump(mode="json")},
+        "manifest": digest(bundle.manifest.to_bytes()),
+    }
+    return digest(json.dumps(content, sort_keys=True).encode())[:16]
+
+
+def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps) -> Run:
+    """Run one cell. Raises MaskfleetError."""
+
+    def said(label: str, row: RoundRow) -> None:
+        r = row.record
+        score = f"loss {shown(r.loss, '.3f')}  score {shown(mean(r.score_before), '.3f')}"
+        steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
+
+    result = run_all(cell.config, bundle, devices, said, models=False)[cell.label]
+    method = make_method(cell.config.methods[cell.label])
+    record = report.simulated(result, method, bundle.model())
+    rounds = record.pop("rounds")
+    slim = {
+        **record,
+        "task": cell.task,
+        "label": cell.label,
+        "seed": cell.config.seed,
+        "bytes_of_all_devices": record["bytes_per_device"] * record["devices"],
+        "best_score": record.get("best_round", {}).get("score_after"),
+        "rounds": {
+            "loss": [r["loss"] for r in rounds],
+            "score_before": [r["score_before"] and r["score_before"]["mean"] for r in rounds],
+            "score_after": [r["score_after"] and r["score_after"]["mean"] for r in rounds],
+            "bits_per_parameter_up": [r["bits_per_parameter_up"] for r in rounds],
+            "bits_per_parameter_down": [r["bits_per_parameter_down"] for r in rounds],
+        },
+        "seconds": result.seconds,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+    }
+    short: Run = _rounded(slim)
+    return short
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with six significant digits, all the way down: files stay small and readable."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+# --- files
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content at once. Raises ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --out") from None
+
+
+def known(out: Path) -> dict[str, Run]:
+    """The finished cells of an output folder by digest: those of its cell files and those of its result."""
+    found: dict[str, Run] = {}
+    if (out / "result.json").is_file():
+        stored = json.loads((out / "result.json").read_text())
+        found |= {run["cell"]: run for run in (*stored["runs"].values(), *stored.get("tried_runs", {}).values())}
+    for file in sorted((out / "cells").glob("*.json")):
+        found[file.stem] = json.loads(file.read_text())
+    return found
+
+
+def one_line_each(content: Mapping[str, Any]) -> str:
+    """JSON with one line for each run."""
+    lines = []
+    for name, value in content.items():
+        if name in ("runs", "tried_runs"):
+            rows = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(name)}: {{\n{rows}\n }}" if rows else f" {json.dumps(name)}: {{}}")
+        else:
+            lines.append(f" {json.dumps(name)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
+    """By task and method, mean and standard deviation over the seeds."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run['task']}/{run['label']}", []).append(run)
+    out = {}
+    for name, mine in groups.items():
+        row: dict[str, Any] = {"task": mine[0]["task"], "label": mine[0]["label"], "seeds": [r["seed"] for r in mine]}
+        for figure in AVERAGED:
+            values = [r[figure] for r in mine if r.get(figure) is not None]
+            if values:
+                deviation = stdev(values) if len(values) > 1 else pstdev(values)
+                row[figure] = _rounded({"mean": fmean(values), "std": deviation})
+        out[name] = row
+    return out
+
+
+def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried: dict[str, Run], full: bool) -> Run:
+    """The content of `result.json`."""
+    settings = r.model_dump(mode="json", exclude={"full", "tried", "paper", "notes"})
+    return {
+        "name": name,
+        "title": r.title,
+        "reference": r.reference,
+        "full": full,
+        "notes": r.notes,
+        "command": command,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+        "settings": settings,
+        "paper": {t: {m: p.model_dump() for m, p in figures.items()} for t, figures in r.paper.items()},
+        "summary": summary(runs.values()),
+        "tried": [*r.tried, *(_attempt(run) for run in tried.values())],
+        "runs": runs,
+        "tried_runs": tried,
+    }
+
+
+def _attempt(run: Run) -> dict[str, Any]:
+    return {
+        k: run.get(k) for k in ("task", "label", "seed", "settings", "score_mean", "best_score", "bytes_per_device")
+    }
+
+
+# --- the command
+
+
+def prepare(wanted: Iterable[Cell], name: str) -> tuple[dict[str, tuple[Cell, str]], dict[str, Bundle]]:
+    """Every cell's key, by the cell's name, and the bundles. Raises ConfigError when something is not there."""
+    keyed, bundles = {}, dict[str, Bundle]()
+    for cell in wanted:
+        try:
+            if cell.config.bundle not in bundles:
+                bundles[cell.config.bundle] = find_bundle(cell.config.bundle)
+            keyed[cell.name] = cell, key(cell, bundles[cell.config.bundle])
+        except MaskfleetError as error:
+            raise ConfigError(f"reproduction {name!r} cannot run {cell.name}: {error}") from None
+    return keyed, bundles
+
+
+def listing() -> Table:
+    """One line for each reproduction."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("name", "what", "minutes", "results"):
+        table.add_column(head, justify="right" if head == "minutes" else "left", overflow="fold")
+    for name in reproduction.names():
+        r, file = reproduction.read(name), RESULTS / name / "result.json"
+        state = "none yet"
+        if file.is_file():
+            stored = json.loads(file.read_text())
+            state = f"committed, seeds {sorted({s for row in stored['summary'].values() for s in row['seeds']})}"
+        table.add_row(name, r.title, str(r.minutes), state)
+    return table
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="Which one; see --list.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List all reproductions.")] = False,
+    full: Annotated[bool, typer.Option(help="At the paper's scale, for a bigger machine.")] = False,
+    only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0. [default: the file's]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write. [default: benchmarks/results/NAME]")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="METHOD.SETTING=VALUE, with --validation only.")
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Score on the validation part, to choose settings.")
+    ] = False,
+) -> None:
+    """Repeat a table or figure of a paper; finished parts are not run again."""
+    console = plain_console()
+    if show or name is None:
+        console.print(listing())
+        return
+    r = reproduction.read(name, full)
+    if changes and not validation:
+        raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
+    labels = frozenset(only.split(",")) if only else None
+    if labels and labels - r.methods.keys():
+        raise ConfigError(f"{name} has no methods {sorted(labels - r.methods.keys())}; it has {sorted(r.methods)}")
+    folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
+    chosen = tuple(range(seeds)) if seeds else r.seeds
+    used = reproduction.changed(r, changes or ())
+    wanted = list(reproduction.cells(used, chosen, labels, "validation" if validation else "test"))
+    done = known(folder)
+    keyed, bundles = prepare(wanted, name)
+    failures: dict[str, str] = {}
+    owed = [(cell, sha) for cell, sha in keyed.values() if sha not in done]
+    console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
+    data: tuple[Any, dict[str, DeviceData]] = (None, {})
+    with Steps(console, sum(cell.config.rounds for cell, _ in owed), PAUSE) as steps:
+        for cell, sha in owed:
+            bundle = bundles[cell.config.bundle]
+            config = cell.config.model_copy(update={"processes": processes})
+            try:
+                if data[0] != (cell.task, config.seed):
+                    devices = datasets.load(config.data, config.seed, bundle.manifest)
+                    data = (cell.task, config.seed), devices
+                run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps)
+            except MaskfleetError as error:
+                failures[cell.name] = str(error)
+                steps.say(f"{cell.name} failed: {error}")
+                continue
+            run |= {"cell": sha, "validation": validation}
+            if validation:
+                run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
+            write_atomically(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+            done[sha] = run
+            steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
+    finish(name, r, folder, done, full)
+    if validation:
+        for cell, sha in keyed.values():
+            if sha in done:
+                console.print(f"{cell.name}: {shown(done[sha]['score_mean'], '.4f')} on the validation part")
+    else:
+        console.print((folder / "table.md").read_text())
+    if failures:
+        raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
+
+
+def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
+    """Write the result of all cells that belong to the file as it is, whatever this start was asked to run."""
+    current, seeds = {}, tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
+    for cell in reproduction.cells(r, seeds):
+        try:
+            sha = key(cell, find_bundle(cell.config.bundle))
+        except MaskfleetError:  # a method or a bundle of another cell is not there
+            continue
+        if sha in done:
+            current[cell.name] = done[sha]
+    tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
+    command = f"maskfleet reproduce {name}" + (" --full" if full else "")
+    result = merge(name, r, command, current, tried, full)
+    write_atomically(folder / "result.json", one_line_each(result))
+    write_atomically(folder / "table.md", results_page.tables(result))
+    results_page.draw(result, folder)

@@ -1,0 +1,192 @@
+"""Tables and plots of reproductions, and `docs/results.md`, all made from the committed `result.json` files.
+
+python -m edge_bench.results_page          writes docs/results.md and every table.md and PNG
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_bench import reproduction
+from edge_bench.curves import amount
+from edge_client.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+HEAD = """# Results
+
+Every table is made from `benchmarks/results/NAME/result.json` by `python -m edge_bench.results_page`; run one again
+with `maskfleet reproduce NAME` ([how](reproduce.md)). Scores are per cent, on each device's own test samples, mean over
+the devices and over the seeds, with the standard deviation over the seeds.
+
+* **ours**: every device's own model from the downlink after the last round; **after epochs**: the same after one more
+  round of local epochs; **best round**: the best round's cohort after its local epochs.
+* **bits up, down**: payload bits of a device and round for each exchanged parameter.
+* **MB in all**: payload bytes of all devices and rounds in both directions, with the container's header, what late
+  devices catch up on, what is sent once, and the last downlink to every device. **less**: how many times fewer than the
+  baseline's.
+* **kept**: share of the parameters that the devices' own models keep.
+"""
+
+COLUMNS = "method", "paper", "ours", "after epochs", "best round", "bits up", "bits down", "MB in all", "less", "kept"
+MEASURES = {"final": "ours", "after": "after epochs", "best": "best round"}
+
+
+def score(row: Mapping[str, Any], figure: str) -> str:
+    """A score of a summary's row in per cent with its deviation; "-" when there is none."""
+    found = row.get(figure)
+    if found is None:
+        return "-"
+    spread = f" ± {100 * found['std']:.1f}" if len(row["seeds"]) > 1 else ""
+    return f"{100 * found['mean']:.1f}{spread}"
+
+
+def printed(figures: Mapping[str, Any] | None) -> str:
+    """What the paper prints."""
+    if not figures:
+        return "-"
+    parts = []
+    if figures["score"] is not None:
+        parts.append(f"{figures['score']:g}" + (f" ± {figures['spread']:g}" if figures["spread"] is not None else ""))
+    return "; ".join([*parts, *([figures["says"]] if figures["says"] else [])]) or "-"
+
+
+def line(row: Mapping[str, Any], paper: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> list[str]:
+    """One method's cells."""
+    total = row["bytes_of_all_devices"]["mean"]
+    of = baseline["bytes_of_all_devices"]["mean"] if baseline else 0.0
+    kept = row["kept_share"]["mean"]
+    return [
+        row["label"],
+        printed(paper),
+        score(row, "score_mean"),
+        score(row, "score_mean_after_local_epochs"),
+        score(row, "best_score"),
+        f"{row['bits_per_parameter_up']['mean']:.3g}",
+        f"{row['bits_per_parameter_down']['mean']:.3g}",
+        f"{total / 1e6:.3g}",
+        f"{of / total:.3g}x" if of and total else "-",
+        f"{100 * kept:.0f} %" if kept < 1 else "all",
+    ]
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """A result as markdown: for each task a table "paper | ours"."""
+    settings = result["settings"]
+    measure, out = MEASURES[settings["measure"]], []
+    for task, what in settings["tasks"].items():
+        rows = {r["label"]: r for r in result["summary"].values() if r["task"] == task}
+        seeds = sorted({seed for r in rows.values() for seed in r["seeds"]})
+        if len(settings["tasks"]) > 1:
+            out.append(f"### {task}\n")
+        out.append(
+            f"`{what['bundle']}`, {what['data']['name']}, {what['rounds']} rounds of {what['cohort']} devices, "
+            f"seeds {', '.join(map(str, seeds)) or 'none'}. The paper's score is to be compared with *{measure}*.\n"
+        )
+        out += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' ---: |' * (len(COLUMNS) - 2)}"]
+        paper, baseline = result["paper"].get(task, {}), rows.get(settings["baseline"])
+        for label in settings["methods"]:
+            if label in rows:
+                out.append(f"| {' | '.join(line(rows[label], paper.get(label), baseline))} |")
+            elif label in paper:
+                out.append(f"| {label} | {printed(paper[label])} |{' - |' * (len(COLUMNS) - 2)}")
+        out.append("")
+    return "\n".join(out)
+
+
+def section(name: str, result: Mapping[str, Any]) -> str:
+    """A reproduction's part of the page."""
+    tried = len(result["tried"])
+    chosen = f" Settings were chosen on the validation part among {tried} that the file lists." if tried else ""
+    lines = [
+        f"## {name}: {result['title']}",
+        "",
+        f"{result['reference']}. `{result['command']}`, commit {result['commit'] or 'unknown'}, "
+        f"{result['machine']['processor']}, {result['machine']['cores']} cores.{chosen}",
+        "",
+        tables(result).rstrip(),
+        "",
+        *(f"![{name}, {task}](../benchmarks/results/{name}/{task}.png)" for task in result["settings"]["tasks"]),
+    ]
+    if result["notes"]:
+        lines += ["", result["notes"].strip()]
+    return "\n".join(lines) + "\n"
+
+
+def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The committed results by name: those at two cores' scale first, each followed by the paper's."""
+    found = {}
+    for name in reproduction.names():
+        for variant in (name, f"{name}-full"):
+            if (folder / variant / "result.json").is_file():
+                found[variant] = json.loads((folder / variant / "result.json").read_text())
+    return found
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The text of `docs/results.md`."""
+    found = results(folder)
+    missing = [name for name in reproduction.names() if name not in found]
+    parts = [HEAD, *(section(name, result) for name, result in found.items())]
+    if missing:
+        parts.append("## Not run yet\n\n" + "\n".join(f"* `{m}`: {reproduction.read(m).title}" for m in missing) + "\n")
+    return "\n".join(parts)
+
+
+def draw(result: Mapping[str, Any], folder: Path) -> None:
+    """For each task a PNG: score against rounds, and against the bytes of all devices on a logarithmic axis.
+
+    A line is the mean over the seeds. Without matplotlib nothing is drawn.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    for task in result["settings"]["tasks"]:
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, label in enumerate(result["settings"]["methods"]):
+            runs = [r for r in result["runs"].values() if (r["task"], r["label"]) == (task, label) and r["curve"]]
+            if not runs:
+                continue
+            style: dict[str, Any] = {"marker": "os^Dv<>p"[i % 8], "markersize": 3, "linewidth": 1.0, "label": label}
+            style["color"] = f"C{i % 10}"
+            steps = min(len(r["curve"]) for r in runs)
+            points = [[r["curve"][k] for r in runs] for k in range(steps)]
+            height = [sum(p["score"] for p in same) / len(same) for same in points]
+            left.plot([same[0]["round"] for same in points], height, **style)
+            weight = [sum(p["bytes"] * r["devices"] for p, r in zip(same, runs, strict=True)) for same in points]
+            right.plot([max(w / len(runs), 1.0) for w in weight], height, **style)
+        left.set(xlabel="round", ylabel="mean score", title=f"{result['name']}, {task}")
+        right.set(xscale="log", xlabel="payload bytes of all devices, up and down, so far")
+        for axes in (left, right):
+            axes.grid(visible=True, which="both", alpha=0.2)
+        if right.lines:
+            right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+        try:
+            figure.savefig(folder / f"{task}.png", dpi=110, format="png", metadata={"Software": None})
+        except OSError as error:
+            raise ConfigError(f"{folder / task}.png cannot be written: {error.strerror}") from None
+
+
+def main() -> None:
+    """Write the page, and every result's table and plots anew."""
+    for name, result in results().items():
+        (RESULTS / name / "table.md").write_text(tables(result))
+        draw(result, RESULTS / name)
+        total = amount(sum(r["bytes_of_all_devices"] for r in result["runs"].values()))
+        print(f"{name}: {len(result['runs'])} cells, {total} of payloads")
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Local rounds of many devices, in this process or spread over several.
+
+A worker holds what stays the same through a federation: the method, every device's data, and one trainer whose sessions
+are opened once. It receives turns (a device, what the device kept, its downlink as bytes) and returns what the device
+keeps and uploads. It never sees the server's state. A turn's result depends on nothing but the turn, so any number of
+processes gives the same bytes.
+
+Processes are forked where the system can fork: the data is then shared, not copied.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+from edge_kernels import counter
+
+from edge_client import local
+from edge_client.bundle import digest
+from edge_client.data import DeviceData
+from edge_client.errors import LostError, MaskfleetError
+from edge_client.methods import Method
+from edge_client.protocol import payload
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.training import Trainer
+
+PAYS = 4.0  # seconds of work left from which starting processes is worth their start
+CHUNKS = 4  # parts of a round for each process, so that slow devices do not leave another process idle
+
+
+@dataclass(frozen=True)
+class Site:
+    """What every worker holds of a federation. `open_trainer` is called once in each process."""
+
+    method: Method
+    course: Course
+    devices: Mapping[str, DeviceData]
+    open_trainer: Callable[[], Trainer]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One device's part in a round: what it kept, as flat arrays, its audience, which names its downlink, its place."""
+
+    device: str
+    kept: Arrays
+    audience: str
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a device keeps after a round, and its update as it travels."""
+
+    kept: Arrays
+    update: bytes
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The device could not read its downlink, because it builds on values the device no longer holds."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A device's personal model from a downlink: its score, its SHA-256, and the model itself when it was asked for.
+
+    `kept` is the share of the parameters that its mask keeps, 1 for a dense model. `after` is the score after the local
+    epochs of one more round, None when they were not asked for.
+    """
+
+    score: float
+    sha256: str
+    kept: float
+    after: float | None
+    personal: Personal | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to find out of each device beside the score of its personal model."""
+
+    epochs: bool = False
+    models: bool = False
+
+
+# --- one turn
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A site with its trainer."""
+
+    site: Site
+    trainer: Trainer
+
+    def task(self, round_: int, turn: Turn) -> Task:
+        course = self.site.course
+        secret = counter.key(course.seed, "secret", turn.device)
+        a = Assignment(course, round_, turn.device, turn.place)
+        return Task(a, self.trainer, self.site.devices[turn.device], secret)
+
+
+def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
+    try:
+        outcome = local.run_round(bench.site.method, bench.task(round_, turn), turn.kept, downlink)
+    except LostError as error:
+        return Lost(str(error))
+    return Trained(outcome.kept, payload.encode(outcome.update))
+
+
+def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
+    method, task = bench.site.method, bench.task(round_, turn)
+    try:
+        kept, received = local.understand(method, task.assignment, turn.kept, downlink)
+    except LostError as error:
+        return Lost(str(error))
+    model = method.personal(task, kept, received)
+    score = task.score(model)
+    sha = digest(np.concatenate([model.parameters, model.buffers]).tobytes())
+    after = task.score(method.local_round(task, kept, received).trained) if what.epochs else None
+    kept_share = 1.0 if model.mask is None else float(model.mask.mean())
+    return Evaluated(score, sha, kept_share, after, model if what.models else None)
+
+
+# --- many turns
+
+R = TypeVar("R")
+_Work = Callable[[_Bench, int, Turn, Payload], R]
+
+
+class Workers:
+    """Runs turns, in the order given. With `processes` None it begins here and starts processes once they pay.
+
+    `turns` is how many turns are expected in all. Use it in a `with` block: the processes end with it.
+    """
+
+    def __init__(self, site: Site, trainer: Trainer, processes: int | None, turns: int) -> None:
+        self._bench, self._processes = _Bench(site, trainer), processes
+        self._turns, self._done, self._spent = turns, 0, 0.0
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def train(self, round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> Iterator[Trained | Lost]:
+        """Each device's local round."""
+        return self._run(_train, round_, turns, downlinks)
+
+    def evaluate(
+        self, round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes], what: Evaluation
+    ) -> Iterator[Evaluated | Lost]:
+        """Each device's personal model from its downlink, and its score."""
+        return self._run(partial(_evaluate, what=what), round_, turns, downlinks)
+
+    def _run(self, work: _Work[R], round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> Iterator[R]:
+        decoded = {} if self._pool else {audience: payload.decode(data) for audience, data in downlinks.items()}
+        here = 0
+        while here < len(turns) and not self._spread():
+            started = time.perf_counter()
+            yield work(self._bench, round_, turns[here], decoded[turns[here].audience])
+            here, self._done, self._spent = here + 1, self._done + 1, self._spent + time.perf_counter() - started
+        if here < len(turns):
+            yield from self._in_pool(work, round_, turns[here:], downlinks)
+
+    def _spread(self) -> bool:
+        """Whether turns go to processes from now on."""
+        if self._pool is not None or self._processes == 1:
+            return self._pool is not None
+        count = self._processes or cores()
+        if self._processes is None:
+            measured = self._spent / self._done if self._done > 1 else 0.0  # the first turn opens the sessions
+            if count == 1 or measured * (self._turns - self._done) < PAYS:
+                return False
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._pool = ProcessPoolExecutor(count, context, _begin, (self._bench.site,))
+        self._processes = count
+        return True
+
+    def _in_pool(
+        self, work: _Work[R], round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]
+    ) -> Iterator[R]:
+        assert self._pool is not None
+        assert self._processes is not None
+        size = -(-len(turns) // (self._processes * CHUNKS))
+        chunks = [turns[low : low + size] for low in range(0, len(turns), size)]
+        try:
+            futures = [
+                self._pool.submit(_chunk, work, round_, c, {t.audience: downlinks[t.audience] for t in c})
+                for c in chunks
+            ]
+            for future in futures:
+                yield from future.result()
+        except BrokenProcessPool:
+            raise MaskfleetError(
+                "a worker process ended (killed, or out of memory); run again with fewer `processes`"
+            ) from None
+
+
+def cores() -> int:
+    """The processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_bench: _Bench | None = None  # of a worker process
+
+
+def _begin(site: Site) -> None:
+    """Set up a worker process. An interrupt is for the parent, which ends its workers."""
+    global _bench
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _bench = _Bench(site, site.open_trainer())
+
+
+def _chunk(work: _Work[R], round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> list[R]:
+    assert _bench is not None
+    decoded = {audience: payload.decode(data) for audience, data in downlinks.items()}
+    return [work(_bench, round_, t, decoded[t.audience]) for t in turns]

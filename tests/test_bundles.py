@@ -1,0 +1,50 @@
+"""Bundles by name: built once, found again, refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edge_bench import bundles
+
+from edge_client.errors import BundleError, ConfigError
+
+torch = pytest.importorskip("torch")
+from edge_bench import pretrain  # noqa: E402
+
+
+def test_every_name_has_a_builder_and_the_demos_are_the_only_others() -> None:
+    assert {*pretrain.DRAWN, *pretrain.TRAINED} == {*bundles.NAMES, "digits", "har"}
+
+
+def test_a_bundle_is_built_once_to_the_same_bytes_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = bundles.open_named("mlp-mnist", tmp_path / "a")
+    other = bundles.open_named("mlp-mnist", tmp_path / "b")
+    assert first.manifest == other.manifest
+    assert first.manifest.d == 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10
+    assert [p.name for p in (tmp_path / "a").iterdir()] == [first.folder.name]
+    monkeypatch.setattr(bundles, "find_spec", lambda name: None)  # no torch: a built bundle needs none
+    monkeypatch.setattr(bundles, "_recipe", lambda: first.folder.name[-12:])
+    assert bundles.open_named("mlp-mnist", tmp_path / "a").manifest == first.manifest
+    with pytest.raises(ConfigError, match=r"maskfleet\[author\]"):
+        bundles.open_named("mlp-mnist", tmp_path / "c")
+
+
+def test_changed_code_builds_a_bundle_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "_recipe", lambda: "0" * 12)
+    old = bundles.open_named("mlp-mnist", tmp_path)
+    monkeypatch.setattr(bundles, "_recipe", lambda: "1" * 12)
+    new = bundles.open_named("mlp-mnist", tmp_path)
+    assert old.folder != new.folder
+    assert np.array_equal(old.model().parameters, new.model().parameters)
+
+
+def test_an_unknown_name_and_a_folder_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="there are mlp-har"):
+        bundles.open_named("mlp-nowhere", tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="MASKFLEET_BUNDLES"):
+        bundles.open_named("mlp-mnist", tmp_path / "file")

@@ -1,0 +1,388 @@
+"""Data sets: what is read, how it is divided over devices, and what each device then holds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_bench import datasets, histogram, partition, sources
+from edge_bench.datasets import DataConfig, divide, load, read
+from edge_bench.simulate import find_bundle
+from edge_bench.sources import CHARACTERS, Samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.bundle import Input, Manifest
+from edge_client.data import DeviceData, fit
+from edge_client.data import read as read_file
+from edge_client.errors import ConfigError, DataError
+from edge_client.targets import Classification, Regression, Sequence, Target
+
+pytest.importorskip("sklearn")
+DIGITS = DataConfig(name="digits", devices=4, split="dirichlet", samples=400)
+
+
+def manifest(shape: tuple[int, ...], target: Target, dtype: Any = "float32") -> Manifest:
+    """What a bundle of this input and target says about them."""
+    small = find_bundle("digits").manifest
+    return small.model_copy(update={"input": Input(shape=shape, dtype=dtype), "target": target})
+
+
+def here(name: str) -> Path:
+    try:
+        return sources.find(name, None)
+    except DataError:
+        pytest.skip("the data folder is not beside the checkout")
+
+
+# --- reading
+
+
+def test_labels_keep_their_classes_and_number_them_anew_in_their_order() -> None:
+    s = sources.read_digits()
+    kept = read(DataConfig(name="digits", labels=(7, 2)))
+    assert len(kept.x) == int(np.isin(s.y, (7, 2)).sum())
+    assert (kept.x[kept.y == 0] == s.x[s.y == 7]).all()
+    assert (kept.x[kept.y == 1] == s.x[s.y == 2]).all()
+
+
+def test_idx_files_are_read_and_damaged_ones_refused(tmp_path: Path) -> None:
+    images = np.arange(20 * 784, dtype=np.uint32).astype(np.uint8).reshape(20, 28, 28)
+    header = b"\0\0\x08\x03" + np.array([20, 28, 28], ">u4").tobytes()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + images.tobytes()))
+    labels = np.arange(20, dtype=np.uint8) % 10
+    header = b"\0\0\x08\x01" + np.array([20], ">u4").tobytes()
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + labels.tobytes()))
+    s = sources.read_mnist(tmp_path)
+    assert np.array_equal(s.x.reshape(20, 28, 28), images / np.float32(255))
+    assert s.y.tolist() == labels.tolist()
+    for damaged in (b"", b"junk", gzip.compress(b"\0\0\x0d\x01"), gzip.compress(header + b"123")):
+        (tmp_path / "x.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match="idx"):
+            sources.read_idx(tmp_path / "x.gz")
+
+
+def test_a_missing_data_set_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    for name in sources.FILES:
+        with pytest.raises(DataError, match=str(tmp_path)):
+            sources.find(name, tmp_path / "none")
+    (tmp_path / "x.npz").write_bytes(b"junk")
+    for reader in (sources.read_har, sources.read_cifar, sources.read_femnist):
+        with pytest.raises(DataError, match=r"x\.npz is not the"):
+            reader(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(("name", "images", "tests"), [("cifar10", 20_000, 5_000), ("cifar100", 11_000, 2_000)])
+def test_cifar_images_are_normalised_and_channels_first(name: Any, images: int, tests: int) -> None:
+    path = here(name)
+    s = read(DataConfig(name=name))
+    assert s.x.shape == (images, 3 * 32 * 32)
+    assert s.published is not None
+    assert s.published.sum() == tests
+    with np.load(path) as z:
+        red = (z["x"][7, :, :, 0].astype(np.float64) / 255 - 0.485) / 0.229
+    np.testing.assert_allclose(s.x[7].reshape(3, 32, 32)[0], red, atol=1e-5)
+
+
+def test_femnist_is_divided_by_writer_with_ink_as_one_and_leafs_own_test_samples() -> None:
+    path = here("femnist")
+    s = sources.read_femnist(path)
+    assert (len(s.x), int(s.published.sum()), len(np.unique(s.owner))) == (14_708 + 1_685, 1_685, 105)  # type: ignore[union-attr]
+    assert len(np.unique(sources.read_femnist(path, complete=False).owner)) == 184  # type: ignore[arg-type]
+    with np.load(path) as z:
+        assert np.array_equal(s.x[3], 1 - z["x"][3].reshape(-1) / np.float32(255))
+        mine = z["writer"] == 4
+        wanted = int((mine & (z["is_test"] == 1)).sum()), int((mine & (z["is_test"] == 0)).sum())
+    target = manifest((1, 28, 28), Classification(classes=62))
+    devices = load(DataConfig(name="femnist", devices=6), 3, target)
+    assert list(devices) == [f"writer-{k}" for k in range(6)]
+    four = devices["writer-4"]
+    assert (len(four.y_test), len(four.y)) == wanted
+    chosen = load(DataConfig(name="femnist", devices=6, evaluate="validation"), 3, target)["writer-4"]
+    assert len(chosen.y) + len(chosen.y_test) == wanted[1]
+    _, shares = divide(DataConfig(name="femnist"), 3)
+    rows = np.concatenate([r for share in shares.values() for r in vars(share).values()])
+    assert np.array_equal(np.sort(rows), np.arange(len(s.x)))
+    assert all(s.published[share.test].all() for share in shares.values())  # type: ignore[index]
+
+
+def test_shakespeare_windows_follow_one_another_and_the_last_ones_test(tmp_path: Path) -> None:
+    text = "".join(CHARACTERS[i % 73] for i in range(80 * 10 + 5))
+    roles = [{"text": "short"}, {"text": text}]
+    path = tmp_path / "roles.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, roles)).encode()))
+    target = manifest((80,), Sequence(steps=80, classes=73), "int64")
+    config = DataConfig(name="shakespeare", path=path, characters=500)
+    (name, data), *others = load(config, 0, target).items()
+    assert (name, others) == ("role-0", [])
+    ids = np.arange(805) % 73
+    assert np.array_equal(np.concatenate([data.x, data.x_test]).reshape(-1), ids[:800])
+    assert np.array_equal(np.concatenate([data.y, data.y_test]).reshape(-1), ids[1:801])
+    assert (len(data.y), len(data.y_test)) == (8, 2)
+    chosen = load(config.model_copy(update={"evaluate": "validation"}), 0, target)["role-0"]
+    assert np.array_equal(chosen.x_test, data.x[6:])
+    with pytest.raises(DataError, match="lower `characters`"):
+        read(config.model_copy(update={"characters": 5000}))
+    path.write_bytes(gzip.compress(json.dumps({"text": "~" * 900}).encode()))
+    with pytest.raises(DataError, match="not among the 73"):
+        read(config)
+    path.write_bytes(gzip.compress(b"[1]"))
+    with pytest.raises(DataError, match="not the file of Shakespeare"):
+        read(config)
+
+
+def test_the_roles_of_shakespeare_are_as_many_as_published() -> None:
+    s = sources.read_shakespeare(here("shakespeare"), 5000)
+    assert len(np.unique(s.owner)) == 266  # type: ignore[arg-type]
+    assert s.x.max() == 72
+    assert np.array_equal(s.x[0, 1:], s.y[0, :-1])
+
+
+def test_har_by_person_is_standardised_and_whole() -> None:
+    here("har")
+    by_person = load(DataConfig(name="har", devices=5), 0, find_bundle("har").manifest)
+    assert list(by_person) == [f"person-{k}" for k in range(1, 6)]
+    assert sum(len(d.y) + len(d.y_test) for d in by_person.values()) == 347 + 302 + 341 + 317 + 302
+    assert all(len(np.unique(d.y)) == 6 for d in by_person.values())
+    training = np.concatenate([d.x for d in by_person.values()])
+    assert abs(training.mean()) < 0.05
+    assert abs(training.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", ["har", "shakespeare"])
+def test_what_belongs_to_a_maker_is_not_divided_otherwise(name: Any) -> None:
+    for changes in ({"labels": (1,)}, {"samples": 50}, {"split": "iid"}):
+        with pytest.raises(ConfigError, match="leave out `samples`, `labels`"):
+            divide(DataConfig(name=name, **changes), 0)
+
+
+# --- a user's own data
+
+
+def saved(folder: Path, **arrays: Any) -> DataConfig:
+    np.savez(folder / "own.npz", **arrays)
+    return DataConfig(name="npz", path=folder / "own.npz")
+
+
+X, Y = np.random.default_rng(0).normal(5.0, 3.0, (120, 4)), np.arange(120) % 3
+OWN = Classification(classes=3)
+
+
+def test_a_users_own_data_is_divided_by_owner_and_groups_stay_whole(tmp_path: Path) -> None:
+    owner = np.repeat(["left-arm", "right_arm"], 60)
+    group = np.arange(120) // 6
+    config = saved(tmp_path, x=X, y=Y, owner=owner, group=group)
+    devices = load(config, 1, manifest((4,), OWN))
+    assert list(devices) == ["left-arm", "right_arm"]
+    groups = {row.astype(np.float32).tobytes(): g for row, g in zip(X, group, strict=True)}
+    for d in devices.values():
+        trained, tested = ({groups[row.tobytes()] for row in x} for x in (d.x, d.x_test))
+        assert tested
+        assert not trained & tested
+    again = load(config, 1, manifest((4,), OWN))
+    assert all(np.array_equal(devices[k].x, again[k].x) for k in devices)
+
+
+def test_own_features_are_standardised_with_the_training_part_when_asked(tmp_path: Path) -> None:
+    config = saved(tmp_path, x=X, y=Y, owner=np.repeat([3, 12], 60), is_test=np.arange(120) % 4 == 0)
+    plain = load(config, 1, manifest((4,), OWN))
+    assert list(plain) == ["device-03", "device-12"]
+    assert abs(np.concatenate([d.x for d in plain.values()]).mean() - 5) < 1
+    assert [len(d.y_test) for d in plain.values()] == [15, 15]
+    scaled = load(config.model_copy(update={"standardise": True}), 1, manifest((4,), OWN))
+    training = np.concatenate([d.x for d in scaled.values()])
+    assert np.abs(training.mean(axis=0)).max() < 0.2
+    assert np.abs(training.std(axis=0) - 1).max() < 0.2
+
+
+def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path: Path) -> None:
+    config = saved(tmp_path, x=X, y=X[:, :2].astype(np.float32))
+    devices = load(config.model_copy(update={"devices": 3}), 1, manifest((4,), Regression(outputs=2)))
+    assert [len(d.y) + len(d.y_test) for d in devices.values()] == [40, 40, 40]
+    with pytest.raises(ConfigError, match="no classes"):
+        divide(config.model_copy(update={"split": "dirichlet"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": X}, "lacks"),
+        ({"x": X, "y": Y, "speed": Y}, r"holds \['speed'\]; a simulation reads x, y, owner, group, is_test"),
+        ({"x": X, "y": Y, "owner": Y[:5]}, "`owner` has shape"),
+        ({"x": X, "y": Y, "group": Y[:5]}, "`group` has shape"),
+        ({"x": X, "y": Y, "owner": np.repeat(["a", "../b"], 60)}, "cannot name a device"),
+    ],
+)
+def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        read(saved(tmp_path, **arrays))
+
+
+def test_own_data_needs_a_path_and_no_unknown_keys() -> None:
+    with pytest.raises(ConfigError, match="needs `path`"):
+        read(DataConfig(name="npz"))
+    with pytest.raises(ValueError, match="volume"):
+        DataConfig(name="npz", volume=3)  # type: ignore[call-arg]
+
+
+# --- dividing
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    split=st.sampled_from(["natural", "iid", "dirichlet", "classes"]),
+    count=st.integers(1, 12),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_every_device_gets_enough_and_no_sample_is_dealt_twice(split: Any, count: int, seed: int) -> None:
+    y = np.arange(600) % 10
+    s = Samples(np.zeros((600, 1), np.float32), y, np.arange(600))
+    owner = datasets.deal(DataConfig(name="digits", devices=count, split=split, alpha=1.0), s, seed)
+    sizes = np.bincount(owner[owner >= 0], minlength=count)
+    assert len(sizes) == count
+    assert sizes.min() >= partition.FEWEST
+    if split == "classes":
+        assert max(len(np.unique(y[owner == k])) for k in range(count)) <= 2
+    else:
+        assert (owner >= 0).all()
+    if split in ("natural", "iid"):
+        assert sizes.max() - sizes.min() <= 1
+
+
+def test_a_recording_is_never_parted_and_every_class_is_trained_on() -> None:
+    y = np.repeat(np.arange(6), 20)
+    unit = np.arange(120) // 5  # four recordings of each class
+    part = partition.hold_out(y, unit, 3)
+    assert all(len(np.unique(part[unit == u])) == 1 for u in range(24))
+    assert all(set(part[y == c]) == {0, 1, 2} for c in range(6))
+    assert (part == 0).sum() == 60
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 30),
+    classes=st.integers(1, 5),
+    train=st.integers(1, 12),
+    balance=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
+    known=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_few_samples_of_few_classes_are_the_setting_of_fedmask_and_hermes(
+    count: int, classes: int, train: int, balance: float, known: bool, seed: int
+) -> None:
+    y = np.random.default_rng(0).permutation(np.arange(5000) % 10)
+    published = np.arange(5000) % 4 == 0 if known else None
+    shares = partition.few_of_classes(y, published, count, seed, classes, (train, 2, 30), balance)
+    again = partition.few_of_classes(y, published, count, seed, classes, (train, 2, 30), balance)
+    owned = np.concatenate([np.concatenate([s.train, s.validation]) for s in shares])
+    tested = np.concatenate([s.test for s in shares])
+    assert len(np.unique(owned)) == len(owned)
+    assert not set(owned.tolist()) & set(tested.tolist())
+    if published is not None:
+        assert published[tested].all()
+    for share, same in zip(shares, again, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(vars(share).values(), vars(same).values(), strict=True))
+        sizes = np.bincount(y[share.train], minlength=10)
+        held = np.flatnonzero(sizes)
+        assert len(held) == classes
+        assert sizes.max() == train
+        if classes > 1:
+            assert sizes[held].min() == max(round(balance * train), 1)
+        assert np.array_equal(np.bincount(y[share.validation], minlength=10)[held], np.full(classes, 2))
+        assert np.array_equal(np.bincount(y[share.test], minlength=10)[held], np.full(classes, 30))
+
+
+def test_the_reduced_row_of_hermes_keeps_its_validation_samples_on_the_device() -> None:
+    here("cifar10")
+    config = DataConfig(name="cifar10", devices=50, split="classes", per_class=20)
+    devices = load(config, 0, manifest((3, 32, 32), Classification(classes=10)))
+    assert {(len(d.y), len(d.y_val), len(d.y_test)) for d in devices.values()} == {(40, 10, 200)}
+    assert all(set(d.y_test) == set(d.y) == set(d.y_val) for d in devices.values())
+
+
+def test_too_few_samples_for_the_devices_are_an_error() -> None:
+    target = find_bundle("digits").manifest
+    with pytest.raises(ConfigError, match="fewer devices"):
+        load(DataConfig(name="digits", devices=300), 0, target)
+    with pytest.raises(ConfigError, match="lower devices, per_class"):
+        load(DataConfig(name="digits", devices=100, split="classes", per_class=20, test_per_class=20), 0, target)
+    with pytest.raises(ConfigError, match='needs split = "classes"'):
+        load(DataConfig(name="digits", per_class=20), 0, target)
+
+
+def test_choosing_on_validation_never_touches_the_test_part() -> None:
+    target = find_bundle("digits").manifest
+    parts = {e: load(DIGITS.model_copy(update={"evaluate": e}), 5, target) for e in ("validation", "test")}
+    for name, chosen in parts["validation"].items():
+        final = parts["test"][name]
+        assert len(final.y) == len(chosen.y) + len(chosen.y_test)
+        seen = {row.tobytes() for row in (*chosen.x, *chosen.x_test)}
+        assert seen == {row.tobytes() for row in final.x}
+
+
+def test_devices_hold_a_validation_part_only_when_asked_and_the_test_part_stays(tmp_path: Path) -> None:
+    target = find_bundle("digits").manifest
+    config = DataConfig(name="digits", devices=3)
+    plain = load(config, 5, target)
+    held = load(config.model_copy(update={"validation": 0.25}), 5, target)
+    for name, data in plain.items():
+        assert len(data.y_val) == 0
+        mine = held[name]
+        assert len(mine.y_val) == int(0.25 * len(data.y))
+        assert np.array_equal(mine.x_test, data.x_test)
+        rows = np.concatenate([mine.x, mine.x_val])
+        assert sorted(map(bytes, rows)) == sorted(map(bytes, data.x))
+    for name, path in datasets.write(plain, tmp_path).items():  # an empty part stays empty on a device
+        again = fit(read_file(path), target)
+        assert all(np.array_equal(again.part(p)[0], plain[name].part(p)[0]) for p in ("train", "validation", "test"))
+
+
+def test_images_get_a_margin_where_the_model_takes_larger_ones() -> None:
+    x = np.arange(2 * 784, dtype=np.float32).reshape(2, 784)
+    wide = datasets._shaped(x, (1, 32, 32))
+    assert np.array_equal(wide[:, 0, 2:30, 2:30], x.reshape(2, 28, 28))
+    assert wide.sum() == x.sum()
+
+
+# --- what each device holds
+
+
+def held(*labels: list[int]) -> dict[str, DeviceData]:
+    none = np.zeros(0, np.int64)
+    return {f"d{i}": DeviceData(none, np.array(y), none, none, none, none) for i, y in enumerate(labels)}
+
+
+def test_the_table_has_a_bar_for_each_class_and_a_summary_for_the_rest() -> None:
+    devices = held([0, 0, 0, 0, 1], [2, 2], [1, 2])
+    assert histogram.counts(devices, 3).tolist() == [[4, 1, 0], [0, 0, 2], [0, 1, 1]]
+    lines = histogram.table(devices, 3, most=2).splitlines()
+    assert lines[1] == "d0      5      0      0  █▂ "
+    assert lines[2].endswith("  █")
+    assert lines[3] == "and 1 more devices"
+    assert lines[4].startswith("3 devices: 2 to 5 samples to train on, median 2; 1 to 2 classes each, median 2;")
+
+
+def test_unevenness_is_nought_for_equal_devices_and_large_for_devices_apart() -> None:
+    assert histogram.unevenness(np.array([[2, 2], [4, 4]])) == 0
+    assert histogram.unevenness(np.array([[3, 0], [0, 3]])) == 0.5
+
+
+@pytest.mark.parametrize("classes", [3, 62])
+def test_the_plot_is_a_picture(classes: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    histogram.draw(held([0, 1], [2, 2]), classes, tmp_path / "h.png", "labels")
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="no folder"):
+        histogram.draw(held([0]), 1, tmp_path / "none" / "h.png", "labels")
+
+
+def test_the_command_prints_the_devices_of_a_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.standalone]\n'
+    )
+    histogram.main(tmp_path / "run.toml", plot=None, lines=20)
+    assert "device-2" in capsys.readouterr().out

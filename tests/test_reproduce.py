@@ -1,0 +1,224 @@
+"""Reproductions: data in a file, each cell run once, interrupted runs resumed, tables and a page from the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from edge_bench import reproduce as command
+from edge_bench import reproduction, results_page
+from edge_bench.reproduce import known, reproduce, summary
+from edge_bench.reproduction import cells, merged, parse
+
+from edge_client.errors import ConfigError
+
+TINY = """
+title = "Digits"
+reference = "Nobody 1999, Table 0"
+minutes = 1
+seeds = [0, 1]
+notes = "A note."
+tried = [{ method = "fast", lr = 0.5, score = 0.1 }]
+[tasks.digits]
+bundle = "digits"
+data = { name = "digits", devices = 3, samples = 150 }
+rounds = 2
+cohort = 2
+[tasks.digits.methods]
+fast = { epochs = 1 }
+[methods.fedavg]
+epochs = 1
+[methods.fast]
+name = "fedavg"
+lr = 0.05
+[paper.digits]
+fast = { score = 12.5, spread = 0.5, says = "3 bits" }
+[full.tasks.digits]
+rounds = 3
+[full.methods.fast]
+lr = 0.1
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only reproduction is `tiny`, and there are no results."""
+    pytest.importorskip("sklearn")
+    folder = tmp_path / "reproductions"
+    folder.mkdir()
+    (folder / "tiny.toml").write_text(TINY)
+    monkeypatch.setattr(reproduction, "FOLDER", folder)
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+
+
+# --- the file
+
+
+def test_full_replaces_values_and_keeps_the_rest() -> None:
+    base, full = (reproduction.read("tiny", full=f) for f in (False, True))
+    assert (base.tasks["digits"].rounds, full.tasks["digits"].rounds) == (2, 3)
+    assert (base.methods["fast"]["lr"], full.methods["fast"]["lr"]) == (0.05, 0.1)
+    assert full.tasks["digits"].data == base.tasks["digits"].data
+    assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": [4]}) == {"a": {"b": 3, "c": 2}, "d": [4]}
+
+
+def test_cells_are_every_task_method_and_seed_with_the_task_s_own_settings() -> None:
+    found = list(cells(reproduction.read("tiny"), (0, 1)))
+    assert [c.name for c in found] == ["digits/fedavg/0", "digits/fast/0", "digits/fedavg/1", "digits/fast/1"]
+    assert found[1].config.methods == {"fast": {"name": "fedavg", "lr": 0.05, "epochs": 1}}
+    assert {c.config.data.evaluate for c in cells(reproduction.read("tiny"), (0,), None, "validation")} == {
+        "validation"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("minutes = 1", "minutes = 0"), "minutes = 0"),
+        (("fast = { score", "slow = { score"), "paper.digits names the methods"),
+        (("[paper.digits]", "[paper.letters]"), "not among"),
+        (("title", "titel"), "title"),
+        (("[methods.fedavg]", "[methods.fedavg"), "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_setting(change: tuple[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(TINY.replace(*change), "tiny")
+
+
+def test_a_method_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
+    (reproduction.FOLDER / "tiny.toml").write_text(TINY.replace('name = "fedavg"', 'name = "alchemy"'))
+    with pytest.raises(ConfigError, match=r"'tiny' cannot run digits/fast/0: there is no method 'alchemy'"):
+        reproduce("tiny", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="there is no reproduction 'huge'"):
+        reproduce("huge")
+
+
+# --- runs
+
+
+def test_a_run_writes_cells_a_result_a_table_and_plots_and_a_second_run_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out)
+    result = json.loads((out / "result.json").read_text())
+    assert set(result["runs"]) == {f"digits/{m}/{s}" for m in ("fedavg", "fast") for s in (0, 1)}
+    row = result["summary"]["digits/fast"]
+    scores = [result["runs"][f"digits/fast/{s}"]["score_mean"] for s in (0, 1)]
+    assert row["score_mean"]["mean"] == pytest.approx(sum(scores) / 2, rel=1e-5)
+    assert row["score_mean"]["std"] == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5, rel=1e-4)
+    run = result["runs"]["digits/fast/0"]
+    assert run["bytes_of_all_devices"] == pytest.approx(run["bytes_per_device"] * 3, rel=1e-5)
+    assert len(run["rounds"]["loss"]) == 2
+    assert result["command"] == "maskfleet reproduce tiny"
+    assert result["tried"] == [{"method": "fast", "lr": 0.5, "score": 0.1}]
+    assert {"commit", "machine", "settings"} <= result.keys()
+    table = (out / "table.md").read_text()
+    assert "| fast | 12.5 ± 0.5; 3 bits | " in table
+    assert (out / "digits.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a finished cell"))
+    reproduce("tiny", out=out)
+    assert "4 cells, 0 to run" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = tmp_path / "out", list[str]()
+    real = command.run_cell
+
+    def interrupted(cell: reproduction.Cell, *rest: object) -> dict[str, object]:
+        ran.append(cell.name)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return real(cell, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "run_cell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("tiny", out=out)
+    assert len(known(out)) == 2
+    reproduce("tiny", out=out)
+    assert ran == ["digits/fedavg/0", "digits/fast/0", "digits/fedavg/1", "digits/fedavg/1", "digits/fast/1"]
+    for file in (out / "cells").iterdir():  # as in a fresh checkout, which has the result only
+        file.unlink()
+    ran.clear()
+    (reproduction.FOLDER / "tiny.toml").write_text(TINY.replace("lr = 0.05", "lr = 0.06"))
+    reproduce("tiny", out=out, seeds=1)
+    assert ran == ["digits/fast/0"]
+    rows = json.loads((out / "result.json").read_text())["summary"]
+    assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
+
+
+def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    reproduce("tiny", out=out, seeds=1, only="fast")
+    assert set(json.loads((out / "result.json").read_text())["summary"]) == {"digits/fedavg", "digits/fast"}
+    with pytest.raises(ConfigError, match="slow"):
+        reproduce("tiny", out=out, only="slow")
+
+
+def test_a_cell_that_fails_leaves_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (reproduction.FOLDER / "tiny.toml").write_text(
+        TINY.replace("lr = 0.05", "lr = 1000.0\nepochs = 20").replace("fast = { epochs = 1 }", "")
+    )
+    with pytest.raises(ConfigError, match=r"digits/fast/0: .*smaller learning rate"):
+        reproduce("tiny", out=out, seeds=1)
+    assert set(json.loads((out / "result.json").read_text())["summary"]) == {"digits/fedavg"}
+
+
+def test_what_was_tried_on_the_validation_part_is_kept_beside_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1, only="fast", validation=True, changes=["fast.lr=0.02"])
+    assert "on the validation part" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text())
+    assert result["runs"] == {}
+    assert result["tried"][-1]["settings"]["lr"] == 0.02
+    with pytest.raises(ConfigError, match="use it with --validation"):
+        reproduce("tiny", out=out, changes=["fast.lr=0.02"])
+    with pytest.raises(ConfigError, match=r"METHOD\.SETTING=VALUE"):
+        reproduce("tiny", out=out, validation=True, changes=["lr"])
+
+
+def test_the_list_names_every_reproduction_and_whether_it_has_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reproduce(show=True)
+    assert "none yet" in capsys.readouterr().out
+    reproduce("tiny", seeds=1, only="fedavg")
+    capsys.readouterr()
+    reproduce(show=True)
+    said = capsys.readouterr().out
+    assert "tiny" in said
+    assert "committed, seeds [0]" in said
+
+
+def test_a_summary_without_scores_has_bytes_still() -> None:
+    run = {"task": "t", "label": "m", "seed": 3, "score_mean": None, "bytes_per_device": 8.0}
+    assert summary([run]) == {
+        "t/m": {"task": "t", "label": "m", "seeds": [3], "bytes_per_device": {"mean": 8.0, "std": 0.0}}
+    }
+
+
+# --- the page
+
+
+def test_the_page_has_each_result_and_names_what_was_not_run(tmp_path: Path) -> None:
+    assert "## Not run yet\n\n* `tiny`: Digits" in results_page.page(tmp_path / "results")
+    reproduce("tiny", seeds=1)
+    page = results_page.page(tmp_path / "results")
+    assert "Not run yet" not in page
+    assert "## tiny: Digits" in page
+    assert "![tiny, digits](../benchmarks/results/tiny/digits.png)" in page
+    assert "A note." in page
+    table = (tmp_path / "results" / "tiny" / "table.md").read_text()
+    assert table.rstrip() in page
+    fedavg = next(line for line in table.splitlines() if line.startswith("| fedavg |"))
+    assert "| 1x |" in fedavg

@@ -1,0 +1,45 @@
+"""The reproductions that come with the package, and the committed page of their results."""
+
+from __future__ import annotations
+
+import pytest
+from edge_bench import results_page
+from edge_bench.reproduction import cells, names, read
+
+from edge_client.errors import ConfigError
+from edge_client.methods import make_method
+
+DUE = {
+    "fedmask-har", "fedmask-cifar2class", "hidenseek-har", "hidenseek-mnist-dirichlet", "deltamask-cifar",
+    "hermes-cifar2class", "fedmap-cifar", "fedmap-shakespeare", "lattice-mnist", "lattice-har", "lattice-femnist",
+    "lattice-cifar", "lattice-fashion", "frontier",
+}  # fmt: skip
+
+
+def test_every_reproduction_that_is_due_is_there() -> None:
+    assert set(names()) >= DUE
+
+
+ABSENT = "there is no method", "codec is called", "setting data.name"
+"""How the errors begin that mean: what this reproduction uses comes with another package, or is not there yet."""
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", names())
+def test_a_reproduction_s_settings_are_those_that_its_methods_and_data_have(name: str, full: bool) -> None:
+    r, missing = read(name, full), set[str]()
+    assert r.minutes <= 30
+    for label in r.methods:
+        try:
+            for cell in cells(r, (0,), frozenset({label})):
+                make_method(cell.config.methods[label])
+        except ConfigError as error:
+            if not any(phrase in str(error) for phrase in ABSENT):
+                raise
+            missing.add(str(error))
+    if missing:
+        pytest.skip("; ".join(sorted(missing)))
+
+
+def test_the_page_of_results_is_made_from_the_committed_files() -> None:
+    assert results_page.PAGE.read_text() == results_page.page(), "run: python -m edge_bench.results_page"

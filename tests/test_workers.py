@@ -1,0 +1,163 @@
+"""Turns in one process or in several: the same bytes, the same errors; devices that are away or lose what they kept."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+from edge_bench import datasets, workers
+from edge_bench.datasets import DataConfig
+from edge_bench.simulate import Mishaps, Simulated, find_bundle, run
+from edge_bench.workers import Site, Turn, Workers
+
+from coord_server import aggregation
+from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError, DivergedError, LostError, MaskfleetError
+from edge_client.methods import make_method
+from edge_client.methods.standalone import Standalone
+from edge_client.protocol.messages import FederationConfig
+from edge_client.task import Course, Local, Task
+from edge_client.training import open_trainer
+
+pytest.importorskip("sklearn")
+METHODS: tuple[dict[str, Any], ...] = (
+    {"name": "fedavg", "epochs": 1},
+    {"name": "fedmask", "keep": 0.5, "epochs": 1},
+    {"name": "coupled", "head": "mask", "theta0": 0.5, "epochs": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return find_bundle("digits")
+
+
+@pytest.fixture(scope="module")
+def devices(bundle: Bundle) -> dict[str, DeviceData]:
+    return datasets.load(DataConfig(name="digits", devices=5, samples=300), 5, bundle.manifest)
+
+
+def simulate(
+    bundle: Bundle, devices: dict[str, DeviceData], method: dict[str, Any], rounds: int = 3, **options: Any
+) -> Simulated:
+    address = digest((bundle.folder / MANIFEST).read_bytes())
+    config = FederationConfig(name="x", bundle=address, method=method, rounds=rounds, cohort=3, seed=5)
+    trainer = open_trainer("onnxruntime", bundle)
+    return run(config, make_method(method), bundle, trainer, devices, evaluate_every=2, final_epochs=True, **options)
+
+
+def outcome(result: Simulated) -> tuple[Any, ...]:
+    rows = [(row.record.model_dump(exclude={"seconds"}), row.everyone) for row in result.rows]
+    return rows, result.final, result.final_after, result.state_sha256, result.personal_sha256
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda table: table["name"])
+def test_any_number_of_processes_gives_the_same_bytes(
+    bundle: Bundle, devices: dict[str, DeviceData], method: dict[str, Any]
+) -> None:
+    one, three = (simulate(bundle, devices, method, processes=count) for count in (1, 3))
+    assert outcome(one) == outcome(three)
+    assert one.personal.keys() == devices.keys()
+    for device, model in one.personal.items():
+        assert (model.parameters == three.personal[device].parameters).all()
+
+
+def test_processes_start_in_the_middle_of_a_round_once_the_work_left_pays(
+    bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(workers, "cores", lambda: begun.append(1) or 2)
+    here = simulate(bundle, devices, METHODS[0], processes=None)
+    assert begun
+    pools: list[int] = []
+    real = workers.ProcessPoolExecutor
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda count, *rest: pools.append(count) or real(count, *rest))
+    monkeypatch.setattr(workers, "PAYS", 1e-9)
+    assert outcome(simulate(bundle, devices, METHODS[0], processes=None)) == outcome(here)
+    assert pools == [2]
+
+
+def test_without_models_the_result_has_the_scores_and_digests_only(
+    bundle: Bundle, devices: dict[str, DeviceData]
+) -> None:
+    with_, without = (simulate(bundle, devices, METHODS[0], models=models) for models in (True, False))
+    assert outcome(with_) == outcome(without)
+    assert without.personal == {}
+    assert without.devices == 5
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_of_a_device_comes_out_as_itself(
+    bundle: Bundle, devices: dict[str, DeviceData], processes: int
+) -> None:
+    with pytest.raises(DivergedError, match="smaller learning rate") as raised:
+        simulate(bundle, devices, {"name": "fedavg", "lr": 1000.0}, processes=processes)
+    assert raised.value.at_start == pickle.loads(pickle.dumps(raised.value)).at_start
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    class Fatal(Standalone):
+        def local_round(self, task: Task, kept: Any, received: Any) -> Local:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return super().local_round(task, kept, received)
+
+    method, course = Fatal(), Course(bundle.model(), 0, 1, 3)
+    opener = partial(open_trainer, "onnxruntime", bundle)
+    downlink = aggregation.downlink(method, course, 1, method.start(course), None).data
+    turns = [Turn(device, {}, "all") for device in devices]
+    with (
+        Workers(Site(method, course, devices, opener), opener(), 2, 5) as crew,
+        pytest.raises(MaskfleetError, match="worker process ended"),
+    ):
+        list(crew.train(1, turns, {"all": downlink}))
+
+
+# --- mishaps
+
+
+def test_a_device_that_is_away_takes_no_part_and_a_latecomer_does(
+    bundle: Bundle, devices: dict[str, DeviceData]
+) -> None:
+    late, *others = devices
+    absent = Mishaps(away={late: {1, 2}, others[0]: {3}, others[1]: {3}})
+    result = simulate(bundle, devices, METHODS[1], rounds=4, mishaps=absent)
+    for row in result.rows[:2]:
+        assert late not in row.record.devices
+    assert result.rows[2].record.devices == sorted([late, *others[2:]])
+
+
+def test_a_device_that_lost_what_it_kept_sits_the_round_out_and_goes_on(
+    bundle: Bundle, devices: dict[str, DeviceData]
+) -> None:
+    everyone = dict(list(devices.items())[:3])
+    lost = Mishaps(loses={min(everyone): {3}})
+    result = simulate(bundle, everyone, METHODS[2], rounds=4, mishaps=lost)
+    assert [len(row.record.devices) for row in result.rows] == [3, 3, 2, 3]
+    assert min(everyone) not in result.rows[2].record.devices
+    at_the_end = Mishaps(loses={d: {5} for d in everyone})
+    again = simulate(bundle, everyone, METHODS[2], rounds=4, mishaps=at_the_end)
+    assert again.state_sha256 == simulate(bundle, everyone, METHODS[2], rounds=4).state_sha256
+    assert again.final is not None
+
+
+def test_a_federation_that_too_few_devices_attend_says_where_it_stands(
+    bundle: Bundle, devices: dict[str, DeviceData]
+) -> None:
+    with pytest.raises(ConfigError, match="stands at running, round 2"):
+        simulate(bundle, devices, METHODS[0], mishaps=Mishaps(away={d: {2} for d in devices}))
+
+
+def test_a_method_that_cannot_read_its_own_first_downlink_is_an_error_not_a_loop(
+    bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(self: Standalone, *given: Any) -> None:
+        raise LostError("no luck")
+
+    monkeypatch.setattr(Standalone, "receive", receive)
+    with pytest.raises(MaskfleetError, match="no luck"):
+        simulate(bundle, devices, {"name": "standalone"})
