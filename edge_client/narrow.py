@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from edge_kernels.channels import ChannelGroup, Consumer, Producer
 from numpy.typing import NDArray
 
 from edge_client.bundle import Manifest, Model, Tensor
@@ -49,9 +50,9 @@ def narrow(manifest: Manifest, kept: Kept) -> Narrow:
     parameters, places = _table(manifest.parameters, found)
     buffers, statistics = _table(manifest.buffers, found)
     groups = tuple(replace(g, size=len(kept[g.name]) if g.name in kept else g.size) for g in manifest.groups)
-    same = {name: getattr(manifest, name) for name in Manifest.model_fields}
-    changed = {"parameters": parameters, "buffers": buffers, "groups": groups, "seed": None, "parts": {}}
-    return Narrow(Manifest(**{**same, **changed}), places, statistics)
+    made: dict[str, Any] = {name: getattr(manifest, name) for name in Manifest.model_fields}
+    made |= {"parameters": parameters, "buffers": buffers, "groups": groups, "seed": None, "parts": {}}
+    return Narrow(Manifest(**made), places, statistics)
 
 
 def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
@@ -81,9 +82,13 @@ def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
                     f"{shape} is not theirs alone, {group.size} channels of {repeat} entries; export the bundle again"
                 )
             axes[axis] = np.repeat(stays, repeat)
-    if any(p.kind == "lstm" for g in manifest.groups if g.name in kept for p in (*g.producers, *g.consumers)):
+    if any(layer.kind == "lstm" for g in manifest.groups if g.name in kept for layer in _layers(g)):
         raise ConfigError("the units of a recurrent layer cannot be cut; keep its groups whole")
     return {name: tuple(axes) for name, axes in found.items()}
+
+
+def _layers(group: ChannelGroup) -> tuple[Producer | Consumer, ...]:
+    return (*group.producers, *group.consumers)
 
 
 def taken(array: NDArray[_Value], axes: Axes) -> NDArray[_Value]:

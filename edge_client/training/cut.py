@@ -12,7 +12,7 @@ An operator without a rule, and one that would mix the channels of a group, is r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -272,7 +272,8 @@ def _reshape(g: _Cut, node: NodeProto) -> Axes:
 
 def _transpose(g: _Cut, node: NodeProto) -> Axes:
     x = g.stays(node.input[0])
-    return tuple(x[i] for i in _settings(node).get("perm", range(len(x))[::-1]))
+    order: Sequence[int] = _settings(node).get("perm", range(len(x))[::-1])
+    return tuple(x[i] for i in order)
 
 
 def _unsqueeze(g: _Cut, node: NodeProto) -> Axes:
@@ -299,8 +300,12 @@ def _concat(g: _Cut, node: NodeProto) -> Axes:
         np.ones(g.shape(name)[axis], np.bool_) if x[axis] is None else x[axis]
         for name, x in zip(node.input, every, strict=True)
     ]
-    along = None if all(x[axis] is None for x in every) else np.concatenate([j for j in joined if j is not None])
-    return tuple(along if i == axis else _agree(node, *(x[i] for x in every)) for i in range(len(every[0])))
+    axes: list[NDArray[np.bool_] | None] = [
+        None if i == axis else _agree(node, *(x[i] for x in every)) for i in range(len(every[0]))
+    ]
+    if any(x[axis] is not None for x in every):
+        axes[axis] = np.concatenate([j for j in joined if j is not None])
+    return tuple(axes)
 
 
 def _slice(g: _Cut, node: NodeProto) -> Axes:
@@ -329,8 +334,8 @@ def _expand(g: _Cut, node: NodeProto) -> Axes:
     name = node.input[1]
     rank = len(g.shape(node.output[0]))
     size, own = g.shape(node.input[0]), g.stays(node.input[0])
-    lengths = g.lengths.get(name) or (None,) * g.shape(name)[0]
-    axes: list[NDArray[np.bool_] | None] = [None] * (rank - len(lengths)) + list(lengths)
+    lengths: Axes = g.lengths.get(name) or (None,) * g.shape(name)[0]
+    axes: list[NDArray[np.bool_] | None] = [*(None,) * (rank - len(lengths)), *lengths]
     fixed: dict[int, int] = {}
     for i, (n, stays) in enumerate(zip(size, own, strict=True), rank - len(size)):
         if stays is not None and axes[i] is None:
