@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import counter
+from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor, generate, views
 from edge_client.data import DeviceData
+from edge_client.narrow import Kept, narrow
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import Gradient
@@ -40,6 +42,22 @@ def mlp(*sizes: int, bias: bool = True) -> Manifest:
         layers=tuple(layers),
         seed=1,
     )
+
+
+def grouped(*sizes: int) -> Manifest:
+    """`mlp` with the hidden units of each layer as a channel group."""
+    m = mlp(*sizes)
+    groups = tuple(
+        ChannelGroup(
+            str(i),
+            size,
+            (Producer("linear", f"{i}.w", f"{i}.b"),),
+            (Op("relu"),),
+            (Consumer("linear", f"{i + 1}.w", f"{i + 1}.b", reads=1),),
+        )
+        for i, size in enumerate(sizes[1:-1])
+    )
+    return m.model_copy(update={"groups": groups})
 
 
 def model(m: Manifest) -> Model:
@@ -79,6 +97,9 @@ class NumpyMlp:
                 g[f"{i}.b"][:] = p.sum(axis=0)
             p = (p @ v[f"{i}.w"]) * (acts[i] > 0)
         return Gradient(loss, flat, buffers)
+
+    def narrow(self, kept: Kept) -> NumpyMlp:
+        return NumpyMlp(narrow(self.manifest, kept).manifest)
 
 
 def clusters(m: Manifest, seed: int, count: int = 40) -> DeviceData:

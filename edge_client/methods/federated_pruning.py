@@ -1,0 +1,219 @@
+"""FederatedPruning: the server picks a smaller network every few rounds, devices train it, pruned values wait.
+
+Lin et al., "Federated Pruning: Improving Neural Network Efficiency with Federated Learning", Interspeech 2022
+(arXiv 2209.06359), structured. Every `every` rounds the server keeps the share `keep` of each group's units, those of
+the largest norm in the whole server model. Devices train that network and the server takes the mean of what comes back.
+Parameters of pruned units keep their value on the server, so such a unit can return with the next choice.
+
+- Down: the live `parameters` float32[d'] and `buffers`; metadata `structure` names the units. A device that was not
+  sent them before receives `units` too, one bit a unit.
+- Up: `parameters` float32[d'] and `buffers` of the trained network, metadata `samples`.
+- The paper's mask costs d H(keep) bits each way with every choice, `paper_bytes` counts so.
+
+The first choice is made from the initial model, none after the last round: the final model is one that was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import LostError
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, distance, toward, train
+from edge_client.methods.fedavg import State as Weights
+from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
+from edge_client.narrow import Narrow, narrow
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Payload, allow_only, count, vector
+from edge_client.task import Assignment, Course, Local, Personal, Task
+
+
+@dataclass(frozen=True)
+class State:
+    """The whole server model, float32[d] and float32[buffers_d], and the units of this choice, packed bits."""
+
+    parameters: F32
+    buffers: F32
+    units: Packed
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Units, packed bits: in a record those that a device was sent, on a device those that it keeps."""
+
+    units: Packed
+
+
+@dataclass(frozen=True)
+class Received:
+    """The smaller network: its units, live parameters float32[d'] and statistics float32[buffers_d']."""
+
+    units: Units
+    parameters: F32
+    buffers: F32
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's trained network and the number of samples behind it."""
+
+    parameters: F32
+    buffers: F32
+    samples: float
+
+
+Total = tuple[Mean, Mean]
+"""The means of live parameters and of statistics."""
+
+
+class FederatedPruning(Method):
+    """Federated averaging of a smaller network that the server chooses again and again."""
+
+    name: ClassVar[str] = "federated-pruning"
+    state_type: ClassVar[type[State]] = State
+    record_type: ClassVar[type[Holds]] = Holds
+    kept_type: ClassVar[type[Holds]] = Holds
+
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of each group's units that devices train, at least one."""
+    every: Annotated[int, Field(ge=1)] = 10
+    """Rounds from one choice to the next (the paper's s)."""
+    by: Literal["norm"] = "norm"
+    """What ranks units: the norm of their weights."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    # --- server half
+
+    def start(self, course: Course) -> State:
+        m = course.model
+        return State(m.parameters.copy(), m.buffers.copy(), self._choose(m, m.parameters).packed)
+
+    def audience(self, course: Course, round_: int, record: Holds | None) -> str:
+        """Devices that hold the same units."""
+        return "new" if record is None else unpacked(course.model.manifest, record.units).digest
+
+    def downlink(self, course: Course, round_: int, state: State, record: Holds | None) -> Payload:
+        units, small = _network(course.model, state)
+        arrays = {"parameters": state.parameters[small.parameters], "buffers": state.buffers[small.buffers]}
+        known = record is not None and record.units.tobytes() == state.units.tobytes()
+        return Payload(arrays | ({} if known else {"units": state.units}), {"structure": units.digest})
+
+    def exchanged(self, model: Model) -> int:
+        return model.manifest.d
+
+    def paper_bytes(self, model: Model) -> tuple[int, int]:
+        """The live parameters as float32, and d H(keep) bits every `every` rounds, each way."""
+        kept = self._live(model)
+        share = kept / model.manifest.d
+        entropy = 0.0 if share == 1 else -share * log2(share) - (1 - share) * log2(1 - share)
+        size = 4 * kept + ceil(model.manifest.d * entropy / 8 / self.every)
+        return size, size
+
+    def update_limit(self, model: Model) -> int:
+        """Four bytes a live parameter and a statistic."""
+        return 4 * (self._live(model) + model.manifest.buffers_d)
+
+    def read_update(self, a: Assignment, state: State, record: Holds | None, payload: Payload) -> Update:
+        _, small = _network(a.model, state)
+        allow_only(payload, "parameters", "buffers")
+        parameters = vector(payload, "parameters", small.parameters.size)
+        buffers = vector(payload, "buffers", small.buffers.size)
+        return Update(parameters, buffers, count(payload, "samples", MAX_SAMPLES))
+
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence:
+        start = _live_values(a.model, state)
+        moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
+        return Influence(moved, update.samples, statistics)
+
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+        start = _live_values(a.model, state)
+        parameters = toward(start.parameters, update.parameters, scale)
+        return Update(parameters, toward(start.buffers, update.buffers, scale), weight)
+
+    def fold(
+        self, a: Assignment, state: State, total: Total | None, update: Update, record: Holds | None
+    ) -> tuple[Total, Holds]:
+        """Add to the means weighted by samples; the device now holds the units."""
+        parameters, buffers = total or (Mean(update.parameters.size), Mean(update.buffers.size))
+        parameters.add(update.samples, update.parameters)
+        buffers.add(update.samples, update.buffers)
+        return (parameters, buffers), Holds(state.units)
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
+    ) -> tuple[State, Mapping[str, Holds]]:
+        """The means in place, the values of pruned units as they were, and after `every` rounds another choice."""
+        _, small = _network(course.model, state)
+        parameters, buffers, units = state.parameters.copy(), state.buffers.copy(), state.units
+        parameters[small.parameters], buffers[small.buffers] = total[0].value, total[1].value
+        if round_ % self.every == 0 and round_ < course.rounds:
+            units = self._choose(course.model, parameters).packed
+        return State(parameters, buffers, units), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Holds | None, downlink: Payload) -> Received:
+        """The smaller network. Raises LostError when its units were sent before and the device does not hold them."""
+        m, name = a.model.manifest, downlink.meta.get("structure")
+        allow_only(downlink, "parameters", "buffers", "units")
+        if "units" in downlink.arrays:
+            units = read_units(m, downlink)
+        else:
+            units = whole(m) if kept is None else held(m, kept.units)
+        if units.digest != name:
+            raise LostError(f"the parameters are of structure {name!r}, the device holds {units.digest!r}")
+        small = narrow(m, units.channels)
+        parameters = vector(downlink, "parameters", small.parameters.size)
+        return Received(units, parameters, vector(downlink, "buffers", small.buffers.size))
+
+    def local_round(self, task: Task, kept: Holds | None, received: Received) -> Local:
+        """Local SGD on the smaller network."""
+        t = task.narrow(received.units.channels)
+        start = Weights(received.parameters, received.buffers)
+        parameters, buffers, loss = train(t, start, self.lr, self.momentum, self.epochs, self.batch)
+        update = Payload({"parameters": parameters, "buffers": buffers}, {"samples": task.samples})
+        trained = _placed(task, Received(received.units, parameters, buffers))
+        return Local(Holds(received.units.packed), update, trained, loss)
+
+    def personal(self, task: Task, kept: Holds | None, received: Received) -> Personal:
+        """The network that the server chose last."""
+        return _placed(task, received)
+
+    # --- both
+
+    def _counts(self, model: Model) -> list[int]:
+        return [max(1, round(self.keep * n)) for n in counts(whole(model.manifest))]
+
+    def _live(self, model: Model) -> int:
+        return live(model.manifest, self._counts(model))
+
+    def _choose(self, model: Model, parameters: F32) -> Units:
+        return strongest(whole(model.manifest), parameters, self._counts(model))
+
+
+def _network(model: Model, state: State) -> tuple[Units, Narrow]:
+    units = unpacked(model.manifest, state.units)
+    return units, narrow(model.manifest, units.channels)
+
+
+def _live_values(model: Model, state: State) -> Weights:
+    _, small = _network(model, state)
+    return Weights(state.parameters[small.parameters], state.buffers[small.buffers])
+
+
+def _placed(task: Task, received: Received) -> Personal:
+    """The smaller network in the whole one's vectors, all else zero; statistics of pruned units as initially."""
+    model = task.assignment.model
+    small = narrow(model.manifest, received.units.channels)
+    parameters, buffers = model.parameters.copy(), model.buffers.copy()
+    parameters[small.parameters], buffers[small.buffers] = received.parameters, received.buffers
+    return received.units.applied(parameters, buffers)

@@ -1,0 +1,153 @@
+"""Structures of units: which channels of the manifest's groups a device has, as bits, channels and parameters.
+
+The bits of a structure are those of all groups in the manifest's order, 1 for a unit that stays. Every group keeps at
+least one. Layers whose channels form no group, such as the last one, stay whole. `edge_client.narrow` makes the
+network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from edge_kernels import bits as bitset
+from edge_kernels.pruning import group_norms, keep_largest
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32, Manifest, views
+from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.methods import bits_digest
+from edge_client.narrow import Kept, narrow
+from edge_client.protocol.payload import Payload
+from edge_client.task import Personal
+
+Bits = NDArray[np.bool_]
+Packed = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Units:
+    """A structure. `alive` is bool[units of all groups]."""
+
+    manifest: Manifest
+    alive: Bits
+
+    @property
+    def packed(self) -> Packed:
+        """As it travels and is stored."""
+        return bitset.pack(self.alive)
+
+    @property
+    def digest(self) -> str:
+        """The structure's 64-bit name."""
+        return bits_digest(self.packed)
+
+    @property
+    def channels(self) -> Kept:
+        """The units that stay, by group."""
+        parts = _split(self.manifest, self.alive)
+        return {g.name: np.flatnonzero(part) for g, part in zip(self.manifest.groups, parts, strict=True)}
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where the live parameters lie in the flat vector."""
+        return narrow(self.manifest, self.channels).parameters
+
+    def applied(self, parameters: F32, buffers: F32) -> Personal:
+        """The model with all parameters of removed units zero, and its mask."""
+        mask = np.zeros(self.manifest.d, np.bool_)
+        mask[self.places] = True
+        return Personal(np.where(mask, parameters, np.float32(0)), buffers, mask)
+
+
+def whole(manifest: Manifest) -> Units:
+    """Every unit. Raises ConfigError for a model without channel groups."""
+    if not manifest.groups:
+        raise ConfigError(
+            f"model {manifest.name!r} has no channel groups, so no unit can be pruned; choose a model with linear "
+            "layers or convolutions one after the other, or another method"
+        )
+    return Units(manifest, np.ones(sum(g.size for g in manifest.groups), np.bool_))
+
+
+def unpacked(manifest: Manifest, packed: Packed) -> Units:
+    """The structure that `packed` says. Raises ValueError for bits that are none."""
+    alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
+    empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
+    if empty:
+        raise ValueError(f"the groups {empty} keep no unit")
+    return Units(manifest, alive)
+
+
+def held(manifest: Manifest, packed: Packed) -> Units:
+    """The structure that a device kept. Raises LostError when it is none of this model's."""
+    try:
+        return unpacked(manifest, packed)
+    except ValueError as error:
+        raise LostError(f"the structure that the device kept is damaged: {error}") from None
+
+
+def read_units(manifest: Manifest, payload: Payload) -> Units:
+    """The structure in a payload's array `units`. Raises PayloadError."""
+    try:
+        return unpacked(manifest, payload.arrays["units"])
+    except ValueError as error:
+        raise PayloadError(f"array 'units': {error}") from None
+
+
+def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
+    """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
+    tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()
+    for group, part, count in zip(units.manifest.groups, _split(units.manifest, alive), counts, strict=True):
+        norms = group_norms(tensors[p.weight] for p in group.producers)
+        part &= keep_largest(np.where(part, norms, -1.0), count)
+    return Units(units.manifest, alive)
+
+
+def counts(units: Units) -> list[int]:
+    """The live units of each group."""
+    return [int(np.count_nonzero(part)) for part in _split(units.manifest, units.alive)]
+
+
+def live(manifest: Manifest, counts: Sequence[int]) -> int:
+    """The parameters of a network with so many units in each group."""
+    shapes = {t.name: list(t.shape) for t in manifest.parameters}
+    for group, n in zip(manifest.groups, counts, strict=True):
+        rows = [name for p in group.producers for name in (p.weight, p.bias) if name is not None]
+        for name in (*rows, *(name for op in group.ops for name in op.tensors if name in shapes)):
+            shapes[name][0] = n
+        for consumer in group.consumers:
+            shapes[consumer.weight][1] = n * consumer.repeat
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+
+
+def shrunk(units: Units, most: float) -> list[int]:
+    """The units of each group after the fewest removals that leave at most `most` parameters.
+
+    Groups lose the same share of their live units, to within a unit; each keeps one. Without enough units to remove,
+    one a group is left.
+    """
+    m, now = units.manifest, counts(units)
+    shares = np.concatenate([np.arange(1, n) / n for n in now])
+    owner = np.repeat(np.arange(len(now)), [n - 1 for n in now])[np.argsort(shares, kind="stable")]
+    low, high = 0, len(owner)  # removals: too few, enough (or all there are)
+    if live(m, now) <= most:
+        return now
+    while high - low > 1:
+        middle = (low + high) // 2
+        removed = np.bincount(owner[:middle], minlength=len(now))
+        low, high = (
+            (low, middle)
+            if live(m, [n - int(r) for n, r in zip(now, removed, strict=True)]) <= most
+            else (middle, high)
+        )
+    removed = np.bincount(owner[:high], minlength=len(now))
+    return [n - int(r) for n, r in zip(now, removed, strict=True)]
+
+
+def _split(manifest: Manifest, alive: Bits) -> list[Bits]:
+    """Each group's bits, views."""
+    ends = list(accumulate(g.size for g in manifest.groups))
+    return [alive[end - g.size : end] for g, end in zip(manifest.groups, ends, strict=True)]

@@ -1,0 +1,187 @@
+"""FederatedPruning: the server's choice of units, the round trip, what waits on the server and comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import bits
+from numpy_mlp import clusters, course, grouped, model, task
+
+from edge_client.bundle import views
+from edge_client.errors import LostError, PayloadError
+from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.federated_pruning import FederatedPruning, Holds, State, Update
+from edge_client.methods.units import Units, counts, live, whole
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment
+
+M = grouped(6, 10, 8, 3)
+C = course(M, rounds=6)
+A = Assignment(C, 1, "a")
+NONE = np.zeros(0, np.float32)
+
+
+def chosen(state: State) -> Units:
+    return Units(M, bits.unpack(state.units, 18))
+
+
+def play(
+    method: FederatedPruning, state: State, round_: int, kept: Any, records: dict[str, Any], *devices: str
+) -> State:
+    """One round of these devices; `kept` and `records` are changed."""
+    total: Any = None
+    for d in sorted(devices):
+        a = Assignment(C, round_, d)
+        down = decode(encode(method.downlink(C, round_, state, records.get(d))))
+        t = task(M, d, round_, clusters(M, ord(d)))
+        local = method.local_round(t, kept.get(d), method.receive(a, kept.get(d), down))
+        kept[d] = from_arrays(Holds, to_arrays(local.kept))
+        read = method.read_update(a, state, records.get(d), decode(encode(local.update)))
+        total, records[d] = method.fold(a, state, total, read, records.get(d))
+    return method.finish(C, round_, sorted(devices), state, total)[0]
+
+
+def test_the_server_keeps_the_share_of_each_layer_with_the_largest_norms() -> None:
+    state = FederatedPruning(keep=0.5).start(C)
+    norms = [np.linalg.norm(views(M.parameters, model(M).parameters)[name], axis=1) for name in ("0.w", "1.w")]
+    expected = [np.sort(np.argsort(-n)[: len(n) // 2]) for n in norms]
+    alive = chosen(state).alive
+    np.testing.assert_array_equal(np.flatnonzero(alive[:10]), expected[0])
+    np.testing.assert_array_equal(np.flatnonzero(alive[10:]), expected[1])
+    assert counts(chosen(FederatedPruning(keep=0.01).start(C))) == [1, 1]
+
+
+def test_live_values_become_the_weighted_mean_and_pruned_ones_wait() -> None:
+    method = FederatedPruning(every=10)
+    state = method.start(C)
+    places, total = chosen(state).places, None
+    for value, samples in ((2.0, 1), (6.0, 3)):
+        arrays = {"parameters": np.full(places.size, value, np.float32), "buffers": NONE}
+        update = method.read_update(A, state, None, decode(encode(Payload(arrays, {"samples": samples}))))
+        total, _ = method.fold(A, state, total, update, None)
+    after, _ = method.finish(C, 1, ["a", "b"], state, total)
+    expected = state.parameters.copy()
+    expected[places] = 5.0
+    np.testing.assert_array_equal(after.parameters, expected)
+    assert after.units.tobytes() == state.units.tobytes()
+
+
+def test_a_pruned_unit_returns_with_its_old_values_when_others_shrink() -> None:
+    method = FederatedPruning(every=2)
+    state = method.start(C)
+    before, weak = chosen(state), chosen(state).places
+    arrays = {"parameters": np.full(weak.size, 1e-6, np.float32), "buffers": NONE}
+    for round_ in (1, 2):
+        update = method.read_update(A, state, None, Payload(arrays, {"samples": 1}))
+        total, _ = method.fold(A, state, None, update, None)
+        state, _ = method.finish(C, round_, ["a"], state, total)
+        assert (chosen(state).digest == before.digest) == (round_ == 1)
+    assert not (chosen(state).alive & before.alive).any()  # the waiting units are the stronger ones now
+    fresh = np.setdiff1d(chosen(state).places, weak)
+    np.testing.assert_array_equal(state.parameters[fresh], model(M).parameters[fresh])
+
+
+def test_no_choice_follows_the_last_round() -> None:
+    method = FederatedPruning(every=6)
+    state = method.start(C)
+    size = chosen(state).places.size
+    update = Update(np.full(size, 1e-6, np.float32), NONE, 1.0)
+    total, _ = method.fold(A, state, None, update, None)
+    assert method.finish(C, 6, ["a"], state, total)[0].units.tobytes() == state.units.tobytes()
+
+
+def test_units_travel_once_for_each_choice_and_the_rest_is_live_float32() -> None:
+    method = FederatedPruning(every=2, epochs=1)
+    state, kept, records = method.start(C), {}, {}
+    for round_ in (1, 2, 3, 4):
+        known = "a" in records and records["a"].units.tobytes() == state.units.tobytes()
+        down = method.downlink(C, round_, state, records.get("a"))
+        assert ("units" not in down.arrays) == known
+        assert down.arrays["parameters"].nbytes == 4 * chosen(state).places.size == 4 * live(M, [5, 4])
+        assert method.audience(C, round_, records.get("a")) == (
+            "new" if round_ == 1 else chosen_of(records["a"]).digest
+        )
+        state = play(method, state, round_, kept, records, "a", "b")
+    up, down_bytes = method.paper_bytes(C.model)
+    share = live(M, [5, 4]) / M.d
+    entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    assert up == down_bytes == 4 * live(M, [5, 4]) + np.ceil(M.d * entropy / 16)
+
+
+def chosen_of(record: Holds) -> Units:
+    return Units(M, bits.unpack(record.units, 18))
+
+
+def test_with_all_units_it_is_fedavg() -> None:
+    method, plain = FederatedPruning(keep=1), FedAvg()
+    state, kept, records = method.start(C), {}, {}
+    state = play(method, state, 1, kept, records, "a", "b")
+    total, start = None, plain.start(C)
+    for d in ("a", "b"):
+        a = Assignment(C, 1, d)
+        local = plain.local_round(task(M, d, 1, clusters(M, ord(d))), None, start)
+        update = plain.read_update(a, start, None, Payload(local.update.arrays, {"samples": 40}))
+        total, _ = plain.fold(a, start, total, update, None)
+    expected = plain.finish(C, 1, ["a", "b"], start, total)[0]
+    np.testing.assert_array_equal(state.parameters, expected.parameters)
+
+
+def test_the_personal_model_is_the_chosen_network_alone_and_it_learns() -> None:
+    method = FederatedPruning(lr=0.05, every=2)
+    state, kept, records = method.start(C), {}, {}
+    for round_ in range(1, 7):
+        state = play(method, state, round_, kept, records, "a", "b", "c")
+    t = task(M, "a", 7, clusters(M, ord("a")))
+    got = method.receive(t.assignment, kept["a"], method.downlink(C, 7, state, records["a"]))
+    personal = method.personal(t, kept["a"], got)
+    assert personal.mask is not None
+    assert np.count_nonzero(personal.mask) == live(M, [5, 4])
+    assert not personal.parameters[~personal.mask].any()
+    assert t.score(personal) > 0.8
+
+
+def test_a_device_without_the_units_says_so() -> None:
+    method = FederatedPruning()
+    state = method.start(C)
+    down = method.downlink(C, 2, state, Holds(state.units))
+    for kept in (None, Holds(whole(M).packed), Holds(np.zeros(3, np.uint8))):
+        with pytest.raises(LostError):
+            method.receive(A, kept, down)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"parameters": np.zeros(M.d, np.float32)}, "float32 values are due"),
+        ({"parameters": np.full(live(M, [5, 4]), np.inf, np.float32)}, "NaN or infinity"),
+        ({"buffers": np.zeros(1, np.float32)}, "float32 values are due"),
+        ({"units": whole(M).packed}, "units"),
+    ],
+)
+def test_a_hostile_update_is_refused(change: dict[str, Any], why: str) -> None:
+    method = FederatedPruning()
+    arrays = {"parameters": np.zeros(live(M, [5, 4]), np.float32), "buffers": NONE, **change}
+    with pytest.raises(PayloadError, match=why):
+        method.read_update(A, method.start(C), None, Payload(arrays, {"samples": 3}))
+
+
+def test_an_update_without_its_samples_is_refused() -> None:
+    method = FederatedPruning()
+    arrays = {"parameters": np.zeros(live(M, [5, 4]), np.float32), "buffers": NONE}
+    with pytest.raises(PayloadError, match="samples"):
+        method.read_update(A, method.start(C), None, Payload(arrays))
+
+
+def test_influence_is_the_change_of_the_live_values_and_limited_scales_it() -> None:
+    method = FederatedPruning()
+    state = method.start(C)
+    live_values = state.parameters[chosen(state).places]
+    update = Update(live_values + np.float32(2), NONE, 9.0)
+    influence = method.influence(A, state, update)
+    assert (influence.norm, influence.weight) == (pytest.approx(2 * live_values.size**0.5, rel=1e-5), 9.0)
+    less = method.limited(A, state, update, 0.5, 2.0)
+    np.testing.assert_allclose(less.parameters, live_values + 1, rtol=1e-6, atol=1e-6)
+    assert less.samples == 2.0

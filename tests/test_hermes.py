@@ -1,0 +1,289 @@
+"""Hermes: the gate, the pruning, training of the smaller network and the mean over the devices that hold a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import bits
+from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy_mlp import clusters, course, grouped, mlp, model, task
+
+from edge_client.bundle import views
+from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
+from edge_client.methods.units import Units, counts, live, shrunk, strongest, whole
+from edge_client.narrow import narrow
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Task
+
+M = grouped(6, 10, 8, 3)
+A = Assignment(course(M), 1, "a")
+NONE = np.zeros(0, np.float32)
+
+
+def units(*removed: int) -> Units:
+    """All 18 units of M but these; the first 10 are those of layer "0"."""
+    alive = np.ones(18, np.bool_)
+    alive[list(removed)] = False
+    return Units(M, alive)
+
+
+def validated(device: str = "a", round_: int = 1) -> Task:
+    """A task whose training samples also validate."""
+    data = clusters(M, 1)
+    return task(M, device, round_, replace(data, x_val=data.x, y_val=data.y))
+
+
+def received(own: Units | None = None) -> Received:
+    own = own or whole(M)
+    applied = own.applied(model(M).parameters, NONE)
+    return Received(own, applied.parameters, NONE, own.digest)
+
+
+# --- the units to remove
+
+
+def test_the_norm_of_a_unit_is_that_of_its_row_over_all_producers() -> None:
+    a, b = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32), np.array([[0.0], [2.0]], np.float32)
+    np.testing.assert_allclose(group_norms([a]), [5.0, 0.0])
+    np.testing.assert_allclose(group_norms([a, b]), [5.0, 2.0])
+    np.testing.assert_allclose(group_norms([a], axis=1), [3.0, 4.0])
+    assert keep_largest(np.array([1.0, 3.0, 1.0, 1.0]), 3).tolist() == [True, True, True, False]
+
+
+def test_the_slope_of_the_group_lasso_is_its_numerical_derivative() -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((3, 2, 2)).astype(np.float32)
+    weight[1] = 0.0  # a group of zeros has no slope of its own
+
+    def lasso(w: np.ndarray) -> float:
+        w = w.astype(np.float64)
+        return float(np.sqrt((w**2).sum(axis=(1, 2))).sum() + np.sqrt((w**2).sum(axis=(0, 2))).sum())
+
+    found = np.ones_like(weight)
+    add_lasso_slope(weight, 0.5, found)
+    for at in np.ndindex(weight.shape):
+        if at[0] == 1:
+            assert found[at] == 1.0
+            continue
+        step = np.zeros(weight.shape)
+        step[at] = 1e-5
+        slope = (lasso(weight + step) - lasso(weight - step)) / 2e-5
+        assert found[at] == pytest.approx(1 + 0.5 * slope, abs=1e-4)
+
+
+def test_the_live_parameters_are_those_of_the_narrow_network() -> None:
+    for structure in (units(), units(0, 3, 11), units(*range(9), *range(10, 17))):
+        assert live(M, counts(structure)) == structure.places.size == narrow(M, structure.channels).manifest.d
+
+
+@given(st.floats(0.01, 1.2), st.lists(st.integers(0, 17), max_size=8))
+def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_each_layer(
+    share: float, removed: list[int]
+) -> None:
+    start = units(*(i for i in removed if i not in (0, 10)))
+    now, most = counts(start), share * M.d
+    after = shrunk(start, most)
+    if live(M, now) <= most:
+        assert after == now
+        return
+    least = [1] * len(now)
+    assert all(1 <= n <= before for n, before in zip(after, now, strict=True))
+    assert live(M, after) <= most or after == least
+    lost = [(before - n) / before for n, before in zip(after, now, strict=True)]
+    for (n, before), mine in zip(zip(after, now, strict=True), lost, strict=True):
+        assert n == 1 or mine + 1 / before >= max(lost) - 1e-9  # within one unit of the layer that lost most
+    back = max(range(len(now)), key=lambda i: (lost[i], i))  # the last unit removed was needed
+    assert live(M, [n + (i == back) for i, n in enumerate(after)]) > most
+
+
+def test_the_units_of_least_norm_go_and_removed_ones_stay_removed() -> None:
+    parameters = np.zeros(M.d, np.float32)
+    tensors = views(M.parameters, parameters)
+    tensors["0.w"][:] = np.arange(10, 0, -1)[:, None]  # unit 0 is the strongest
+    tensors["1.w"][:] = np.arange(8)[:, None]
+    found = strongest(units(0, 17), parameters, [4, 3])
+    assert np.flatnonzero(found.alive).tolist() == [1, 2, 3, 4, 14, 15, 16]
+
+
+# --- a device's round
+
+
+def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None:
+    t, start = validated(), received()
+    score = t.score(start.units.applied(start.parameters, NONE), "validation")
+    assert 0 < score < 1
+    for method, prunes in (
+        (Hermes(threshold=score), False),  # not above it
+        (Hermes(threshold=score - 0.01), True),
+        (Hermes(threshold=-1, target=1), False),
+    ):
+        kept = method.local_round(t, None, start).kept
+        assert (live(M, counts(Units(M, bits.unpack(kept.units, 18)))) < M.d) == prunes
+    blind = task(M)  # no validation samples: the score is 0
+    assert Hermes(threshold=0).local_round(blind, None, start).kept.units.tobytes() == start.units.packed.tobytes()
+
+
+def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_again() -> None:
+    method, t = Hermes(threshold=-1, target=0.4, rate=0.2, epochs=1), validated()
+    now, ratios, sets = received(), [1.0], [np.ones(18, np.bool_)]
+    for _ in range(8):
+        local = method.local_round(t, None, now)
+        own = Units(M, bits.unpack(local.kept.units, 18))
+        ratios.append(live(M, counts(own)) / M.d)
+        sets.append(own.alive)
+        now = Received(own, local.trained.parameters, NONE, own.digest)
+    one_unit = 18 / M.d  # the most parameters that a unit of M has: 6 + 1 inputs, 8 outputs; 10 + 1, 3
+    for before, after in pairwise(ratios):
+        due = max(0.4, 0.8 * before) if before > 0.4 else before
+        assert due - one_unit < after <= due
+    assert ratios[-1] == ratios[-2] > 0.4 - one_unit
+    for before, after in pairwise(sets):
+        assert not (after & ~before).any()
+
+
+def test_the_last_layer_is_whole_and_every_layer_keeps_a_unit_however_small_the_target() -> None:
+    method, t = Hermes(threshold=-1, target=0.001, rate=0.99, epochs=1), validated()
+    local = method.local_round(t, None, received())
+    own = Units(M, bits.unpack(local.kept.units, 18))
+    assert counts(own) == [1, 1]
+    assert local.trained.mask is not None
+    assert local.trained.mask[M.tensors["2.b"].span].all()
+
+
+def test_training_is_sgd_with_group_lasso_on_the_live_weights_alone() -> None:
+    method, own = Hermes(target=1, lasso=0.01, epochs=2, batch=16), units(1, 2, 11, 17)
+    t = validated()
+    local = method.local_round(t, None, received(own))
+    # the same on the whole network, with all that is removed held at zero
+    mask = own.applied(np.ones(M.d, np.float32), NONE).parameters
+    values, velocity = model(M).parameters * mask, np.zeros(M.d, np.float32)
+    for batch in t.batches(2, 16):
+        g = t.gradient(values, NONE, batch).parameters.copy()
+        for name in ("0.w", "1.w", "2.w"):
+            w, slope = views(M.parameters, values)[name], views(M.parameters, g)[name]
+            rows, columns = np.linalg.norm(w, axis=1, keepdims=True), np.linalg.norm(w, axis=0, keepdims=True)
+            slope += np.float32(0.01) * (w / np.maximum(rows, 1e-20) + w / np.maximum(columns, 1e-20))
+        velocity = np.float32(0.5) * velocity + g * mask
+        values = values - np.float32(0.01) * velocity
+    np.testing.assert_allclose(local.trained.parameters, values, rtol=1e-4, atol=1e-5)
+    assert not local.trained.parameters[mask == 0].any()
+    np.testing.assert_array_equal(local.update.arrays["parameters"], local.trained.parameters[own.places])
+
+
+def test_units_travel_only_when_they_changed() -> None:
+    t = validated()
+    same = Hermes(target=1).local_round(t, None, received()).update
+    assert set(same.arrays) == {"parameters"}
+    assert same.arrays["parameters"].nbytes == 4 * M.d
+    pruned = Hermes(threshold=-1).local_round(t, None, received()).update
+    assert pruned.arrays["units"].nbytes == 3  # 18 bits
+    assert pruned.arrays["parameters"].nbytes <= 0.8 * 4 * M.d
+
+
+# --- the server
+
+
+def _sent(method: Hermes, state: State, structure: Units, values: Any, record: Structure | None = None) -> Update:
+    arrays = {"parameters": np.asarray(values, np.float32), "units": structure.packed}
+    return method.read_update(A, state, record, decode(encode(Payload(arrays))))
+
+
+def test_a_parameter_becomes_the_mean_over_its_holders_and_stays_where_there_is_none() -> None:
+    method = Hermes()
+    state = State(np.full(M.d, -7.0, np.float32))
+    first, second = units(0, 1), units(1, 12)
+    total: Any = None
+    for structure, value in ((first, 2.0), (second, 6.0)):
+        update = _sent(method, state, structure, np.full(structure.places.size, value))
+        total, record = method.fold(A, state, total, update, None)
+        assert record.units.tobytes() == structure.packed.tobytes()
+    after, _ = method.finish(A.course, 1, ["a", "b"], state, total)
+    holds = [s.applied(np.ones(M.d, np.float32), NONE).parameters for s in (first, second)]
+    expected = np.where(holds[0] + holds[1] == 2, 4.0, np.where(holds[0] == 1, 2.0, np.where(holds[1] == 1, 6.0, -7.0)))
+    assert set(expected) == {4.0, 2.0, 6.0, -7.0}
+    np.testing.assert_array_equal(after.parameters, expected)
+
+
+def test_a_device_alone_gets_back_what_it_sent_in_bytes_for_its_units() -> None:
+    method, t = Hermes(threshold=-1), validated()
+    state = method.start(A.course)
+    kept, record = None, None
+    for round_ in range(1, 5):
+        a = Assignment(A.course, round_, "a")
+        down = decode(encode(method.downlink(a.course, round_, state, record)))
+        got = method.receive(a, kept, down)
+        local = method.local_round(replace(t, assignment=a), kept, got)
+        kept = from_arrays(Kept, to_arrays(local.kept))
+        update = method.read_update(a, state, record, decode(encode(local.update)))
+        total, record = method.fold(a, state, None, update, record)
+        state, _ = method.finish(a.course, round_, ["a"], state, total)
+        own = Units(M, bits.unpack(kept.units, 18))
+        down = method.downlink(a.course, round_ + 1, state, record)
+        assert down.arrays["parameters"].nbytes == 4 * own.places.size < 4 * M.d
+        assert method.audience(a.course, round_ + 1, record) == own.digest == down.meta["structure"]
+        personal = method.personal(t, kept, method.receive(a, kept, down))
+        np.testing.assert_array_equal(personal.parameters, local.trained.parameters)
+        assert personal.mask is not None
+        assert not personal.parameters[~personal.mask].any()
+
+
+def test_a_device_whose_record_is_gone_receives_the_whole_model_and_keeps_its_units() -> None:
+    method, own = Hermes(target=1), units(2, 13)
+    state = method.start(A.course)
+    kept = Kept(own.packed, NONE)
+    got = method.receive(A, kept, method.downlink(A.course, 2, state, None))
+    np.testing.assert_array_equal(got.parameters, own.applied(state.parameters, NONE).parameters)
+    local = method.local_round(validated(), kept, got)
+    assert local.update.arrays["units"].tobytes() == own.packed.tobytes()
+    assert method.read_update(A, state, None, local.update).parameters.size == own.places.size
+
+
+def test_a_device_that_lost_or_damaged_its_units_says_so() -> None:
+    method = Hermes()
+    state = method.start(A.course)
+    down = method.downlink(A.course, 2, state, Structure(units(2).packed))
+    damaged = Kept(np.zeros(3, np.uint8), NONE)
+    for kept in (None, Kept(units(3).packed, NONE), damaged):
+        with pytest.raises(LostError):
+            method.receive(A, kept, down)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        ({"units": units(0, 5).packed, "parameters": np.zeros(M.d, np.float32)}, "float32 values are due"),
+        ({"units": np.zeros(3, np.uint8), "parameters": NONE}, "keep no unit"),
+        ({"units": np.full(3, 255, np.uint8), "parameters": NONE}, "unused bits"),
+        ({"units": np.zeros(9, np.uint8), "parameters": NONE}, "18 bits"),
+        ({"units": units().packed, "parameters": np.zeros(M.d, np.float32)}, "do not come back"),
+        ({"parameters": np.full(units(5).places.size, np.nan, np.float32)}, "NaN"),
+        ({"parameters": np.zeros(units(5).places.size, np.float32), "more": NONE}, "more"),
+        ({}, "missing"),
+    ],
+)
+def test_a_hostile_update_is_refused(arrays: dict[str, Any], why: str) -> None:
+    method = Hermes()
+    with pytest.raises(PayloadError, match=why):
+        method.read_update(A, method.start(A.course), Structure(units(5).packed), Payload(arrays))
+
+
+def test_an_update_s_influence_is_bounded_by_its_live_change_and_scaled() -> None:
+    method, own = Hermes(), units(5)
+    state = State(np.ones(M.d, np.float32))
+    update = Update(own, np.full(own.places.size, 3.0, np.float32))
+    assert method.influence(A, state, update).norm == pytest.approx(2 * own.places.size**0.5)
+    less = method.limited(A, state, update, 0.5, 0.25)
+    assert (set(less.parameters), less.weight, less.units) == ({2.0}, 0.25, own)
+
+
+def test_a_model_without_groups_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="no channel groups"):
+        Hermes().start(course(mlp(4, 3, 2)))
