@@ -1,6 +1,6 @@
 """Quantised values: QSGD, and signs with one magnitude.
 
-- QSGD (Alistarh et al., NeurIPS 2017): in a bucket of 512 values v with Euclidean norm \\|v\\|, value v_i becomes
+- QSGD (Alistarh et al., NeurIPS 2017): in a bucket of 512 values v with Euclidean norm |v|, value v_i becomes
   ``|v| * sign(v_i) * l / levels``, where l is ``levels * |v_i| / |v|`` rounded at random to one of its neighbours, so
   that the decoded value has the expectation v_i. The paper codes l with Elias numbers; `counts` takes less.
 - signs (scaled signSGD, Bernstein et al., ICML 2018; Karimireddy et al., ICML 2019): a bit a value, and the mean
@@ -41,9 +41,7 @@ def encode_qsgd(values: F32, stream: int, levels: int) -> bytes:
 def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
     """The values that `encode_qsgd` wrote. Raises CodecError."""
     reader = Reader(data)
-    norms = reader.bytes(4 * -(-d // BUCKET)).view("<f4").astype(np.float32)
-    if not bool((np.isfinite(norms) & (norms >= 0)).all()):
-        raise CodecError("a norm is negative or not finite; the payload is damaged")
+    norms = read_scales(reader, -(-d // BUCKET))
     magnitudes = counts.decode(reader.bytes(reader.varint()).tobytes(), d, levels)
     sent = np.flatnonzero(magnitudes)
     signs = read_signs(reader, len(sent))
@@ -63,7 +61,7 @@ def encode_signs(values: F32, stream: int) -> bytes:
 def decode_signs(data: bytes, d: int, stream: int) -> F32:
     """The values that `encode_signs` wrote. Raises CodecError."""
     reader = Reader(data)
-    magnitude = read_magnitude(reader)
+    (magnitude,) = read_scales(reader, 1)
     signs = read_signs(reader, d)
     reader.end()
     values: F32 = np.full(d, magnitude, np.float32)
@@ -71,12 +69,12 @@ def decode_signs(data: bytes, d: int, stream: int) -> F32:
     return values
 
 
-def read_magnitude(reader: Reader) -> np.float32:
-    """A finite float32, at least 0. Raises CodecError."""
-    magnitude = np.float32(reader.bytes(4).view("<f4")[0])
-    if not np.isfinite(magnitude) or magnitude < 0:
-        raise CodecError("a magnitude is negative or not finite; the payload is damaged")
-    return magnitude
+def read_scales(reader: Reader, count: int) -> F32:
+    """`count` finite numbers, float32, at least 0. Raises CodecError."""
+    scales = np.frombuffer(reader.bytes(4 * count).tobytes(), "<f4").astype(np.float32)
+    if not bool((np.isfinite(scales) & (scales >= 0)).all()):
+        raise CodecError("a scale is negative or not finite; the payload is damaged")
+    return scales
 
 
 def read_signs(reader: Reader, count: int) -> NDArray[np.bool_]:
