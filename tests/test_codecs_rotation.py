@@ -54,7 +54,9 @@ def test_the_blocks_hold_all_values_and_pad_fewer_than_64(d: int) -> None:
     assert len(found) <= 8
 
 
-@pytest.mark.parametrize(("name", "bits"), [("eden:1", 1), ("eden:2", 2), ("eden:4", 4), ("drive", 1), ("drive:mse", 1)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("eden:1", 1), ("eden:2", 2), ("eden:4", 4), ("drive", 1), ("drive:mse", 1)]
+)
 def test_the_bytes_are_a_factor_a_block_and_the_bits(name: str, bits: int) -> None:
     d = 8192 * 2 + 128 + 3  # blocks of 8192, 8192, 128 and, padded, 64
     assert len(values.encode(name, vector(d), 0)) == 4 * 4 + (8192 * 2 + 128 + 64) * bits // 8

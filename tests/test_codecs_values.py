@@ -77,10 +77,9 @@ def test_hostile_bytes_decode_to_finite_values_or_are_refused(name: str, data: b
     for payload in (data, bytes(damaged)):
         try:
             got = values.decode(name, payload, 200, 3)
-        except CodecError as error:
-            assert len(str(error)) > 20
-        else:
-            assert np.isfinite(got).all()
+        except CodecError:
+            continue
+        assert np.isfinite(got).all()
 
 
 def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:

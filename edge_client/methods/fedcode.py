@@ -33,7 +33,7 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Method
 from edge_client.methods.fedavg import Mean, State, distance, toward, train
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Payload, allow_only, coded, count, u8, vector
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 CLUSTERS = "clusters.counts"  # a coded array is named after what it holds and its codec
@@ -65,7 +65,8 @@ class Clustered:
     @property
     def weights(self) -> F32:
         """What the clusters stand for, float32[d]."""
-        return self.codebook[self.clusters]
+        weights: F32 = self.codebook[self.clusters]
+        return weights
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class FedCode(Method):
         return State(course.model.parameters.copy(), course.model.buffers.copy())
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
-        """"whole" or "codebook"."""
+        """ "whole" or "codebook"."""
         stays = record is not None and record.round == round_ - 1 and 2 < round_ <= course.rounds
         return "codebook" if stays and round_ % self.broadcast_every else "whole"
 
@@ -191,7 +192,7 @@ class FedCode(Method):
         a = task.assignment
         parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
         found = k_means(parameters, self.clusters)
-        arrays = {"codebook": found.codebook}
+        arrays: Arrays = {"codebook": found.codebook}
         if self.requests(a.round):
             arrays |= {CLUSTERS: packed(found), "buffers": buffers}
         own = State(found.weights, buffers)
@@ -217,7 +218,9 @@ class FedCode(Method):
         """The clustered weights and the statistics. Raises PayloadError."""
         codebook, buffers = self.read_codebook(payload), vector(payload, "buffers", model.manifest.buffers_d)
         try:
-            clusters = counts.decode(coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d, len(codebook) - 1)
+            clusters = counts.decode(
+                coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d, len(codebook) - 1
+            )
         except CodecError as error:
             raise PayloadError(f"array {CLUSTERS!r}: {error}") from None
         return Clustered(codebook, clusters), buffers
@@ -246,7 +249,9 @@ def k_means(weights: F32, clusters: int) -> Clustered:
 def nearest(weights: F32, codebook: F32) -> NDArray[np.unsignedinteger[Any]]:
     """The index of the value of an ascending codebook that is nearest to each weight; of two, the lower."""
     edges = ((codebook[1:].astype(np.float64) + codebook[:-1]) / 2).astype(np.float32)
-    found: NDArray[np.unsignedinteger[Any]] = np.searchsorted(edges, weights).astype(counts.dtype_for(len(codebook) - 1))
+    found: NDArray[np.unsignedinteger[Any]] = np.searchsorted(edges, weights).astype(
+        counts.dtype_for(len(codebook) - 1)
+    )
     return found
 
 

@@ -1,8 +1,8 @@
 """Sparse ternary compression both ways: the largest changes of a round, as signs with one magnitude.
 
-Sattler, Wiedemann, Mueller, Samek, "Robust and Communication-Efficient Federated Learning from Non-IID Data", TNNLS 2019
-(Algorithm 2). STC_p keeps the share p of a vector's entries that are largest and replaces each by its sign times their
-mean magnitude. What it drops is not lost: both sides keep a residual.
+Sattler, Wiedemann, Mueller, Samek, "Robust and Communication-Efficient Federated Learning from Non-IID Data", IEEE
+TNNLS 2019 (Algorithm 2). STC_p keeps the share p of a vector's entries that are largest and replaces each by its sign
+times their mean magnitude. What it drops is not lost: both sides keep a residual.
 
 - A device trains from the global model w to w_k. Up: ``STC(A_k + w_k - w)``; it keeps the rest as A_k.
 - The server's round is ``STC(A + mean of the updates)``, added to w; the rest stays in A. The mean is weighted by

@@ -87,7 +87,9 @@ def decode(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> 
     """The set in `data` as sorted uint32 positions. `d` and `contexts` as at encoding. Raises CodecError."""
     check_size(d)
     decoder, known = codec(name).decode, _checked(contexts, d)
-    return as_positions(registry.decode("set codec", name.partition(":")[0], CODECS, lambda: decoder(data, d, known)), d)
+    return as_positions(
+        registry.decode("set codec", name.partition(":")[0], CODECS, lambda: decoder(data, d, known)), d
+    )
 
 
 def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> NDArray[np.bool_]:

@@ -47,7 +47,9 @@ def decode(data: bytes, d: int) -> Positions:
         tile = found[low : low + _TILE]
         tile[:] = True
         for cell in _cells(low, len(tile), hashes, cells):
-            tile &= (packed[cell >> np.uint64(3)] >> (cell & np.uint64(7)).astype(np.uint8) & np.uint8(1)).view(np.bool_)
+            tile &= (packed[cell >> np.uint64(3)] >> (cell & np.uint64(7)).astype(np.uint8) & np.uint8(1)).view(
+                np.bool_
+            )
     positions = positions_of(found)
     if len(positions) < filter_.size:
         raise CodecError(f"{len(positions)} of {filter_.size} positions are in the filter; the payload is damaged")

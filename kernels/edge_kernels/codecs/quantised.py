@@ -55,7 +55,7 @@ def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
 def encode_signs(values: F32, stream: int) -> bytes:
     """The mean magnitude, float32, and a bit for each value, 1 below 0."""
     mean = np.abs(values).mean(dtype=np.float64) if len(values) else 0.0
-    return np.float32(mean).astype("<f4").tobytes() + np.packbits(values < 0, bitorder="little").tobytes()
+    return np.array(mean, "<f4").tobytes() + np.packbits(values < 0, bitorder="little").tobytes()
 
 
 def decode_signs(data: bytes, d: int, stream: int) -> F32:

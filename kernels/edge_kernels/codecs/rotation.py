@@ -5,7 +5,8 @@ matrix H: ``z = H (s x) / |x|`` has n coordinates near N(0, 1). Each is rounded 
 restores the length: the decoded block is ``factor * s * H c``.
 
 - EDEN (Vargaftik et al., ICML 2022): the 2**bits Lloyd-Max centroids of N(0, 1), factor ``|x| / <c, z>``, so that the
-  decoded vector is unbiased under a uniform rotation and its inner product with x is exactly ``|x|**2``. Below one bit,
+  decoded vector is unbiased under a uniform rotation and its inner product with x is exactly ``|x|**2``. Under Hadamard
+  rotations a block with few large values keeps a small bias. Below one bit,
   a random share of the coordinates is rounded to its sign, and c is 0 elsewhere.
 - DRIVE (Vargaftik et al., NeurIPS 2021): signs. The unbiased factor is EDEN's, ``|x| / |z|_1``; the one of least error
   is ``|x| |z|_1 / n**2``.
@@ -43,7 +44,7 @@ CENTROIDS = {
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Consecutive rows of blocks of one length: values ``low`` .. of the vector, coordinates ``at`` .. of the padded one."""
+    """Consecutive blocks of one length `n`: they begin at value `low`, coordinate `at` and factor `first`."""
 
     low: int
     at: int
@@ -78,7 +79,7 @@ def encode(values: F32, stream: int, bits: float) -> bytes:
         projection = np.multiply(c, np.abs(z), dtype=np.float64).sum(axis=1)
         out.factors[t.blocks] = length / np.where(projection > 0, projection, np.inf)
         out.levels[t.coordinates] = (magnitude | (z < 0).astype(np.uint8) << (width - 1)).ravel()
-    return out.bytes(width)
+    return out.pack(width)
 
 
 def encode_drive(values: F32, stream: int, least_error: bool) -> bytes:
@@ -88,7 +89,7 @@ def encode_drive(values: F32, stream: int, least_error: bool) -> bytes:
         total = np.abs(z).sum(axis=1, dtype=np.float64)
         out.factors[t.blocks] = length * total / t.n**2 if least_error else length / np.where(total > 0, total, np.inf)
         out.levels[t.coordinates] = (z < 0).ravel()
-    return out.bytes(1)
+    return out.pack(1)
 
 
 def decode(data: bytes, d: int, stream: int, bits: float, unit: bool = False) -> F32:
@@ -145,10 +146,10 @@ def _rotated(values: F32, stream: int) -> Iterator[tuple[_Tiles, F32, NDArray[np
     d = len(values)
     signs = _signs(sum(count * n for count, n in lengths(d)), stream)
     for t in _tiles(d):
-        x = np.zeros(t.rows * t.n, np.float32)
-        part = values[t.low : t.low + x.size]
-        x[: len(part)] = part
-        x = x.reshape(t.rows, t.n)
+        padded = np.zeros(t.rows * t.n, np.float32)
+        part = values[t.low : t.low + padded.size]
+        padded[: len(part)] = part
+        x = padded.reshape(t.rows, t.n)
         length = np.sqrt(np.square(x, dtype=np.float64).sum(axis=1))
         x = (x / np.where(length > 0, length, 1.0)[:, None]).astype(np.float32)
         np.negative(x, out=x, where=signs[t.coordinates].reshape(x.shape))
@@ -185,7 +186,8 @@ def _table(width: int) -> F32:
 def _edges(width: int) -> F32:
     """The thresholds between centroids, half-way."""
     table = np.array(CENTROIDS[width])
-    return ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    edges: F32 = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    return edges
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class _Out:
         chosen = _chosen(d, bits, stream) if bits < 1 else None
         return _Out(np.zeros(blocks, np.float32), np.zeros(coordinates, np.uint8), chosen)
 
-    def bytes(self, width: int) -> bytes:
+    def pack(self, width: int) -> bytes:
         """The factors, then bit 0 of all levels, bit 1, and so on, as one bit sequence."""
         if not np.isfinite(self.factors).all():
             raise CodecError("a block of values is too long for a float32 factor; choose another codec")
