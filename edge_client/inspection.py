@@ -87,8 +87,8 @@ def _words(meta: dict[str, Meta]) -> list[str]:
 
 def _explained(name: str, array: AnyArray, parameters: int | None) -> str:
     """One line: the header of the codec that the array's name ends in, or a summary of the values."""
-    codec = name.rpartition(".")[2]
-    if "." not in name or codec not in describe.names() or array.dtype != np.uint8:
+    codec = name.partition(".")[2]  # with its parameter, which may have a point
+    if codec.partition(":")[0] not in describe.names() or array.dtype != np.uint8:
         return _look(array)
     data = array.tobytes()
     d = 8 * array.shape[-1] if codec == "planes" and array.ndim == 2 else parameters

@@ -40,7 +40,7 @@ def test_stochastic8_is_unbiased_and_repeats_itself() -> None:
 
 @given(v=arrays(np.float32, st.integers(0, 1100), elements=FINITE), stream=st.integers(0, 2**64 - 1))
 def test_every_codec_stays_within_its_limit_and_its_error(v: np.ndarray, stream: int) -> None:
-    for name in values.VALUES:
+    for name in ("float32", "float16", "stochastic8"):
         if name == "float16":
             v = np.clip(v, -60000, 60000)
         data = values.encode(name, v, stream)
@@ -52,6 +52,46 @@ def test_every_codec_stays_within_its_limit_and_its_error(v: np.ndarray, stream:
         step = np.repeat(np.array(largest, np.float64) / 127, values.BLOCK)[: len(v)] * 1.0001
         bound = {"float32": 0.0, "float16": np.abs(v) * 2.0**-11 + 2.0**-25, "stochastic8": step + 1e-44}[name]
         assert (np.abs(got.astype(np.float64) - v) <= bound).all()
+
+
+NAMES = [*values.VALUES, "eden:4", "eden:0.1", "drive:mse", "qsgd:1", "qsgd:255", "topk:0.97", "topk:1", "stc:1"]
+
+
+@pytest.mark.parametrize("d", [0, 1, 7, 64, 600, 9000])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_payload_is_within_the_limit_and_repeats_itself(name: str, d: int) -> None:
+    v = np.random.default_rng(d).standard_normal(d).astype(np.float32)
+    data = values.encode(name, v, 5)
+    assert len(data) <= values.limit(d)
+    assert values.encode(name, v, 5) == data
+    got = values.decode(name, data, d, 5)
+    assert got.dtype == np.float32
+    assert got @ v >= 0
+
+
+@pytest.mark.parametrize("name", [*values.VALUES])
+@given(data=st.binary(max_size=300), at=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_hostile_bytes_decode_to_finite_values_or_are_refused(name: str, data: bytes, at: int, byte: int) -> None:
+    damaged = bytearray(values.encode(name, np.linspace(-1, 1, 200), 3))
+    damaged[at % len(damaged)] = byte
+    for payload in (data, bytes(damaged)):
+        try:
+            got = values.decode(name, payload, 200, 3)
+        except CodecError:
+            continue
+        assert np.isfinite(got).all()
+
+
+def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:
+    assert values.codec("topk:0.10").name == "topk:0.1"
+    assert values.codec("topk:0.10").name == values.codec("topk:0.1").name
+    assert values.codec("eden").name == "eden"
+    assert values.encode("eden", np.ones(9), 0) == values.encode("eden:1", np.ones(9), 0)
+    with pytest.raises(CodecError, match="'float16' takes no parameter"):
+        values.codec("float16:2")
+    for name in ("topk:2", "topk:nan", "stc:0", "qsgd:0", "qsgd:many"):
+        with pytest.raises(CodecError, match=name):
+            values.codec(name)
 
 
 @pytest.mark.parametrize("name", list(values.VALUES))

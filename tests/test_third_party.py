@@ -297,7 +297,7 @@ def test_what_does_not_load_or_is_not_installed_is_named_with_the_choices(instal
         make_method({"name": "acme-broken"})
     with pytest.raises(ConfigError, match=r"acme-missing' cannot be loaded \(AttributeError"):
         make_method({"name": "fedavg", "up": "acme-missing"})
-    with pytest.raises(ConfigError, match=r"'zip'; choose one of float32, float16, stochastic8, acme-brain"):
+    with pytest.raises(ConfigError, match=r"'zip'; choose one of float32, float16, stochastic8, .*acme-brain"):
         make_method({"name": "fedavg", "up": "zip"})
     with pytest.raises(ConfigError, match=r"'zip'; choose one of bits, .*acme-plain"):
         make_method({"name": "deltamask", "codec": "zip"})

@@ -7,7 +7,8 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
   codec's stream is (seed, "downlink values", round).
 - Up: the trained model, `parameters`. With a codec in either direction the trained model less the received one instead,
   `change`, with a codec as setting `up` as ``change.CODEC``; its stream is (seed, "update values", round, device). The
-  server keeps the exact model and adds the changes, so rounding errors of the downlinks do not accumulate.
+  server keeps the exact model and adds the changes, so rounding errors of the downlinks do not accumulate. With
+  `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
 - Batch-norm statistics travel both ways as `buffers` float32.
 """
 
@@ -22,7 +23,7 @@ import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
@@ -53,6 +54,13 @@ class Update:
     samples: float
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a device with feedback still owes: the part of its changes that did not travel, float32[d]."""
+
+    residual: F32
+
+
 class Mean:
     """A weighted mean of float32[size] vectors: the sum of weight * values in float64, and of the weights."""
 
@@ -79,6 +87,7 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     state_type: ClassVar[type[State]] = State
+    kept_type: ClassVar[type[Kept]] = Kept
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
@@ -86,6 +95,16 @@ class FedAvg(Method):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     up: ValueCodecName = PLAIN
     down: ValueCodecName = PLAIN
+    feedback: bool = False
+    """The device adds to a change what the codec `up` lost of the change before."""
+
+    @model_validator(mode="after")
+    def _codecs_fit(self) -> FedAvg:
+        if values.codec(self.down).coarse:
+            raise ValueError(f"down = {self.down!r} loses too much of a model; it is for changes, as setting up")
+        if self.feedback and self.up == PLAIN:
+            raise ValueError("feedback returns what a codec loses; name one in up")
+        return self
 
     @property
     def whole(self) -> bool:
@@ -146,21 +165,37 @@ class FedAvg(Method):
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: None, downlink: Payload) -> State:
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
         stream = counter.key(a.seed, "downlink values", a.round)
         return read_state(a.model, downlink, "parameters", self.down, stream)
 
-    def local_round(self, task: Task, kept: None, received: State) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD from the global model."""
-        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        trained, loss = self.train(task, received)
         if self.whole:
-            sent = packed("parameters", PLAIN, parameters, 0)
+            sent, kept = packed("parameters", PLAIN, trained.parameters, 0), None
         else:
-            sent = packed("change", self.up, parameters - received.parameters, update_stream(task.assignment))
-        update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
-        return Local(None, update, Personal(parameters, buffers), loss)
+            sent, kept = self.pack_change(task.assignment, kept, trained.parameters - received.parameters)
+        update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
+        return Local(kept, update, Personal(trained.parameters, trained.buffers), loss)
 
-    def personal(self, task: Task, kept: None, received: State) -> Personal:
+    def train(self, task: Task, start: State) -> tuple[State, float]:
+        """The local epochs: the model after them and the last one's mean loss."""
+        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch)
+        return State(parameters, buffers), loss
+
+    def pack_change(self, a: Assignment, kept: Kept | None, change: F32) -> tuple[Arrays, Kept | None]:
+        """The change in codec `up`, and with feedback what is left of it. A device that lost a residual starts at 0."""
+        stream = update_stream(a)
+        if not self.feedback:
+            return packed("change", self.up, change, stream), None
+        if kept is not None and kept.residual.size == change.size:
+            change = change + kept.residual
+        data = values.encode(self.up, change, stream)
+        residual = change - values.decode(self.up, data, change.size, stream)
+        return {f"change.{self.up}": u8(data)}, Kept(residual)
+
+    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model as it is."""
         return Personal(received.parameters, received.buffers)
 

@@ -10,14 +10,14 @@ are specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_kernels.codecs import auto, bits, entropy, fuse, png, registry, rice
+from edge_kernels.codecs import auto, bits, bloom, entropy, fuse, png, registry, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
 
 __all__ = ["CODECS", "GROUP", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "codec", "decode",
@@ -28,18 +28,32 @@ GROUP = "maskfleet.codecs.sets"
 
 @dataclass(frozen=True)
 class SetCodec:
-    """One way to write a set. `exact`: what is decoded is what was encoded (a filter adds false positives)."""
+    """One way to write a set. `exact`: what is decoded is what was encoded (a filter adds false positives).
+
+    `with_parameter` makes the codec of ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has
+    no parameter.
+    """
 
     name: str
     exact: bool
     encode: Callable[[Positions, int, Contexts | None], bytes]
     decode: Callable[[bytes, int, Contexts | None], Positions]
+    with_parameter: Callable[[str], SetCodec] | None = None
 
 
 def _plain(name: str, exact: bool, enc: Callable[[Positions, int], bytes],
            dec: Callable[[bytes, int], Positions]) -> SetCodec:  # fmt: skip
     """A codec that has no use for contexts."""
     return SetCodec(name, exact, lambda positions, d, _: enc(positions, d), lambda data, d, _: dec(data, d))
+
+
+def _bloom(text: str) -> SetCodec:
+    """A Bloom filter with this share of false positives."""
+    rate = float(text)
+    if not 1e-6 <= rate <= 0.5:
+        raise ValueError(f"the rate of false positives is 0.000001 to 0.5, not {text}")
+    made = _plain(f"bloom:{rate:g}", False, partial(bloom.encode, rate=rate), bloom.decode)
+    return replace(made, with_parameter=_bloom)
 
 
 CODECS: Mapping[str, SetCodec] = {
@@ -54,6 +68,7 @@ CODECS: Mapping[str, SetCodec] = {
             for width in (8, 16, 32)
         ),
         _plain("fuse8-png", False, png.encode, png.decode),
+        replace(_bloom("0.01"), name="bloom"),
     )
 }
 
@@ -72,7 +87,9 @@ def decode(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> 
     """The set in `data` as sorted uint32 positions. `d` and `contexts` as at encoding. Raises CodecError."""
     check_size(d)
     decoder, known = codec(name).decode, _checked(contexts, d)
-    return as_positions(registry.decode("set codec", name, CODECS, lambda: decoder(data, d, known)), d)
+    return as_positions(
+        registry.decode("set codec", name.partition(":")[0], CODECS, lambda: decoder(data, d, known)), d
+    )
 
 
 def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None) -> NDArray[np.bool_]:
@@ -81,8 +98,10 @@ def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None
 
 
 def codec(name: str) -> SetCodec:
-    """The set codec `name`. Raises CodecError with the choices."""
-    return registry.find(name, CODECS, GROUP, "set codec")
+    """The set codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices."""
+    family, colon, parameter = name.partition(":")
+    found = registry.find(family, CODECS, GROUP, "set codec")
+    return registry.with_parameter("set codec", family, parameter, found.with_parameter) if colon else found
 
 
 def _checked(contexts: Contexts | None, d: int) -> Contexts | None:

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from edge_kernels import bits as bitset
-from edge_kernels.codecs import auto, bits, classes, counts, entropy, fuse, png, rice
+from edge_kernels.codecs import auto, bits, bloom, classes, counts, entropy, fuse, png, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, check_size, popcount
 from edge_kernels.codecs.streams import Reader
 
@@ -27,6 +27,7 @@ def describe(codec: str, data: bytes, d: int | None = None) -> Description:
 
     `members` is the size of the coded set, if the header has it. The other fields depend on the codec.
     """
+    codec = codec.partition(":")[0]
     if codec not in _READERS:
         raise CodecError(f"there is no codec {codec!r}; the codecs are {', '.join(_READERS)}")
     check_size(0 if d is None else d)
@@ -100,6 +101,15 @@ def _png(data: bytes, d: int | None) -> Description:
     return {**_fuse(png.filter_bytes(data, keys), d, 8), "width": width, "height": height}
 
 
+def _bloom(data: bytes, d: int | None) -> Description:
+    read = bloom.parse(data)
+    if d is not None and read.size > d:
+        raise CodecError(f"{read.size} positions are more than {d}; the payload is damaged or d is wrong")
+    rate = (popcount(read.packed) / max(read.cells, 1)) ** read.hashes
+    found: Description = {"members": read.size, "hashes": read.hashes, "cells": read.cells, "false_positive_rate": rate}
+    return found if d is None else {**found, "expected_false_positives": round((d - read.size) * rate, 2)}
+
+
 # --- counts, bit planes
 
 
@@ -170,6 +180,7 @@ _READERS: Mapping[str, Callable[[bytes, int | None], Description]] = {
     "auto": _auto,
     **{f"fuse{width}": partial(_fuse, width=width) for width in (8, 16, 32)},
     "fuse8-png": _png,
+    "bloom": _bloom,
     "counts": _counts,
     "planes": _planes,
     "coupled": _coupled,

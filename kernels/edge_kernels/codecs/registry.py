@@ -21,6 +21,16 @@ def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Code
     return builtin[name] if name in builtin else cast(Codec, _load(name, group, what, tuple(builtin)))
 
 
+def with_parameter(what: str, family: str, text: str, make: Callable[[str], Codec] | None) -> Codec:
+    """The codec ``FAMILY:TEXT``. Raises CodecError with the choices."""
+    if make is None:
+        raise CodecError(f"{what} {family!r} takes no parameter, not {text!r}")
+    try:
+        return make(text)
+    except ValueError as error:
+        raise CodecError(f"{what} '{family}:{text}': {error}") from None
+
+
 def names(builtin: Mapping[str, object], group: str) -> list[str]:
     """The built-in names in their order, then the added ones."""
     return [*builtin, *sorted({e.name for e in entry_points(group=group)} - set(builtin))]

@@ -13,12 +13,17 @@ Other packages add codecs by entry points of the group `maskfleet.codecs.values`
   block of 512 values (the last one shorter) a float32 scale = max |v|; then an int8 q for each value. A value is
   scale * q / 127. q has the sign of v and the magnitude floor(127 |v| / scale + u) with u uniform in [0, 1), so the
   decoded value has the expectation v, and 0 stays 0.
+- ``eden:BITS``, ``drive:SCALE``: a random rotation, then a few bits a value (`rotation`).
+- ``qsgd:LEVELS``: random rounding between levels of a norm; ``sign``: a bit a value (`quantised`).
+- ``topk:FRACTION``, ``stc:FRACTION``: only the largest values travel (`sparse`).
+
+A name may carry one parameter after a colon; a plain name means the default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels import counter
-from edge_kernels.codecs import registry
+from edge_kernels.codecs import quantised, registry, rotation, sparse
 from edge_kernels.codecs.sets import CodecError, check_size
 
 F32 = NDArray[np.float32]
@@ -38,11 +43,17 @@ _LEVELS = 127
 
 @dataclass(frozen=True)
 class ValueCodec:
-    """One way to write a vector. `encode` is given finite float32[d]; whatever `decode` returns is checked."""
+    """One way to write a vector. `encode` is given finite float32[d]; whatever `decode` returns is checked.
+
+    `coarse` codecs lose so much that they carry changes and no models. `with_parameter` makes the codec of
+    ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter.
+    """
 
     name: str
     encode: Callable[[F32, int], bytes]
     decode: Callable[[bytes, int, int], F32]
+    coarse: bool = False
+    with_parameter: Callable[[str], ValueCodec] | None = None
 
 
 def encode(name: str, values: NDArray[Any], stream: int) -> bytes:
@@ -59,15 +70,17 @@ def decode(name: str, data: bytes, d: int, stream: int) -> F32:
     """The float32[d] in `data`, finite. Raises CodecError."""
     check_size(d)
     decoder = codec(name).decode
-    values = registry.decode("value codec", name, VALUES, lambda: decoder(data, d, stream))
+    values = registry.decode("value codec", name.partition(":")[0], VALUES, lambda: decoder(data, d, stream))
     if values.dtype != np.float32 or values.shape != (d,) or not bool(np.isfinite(values).all()):
         raise CodecError(f"the {name} payload does not hold {d} finite values; is it whole?")
     return values
 
 
 def codec(name: str) -> ValueCodec:
-    """The value codec `name`. Raises CodecError with the choices."""
-    return registry.find(name, VALUES, GROUP, "value codec")
+    """The value codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices."""
+    family, colon, parameter = name.partition(":")
+    found = registry.find(family, VALUES, GROUP, "value codec")
+    return registry.with_parameter("value codec", family, parameter, found.with_parameter) if colon else found
 
 
 def limit(d: int) -> int:
@@ -111,13 +124,51 @@ def _decode_stochastic(data: bytes, d: int, stream: int) -> F32:
     return out
 
 
+def _eden(text: str) -> ValueCodec:
+    """EDEN at 1, 2, 3 or 4 bits, or at a share of the coordinates below 1."""
+    bits = float(text)
+    if bits not in rotation.CENTROIDS and not 1e-4 <= bits < 1:
+        raise ValueError(f"the bits are 1, 2, 3, 4, or a share from 0.0001 to below 1, not {text}")
+    return ValueCodec(f"eden:{bits:g}", partial(rotation.encode, bits=bits), partial(rotation.decode, bits=bits),
+                      bits < 1, _eden)  # fmt: skip
+
+
+def _drive(text: str) -> ValueCodec:
+    if text not in ("unbiased", "mse"):
+        raise ValueError(f"the scale is unbiased or mse, not {text}")
+    write, read = partial(rotation.encode_drive, least_error=text == "mse"), partial(rotation.decode, bits=1, unit=True)
+    return ValueCodec(f"drive:{text}", write, read, False, _drive)
+
+
+def _qsgd(text: str) -> ValueCodec:
+    levels = int(text)
+    if not 1 <= levels <= 255:
+        raise ValueError(f"the levels are 1 to 255, not {text}")
+    write, read = (partial(f, levels=levels) for f in (quantised.encode_qsgd, quantised.decode_qsgd))
+    return ValueCodec(f"qsgd:{levels}", write, read, False, _qsgd)  # type: ignore[arg-type]
+
+
+def _sparse(text: str, name: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
+    fraction = float(text)
+    if not 1e-6 <= fraction <= 1:
+        raise ValueError(f"the fraction is 0.000001 to 1, not {text}")
+    again = partial(_sparse, name=name, write=write, read=read)
+    return ValueCodec(f"{name}:{fraction:g}", partial(write, fraction=fraction), partial(read, fraction=fraction),
+                      True, again)  # fmt: skip
+
+
 VALUES: Mapping[str, ValueCodec] = {
-    c.name: c
-    for c in (
-        *(
-            ValueCodec(name, partial(_encode_float, dtype=dtype), partial(_decode_float, dtype=dtype))
-            for name, dtype in (("float32", "<f4"), ("float16", "<f2"))
-        ),
-        ValueCodec("stochastic8", _encode_stochastic, _decode_stochastic),
-    )
+    name: replace(codec, name=name)
+    for name, codec in {
+        "float32": ValueCodec("", partial(_encode_float, dtype="<f4"), partial(_decode_float, dtype="<f4")),
+        "float16": ValueCodec("", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2")),
+        "stochastic8": ValueCodec("", _encode_stochastic, _decode_stochastic),
+        "eden": _eden("1"),
+        "drive": _drive("unbiased"),
+        "qsgd": _qsgd("7"),
+        "topk": _sparse("0.01", "topk", sparse.encode_top, sparse.decode_top),
+        "stc": _sparse("0.01", "stc", sparse.encode_ternary, sparse.decode_ternary),
+        "sign": ValueCodec("", quantised.encode_signs, quantised.decode_signs, coarse=True),
+    }.items()
 }
+"""The built-in codecs, each with its default parameter."""

@@ -1,0 +1,260 @@
+"""FedCode: most rounds exchange a codebook of weight values alone.
+
+Khalilian, Tsouvalas, Ozcelebi, Meratnia, "FedCode: Communication-Efficient Federated Learning via Transferring
+Codebooks", arXiv 2311.09270, as its published code has it. All parameters share one codebook of `clusters` values, the
+centres of k-means.
+
+- Down: in rounds 1 and 2, in every round that `broadcast_every` divides (f1), and to a device that did not take part in
+  the round before: the codebook and the cluster of every weight, ``clusters.counts``. Else the codebook; the device
+  moves each weight that it kept to the nearest value of the codebook.
+- Up: in round 1 and every round that `request_every` divides (f2), codebook and clusters, of which the server takes the
+  mean, weighted by samples. Else the codebook; the server moves each weight of its model to the nearest value of all
+  codebooks together.
+- A device clusters its model after training, and keeps the clustered model.
+
+The paper prices a cluster at log2(clusters) bits; `counts` writes them at their entropy. Batch-norm statistics, which
+the code clusters with the weights, travel as `buffers` float32 with the clusters, and stay where they are otherwise.
+k-means begins at quantiles, so that it needs no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from edge_kernels.codecs import CodecError, counts
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import LostError, PayloadError
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, State, distance, toward, train
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
+from edge_client.task import Assignment, Course, Local, Personal, Task
+
+CLUSTERS = "clusters.counts"  # a coded array is named after what it holds and its codec
+PASSES = 20  # of k-means
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round in which a device took part."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A device's own clustered model, and the round it is from."""
+
+    model: State
+    round: int
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """Ascending values float32[n <= clusters]; the cluster of every weight [d]."""
+
+    codebook: F32
+    clusters: NDArray[np.unsignedinteger[Any]]
+
+    @property
+    def weights(self) -> F32:
+        """What the clusters stand for, float32[d]."""
+        weights: F32 = self.codebook[self.clusters]
+        return weights
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's codebook; in a round with clusters its model as well, and the number of samples behind it."""
+
+    codebook: F32
+    model: State | None
+    samples: float
+
+
+@dataclass
+class Total:
+    """The codebooks of a round, or the means of parameters and statistics."""
+
+    codebooks: list[F32]
+    means: tuple[Mean, Mean] | None
+
+
+class FedCode(Method):
+    """Local SGD, then k-means; codebooks in most rounds."""
+
+    name: ClassVar[str] = "fedcode"
+    state_type: ClassVar[type[State]] = State
+    record_type: ClassVar[type[Record]] = Record
+    kept_type: ClassVar[type[Kept]] = Kept
+
+    clusters: Annotated[int, Field(ge=2, le=256)] = 64
+    broadcast_every: Annotated[int, Field(ge=1, le=1000)] = 5
+    """Rounds between downlinks with clusters (the paper's f1)."""
+    request_every: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Rounds between updates with clusters (f2)."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    def requests(self, round_: int) -> bool:
+        """Whether the updates of a round have clusters."""
+        return round_ == 1 or round_ % self.request_every == 0
+
+    # --- server half
+
+    def start(self, course: Course) -> State:
+        return State(course.model.parameters.copy(), course.model.buffers.copy())
+
+    def audience(self, course: Course, round_: int, record: Record | None) -> str:
+        """ "whole" or "codebook"."""
+        stays = record is not None and record.round == round_ - 1 and 2 < round_ <= course.rounds
+        return "codebook" if stays and round_ % self.broadcast_every else "whole"
+
+    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+        found = k_means(state.parameters, self.clusters)
+        if self.audience(course, round_, record) == "codebook":
+            return Payload({"codebook": found.codebook})
+        return Payload({"codebook": found.codebook, CLUSTERS: packed(found), "buffers": state.buffers})
+
+    def exchanged(self, model: Model) -> int:
+        return model.manifest.d
+
+    def update_limit(self, model: Model) -> int:
+        """A codebook, a statistic in four bytes, a cluster in little more than one."""
+        return 4 * (self.clusters + model.manifest.buffers_d) + 2 * model.manifest.d + 4096
+
+    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+        samples = count(payload, "samples", MAX_SAMPLES)
+        if self.requests(a.round):
+            found, buffers = self.read_whole(a.model, payload)
+            return Update(found.codebook, State(found.weights, buffers), samples)
+        allow_only(payload, "codebook")
+        return Update(self.read_codebook(payload), None, samples)
+
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
+        """A model's change. None for a codebook: no weight moves farther than to an honest codebook's nearest value."""
+        if update.model is None:
+            return None
+        moved = distance(update.model.parameters, state.parameters)
+        return Influence(moved, update.samples, distance(update.model.buffers, state.buffers))
+
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+        """The changes of parameters and statistics times `scale`."""
+        if update.model is None:
+            return update
+        parameters = toward(state.parameters, update.model.parameters, scale)
+        return Update(update.codebook, State(parameters, toward(state.buffers, update.model.buffers, scale)), weight)
+
+    def fold(
+        self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
+    ) -> tuple[Total, Record]:
+        """Collect a codebook, or add n_k w_k and n_k."""
+        total = total or Total([], None)
+        if update.model is None:
+            total.codebooks.append(update.codebook)
+        else:
+            total.means = total.means or (Mean(state.parameters.size), Mean(state.buffers.size))
+            total.means[0].add(update.samples, update.model.parameters)
+            total.means[1].add(update.samples, update.model.buffers)
+        return total, Record(a.round)
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
+    ) -> tuple[State, Mapping[str, Record]]:
+        if total.means is not None:
+            return State(total.means[0].value, total.means[1].value), {}
+        codebook = np.unique(np.concatenate(total.codebooks))
+        return State(codebook[nearest(state.parameters, codebook)], state.buffers), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
+        """The clustered global model, or the device's own under the global codebook. Raises LostError, PayloadError."""
+        if CLUSTERS in downlink.arrays:
+            found, buffers = self.read_whole(a.model, downlink)
+            return State(found.weights, buffers)
+        allow_only(downlink, "codebook")
+        codebook = self.read_codebook(downlink)
+        if kept is None or kept.round != a.round - 1 or kept.model.parameters.size != a.model.manifest.d:
+            raise LostError(f"a codebook alone came in round {a.round}, and this device holds no model of the last one")
+        return State(codebook[nearest(kept.model.parameters, codebook)], kept.model.buffers)
+
+    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+        """A few epochs of SGD, then k-means."""
+        a = task.assignment
+        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        found = k_means(parameters, self.clusters)
+        arrays: Arrays = {"codebook": found.codebook}
+        if self.requests(a.round):
+            arrays |= {CLUSTERS: packed(found), "buffers": buffers}
+        own = State(found.weights, buffers)
+        update = Payload(arrays, {"samples": task.samples})
+        return Local(Kept(own, a.round), update, Personal(own.parameters, buffers), loss)
+
+    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
+        return Personal(received.parameters, received.buffers)
+
+    # --- payloads
+
+    def read_codebook(self, payload: Payload) -> F32:
+        """The codebook: 1 to `clusters` ascending values. Raises PayloadError."""
+        size = len(found) if (found := payload.arrays.get("codebook")) is not None and found.ndim == 1 else 0
+        if not 1 <= size <= self.clusters:
+            raise PayloadError(f"the codebook has {size} values; 1 to {self.clusters} are due")
+        codebook = vector(payload, "codebook", size)
+        if not (codebook[1:] > codebook[:-1]).all():
+            raise PayloadError("the values of the codebook do not ascend")
+        return codebook
+
+    def read_whole(self, model: Model, payload: Payload) -> tuple[Clustered, F32]:
+        """The clustered weights and the statistics. Raises PayloadError."""
+        codebook, buffers = self.read_codebook(payload), vector(payload, "buffers", model.manifest.buffers_d)
+        try:
+            clusters = counts.decode(
+                coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d, len(codebook) - 1
+            )
+        except CodecError as error:
+            raise PayloadError(f"array {CLUSTERS!r}: {error}") from None
+        return Clustered(codebook, clusters), buffers
+
+
+def k_means(weights: F32, clusters: int) -> Clustered:
+    """Lloyd's algorithm in one dimension, from quantiles; at most `clusters` centres, ascending and distinct.
+
+    Sorted weights fall into clusters that are runs, so a pass takes differences of a running sum.
+    """
+    ordered = np.sort(weights).astype(np.float64)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    centres = np.unique(ordered[(np.arange(clusters) * 2 + 1) * len(ordered) // (2 * clusters)])
+    for _ in range(PASSES):
+        edges = np.searchsorted(ordered, (centres[1:] + centres[:-1]) / 2, "right")
+        cuts = np.concatenate([[0], edges, [len(ordered)]])
+        size = np.diff(cuts)
+        moved = np.diff(sums[cuts])[size > 0] / size[size > 0]
+        if np.array_equal(moved, centres):
+            break
+        centres = moved
+    codebook = np.unique(centres.astype(np.float32))
+    return Clustered(codebook, nearest(weights, codebook))
+
+
+def nearest(weights: F32, codebook: F32) -> NDArray[np.unsignedinteger[Any]]:
+    """The index of the value of an ascending codebook that is nearest to each weight; of two, the lower."""
+    edges = ((codebook[1:].astype(np.float64) + codebook[:-1]) / 2).astype(np.float32)
+    found: NDArray[np.unsignedinteger[Any]] = np.searchsorted(edges, weights).astype(
+        counts.dtype_for(len(codebook) - 1)
+    )
+    return found
+
+
+def packed(found: Clustered) -> NDArray[np.uint8]:
+    """The clusters as a payload's array."""
+    return u8(counts.encode(found.clusters, len(found.codebook) - 1))

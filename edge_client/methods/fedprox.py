@@ -1,0 +1,37 @@
+"""FedProx: federated averaging whose local training is pulled back to the model it started from.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. A device minimises its loss plus
+``mu / 2 * |w - w_global|**2``, so the gradient of a step gains ``mu * (w - w_global)``. Everything else, what travels
+included, is FedAvg's. The paper's devices may also do fewer epochs; here all do `epochs`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from edge_client.methods.fedavg import FedAvg, State
+from edge_client.task import EpochLoss, Task
+from edge_client.training.sgd import Sgd
+
+
+class FedProx(FedAvg):
+    """Local SGD with a proximal term, then FedAvg's mean. With ``mu = 0`` it is FedAvg."""
+
+    name: ClassVar[str] = "fedprox"
+
+    mu: Annotated[float, Field(ge=0, le=1e6)] = 0.01
+    """The weight of the proximal term."""
+
+    def train(self, task: Task, start: State) -> tuple[State, float]:
+        """Epochs of SGD on the loss and the proximal term. The loss that is reported is without the term."""
+        own, buffers, mu = start.parameters.copy(), start.buffers.copy(), np.float32(self.mu)
+        optimiser, loss = Sgd(own.size, self.lr, self.momentum), EpochLoss()
+        for batch in task.batches(self.epochs, self.batch):
+            g = task.gradient(own, buffers, batch)
+            loss.add(batch, g)
+            buffers[:] = g.buffers
+            optimiser.step(own, g.parameters + mu * (own - start.parameters))
+        return State(own, buffers), loss.mean

@@ -1,0 +1,127 @@
+"""Linear probing: the backbone stays as the bundle has it, federated averaging trains the head alone.
+
+The lower baseline of methods that start from a pre-trained network (DeltaMask, arXiv 2311.17299, table 2). The head is
+the bundle's last layer, its weights and biases.
+
+- Down and up: `head` float32; up also the metadata `samples`.
+- Batch-norm statistics follow a device's own training and stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from edge_client.bundle import F32, Manifest, Model
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.parts import Part, tensors
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Payload, allow_only, count, vector
+from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
+from edge_client.training.sgd import Sgd
+
+
+@dataclass(frozen=True)
+class State:
+    """The global head, float32, in the order of the parameter table."""
+
+    head: F32
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A device's own batch-norm statistics."""
+
+    buffers: F32
+
+
+@dataclass(frozen=True)
+class Update:
+    """A trained head and the number of samples behind it."""
+
+    head: F32
+    samples: float
+
+
+class LinearProbing(Method):
+    """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
+
+    name: ClassVar[str] = "linear_probing"
+    state_type: ClassVar[type[State]] = State
+    kept_type: ClassVar[type[Kept]] = Kept
+
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    def head(self, m: Manifest) -> Part:
+        """The last layer's weights and biases."""
+        return tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
+
+    def exchanged(self, model: Model) -> int:
+        return self.head(model.manifest).size
+
+    # --- server half
+
+    def start(self, course: Course) -> State:
+        return State(self.head(course.model.manifest).gather(course.model.parameters))
+
+    def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
+        return Payload({"head": state.head})
+
+    def update_limit(self, model: Model) -> int:
+        return 4 * self.exchanged(model)
+
+    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
+        allow_only(payload, "head")
+        return Update(vector(payload, "head", state.head.size), count(payload, "samples", MAX_SAMPLES))
+
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence:
+        return Influence(distance(update.head, state.head), update.samples)
+
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+        """The head's change times `scale`."""
+        return Update(toward(state.head, update.head, scale), weight)
+
+    def fold(self, a: Assignment, state: State, total: Mean | None, update: Update, record: None) -> tuple[Mean, None]:
+        total = total or Mean(state.head.size)
+        total.add(update.samples, update.head)
+        return total, None
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Mean
+    ) -> tuple[State, Mapping[str, None]]:
+        return State(total.value), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
+        allow_only(downlink, "head")
+        return State(vector(downlink, "head", self.exchanged(a.model)))
+
+    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+        """Epochs of SGD on the head behind the frozen backbone."""
+        start, part = self.personal(task, kept, received), self.head(task.assignment.model.manifest)
+        values, buffers, own = start.parameters, start.buffers.copy(), received.head.copy()
+        optimiser, loss = Sgd(own.size, self.lr, self.momentum), EpochLoss()
+        for batch in task.batches(self.epochs, self.batch):
+            g = task.gradient(values, buffers, batch)
+            loss.add(batch, g)
+            buffers[:] = g.buffers
+            optimiser.step(own, part.gather(g.parameters))
+            part.scatter(own, values)
+        update = Payload({"head": own}, {"samples": task.samples})
+        return Local(Kept(buffers), update, Personal(values, buffers), loss.mean)
+
+    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
+        """The bundle's backbone with the global head and the device's own statistics."""
+        model = task.assignment.model
+        values = model.parameters.copy()
+        self.head(model.manifest).scatter(received.head, values)
+        own = kept is not None and kept.buffers.size == model.buffers.size
+        return Personal(values, kept.buffers if own and kept is not None else model.buffers)

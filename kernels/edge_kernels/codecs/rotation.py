@@ -1,0 +1,230 @@
+"""Rotated values: DRIVE and EDEN, a few bits a value after a random rotation.
+
+A vector is cut into blocks. A block of n values x, n a power of two, is rotated by random signs s and the Hadamard
+matrix H: ``z = H (s x) / |x|`` has n coordinates near N(0, 1). Each is rounded to a centroid, and one float32 factor
+restores the length: the decoded block is ``factor * s * H c``.
+
+- EDEN (Vargaftik et al., ICML 2022): the 2**bits Lloyd-Max centroids of N(0, 1), factor ``|x| / <c, z>``, so that the
+  decoded vector is unbiased under a uniform rotation and its inner product with x is exactly ``|x|**2``. Under Hadamard
+  rotations a block with few large values keeps a small bias. Below one bit,
+  a random share of the coordinates is rounded to its sign, and c is 0 elsewhere.
+- DRIVE (Vargaftik et al., NeurIPS 2021): signs. The unbiased factor is EDEN's, ``|x| / |z|_1``; the one of least error
+  is ``|x| |z|_1 / n**2``.
+
+The papers rotate the whole vector, padded to a power of two, which may double the bits. Here blocks of 8192 values
+come first, then the binary digits of the rest down to 64; only the last 63 values or fewer are padded. A block costs
+four bytes for its factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_kernels import counter
+from edge_kernels.codecs.sets import CodecError
+
+F32 = NDArray[np.float32]
+BLOCK, SMALLEST = 1 << 13, 1 << 6
+_ROWS = 64  # blocks rotated at a time, so that they stay in the cache
+
+CENTROIDS = {
+    1: (0.7978845608028654,),
+    2: (0.4527800398860679, 1.5104176087114887),
+    3: (0.2450941749151622, 0.7560052489539643, 1.3439092613750225, 2.1519457045369874),
+    4: (0.1283950206895950, 0.3880482994902510, 0.6567591185324634, 0.9423404564869651, 1.2562311973471498,
+        1.6180464345283926, 2.0690172840480604, 2.7325896448320750),
+}  # fmt: skip
+"""The positive Lloyd-Max centroids of N(0, 1) by bits; the others mirror them."""
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Consecutive blocks of one length `n`: they begin at value `low`, coordinate `at` and factor `first`."""
+
+    low: int
+    at: int
+    first: int
+    rows: int
+    n: int
+
+    @property
+    def coordinates(self) -> slice:
+        return slice(self.at, self.at + self.rows * self.n)
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.first, self.first + self.rows)
+
+
+def lengths(d: int) -> list[tuple[int, int]]:
+    """How many blocks of which length hold `d` values, in order."""
+    out = [(d // BLOCK, BLOCK)] if d >= BLOCK else []
+    rest = -(-(d % BLOCK) // SMALLEST) * SMALLEST
+    return out + [(1, n) for n in (BLOCK >> j for j in range(BLOCK // SMALLEST)) if n >= SMALLEST and rest & n]
+
+
+def encode(values: F32, stream: int, bits: float) -> bytes:
+    """EDEN at `bits` a coordinate: 1, 2, 3, 4, or a share below 1."""
+    width, out = _width(bits), _Out.of(len(values), bits, stream)
+    for t, z, length in _rotated(values, stream):
+        magnitude = np.searchsorted(_edges(width), np.abs(z)).astype(np.uint8)
+        c = np.take(_table(width), magnitude)
+        if out.chosen is not None:
+            c *= out.chosen[t.coordinates].reshape(z.shape)
+        projection = np.multiply(c, np.abs(z), dtype=np.float64).sum(axis=1)
+        out.factors[t.blocks] = length / np.where(projection > 0, projection, np.inf)
+        out.levels[t.coordinates] = (magnitude | (z < 0).astype(np.uint8) << (width - 1)).ravel()
+    return out.pack(width)
+
+
+def encode_drive(values: F32, stream: int, least_error: bool) -> bytes:
+    """DRIVE: signs with the unbiased factor, or with the one of least error."""
+    out = _Out.of(len(values), 1, stream)
+    for t, z, length in _rotated(values, stream):
+        total = np.abs(z).sum(axis=1, dtype=np.float64)
+        out.factors[t.blocks] = length * total / t.n**2 if least_error else length / np.where(total > 0, total, np.inf)
+        out.levels[t.coordinates] = (z < 0).ravel()
+    return out.pack(1)
+
+
+def decode(data: bytes, d: int, stream: int, bits: float, unit: bool = False) -> F32:
+    """What `encode` wrote, or with `unit`, whose centroids are +-1, `encode_drive`. Raises CodecError."""
+    width, out = _width(bits), _Out.of(d, bits, stream)
+    out.read(data, width)
+    values: F32 = np.empty(d, np.float32)
+    table = np.ones(1, np.float32) if unit else _table(width)
+    table = np.concatenate([table, -table])
+    signs = _signs(len(out.levels), stream)
+    for t in _tiles(d):
+        c = np.take(table, out.levels[t.coordinates]).reshape(t.rows, t.n)
+        if out.chosen is not None:
+            c *= out.chosen[t.coordinates].reshape(t.rows, t.n)
+        x = hadamard(c)
+        with np.errstate(over="ignore", invalid="ignore"):  # a factor may be anything finite; the caller checks
+            x *= out.factors[t.blocks, None]
+            np.negative(x, out=x, where=signs[t.coordinates].reshape(x.shape))
+        values[t.low : t.low + x.size] = x.ravel()[: d - t.low]
+    return values
+
+
+def hadamard(x: F32) -> F32:
+    """``H x`` of every row of float32[rows, n], n a power of two; H has entries +-1, in Sylvester's order."""
+    rows, n = x.shape
+    inner = 1 << (n.bit_length() - 1) // 2
+    out = _butterflies(x.reshape(rows, n // inner, inner))  # H_n is the Kronecker product of two smaller ones
+    out = _butterflies(np.ascontiguousarray(out.transpose(0, 2, 1)))
+    return np.ascontiguousarray(out.transpose(0, 2, 1)).reshape(rows, n)
+
+
+def _butterflies(x: F32) -> F32:
+    """``H`` along axis 1 of float32[rows, m, inner]."""
+    rows, m, inner = x.shape
+    half = 1
+    while half < m:
+        pairs = x.reshape(rows, m // (2 * half), 2, half, inner)
+        x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        half *= 2
+    return x.reshape(rows, m, inner)
+
+
+def _tiles(d: int) -> Iterator[_Tiles]:
+    at = first = 0
+    for count, n in lengths(d):
+        for low in range(0, count, _ROWS):
+            rows = min(_ROWS, count - low)
+            yield _Tiles(at, at, first, rows, n)
+            at, first = at + rows * n, first + rows
+
+
+def _rotated(values: F32, stream: int) -> Iterator[tuple[_Tiles, F32, NDArray[np.float64]]]:
+    """The rotated blocks, of unit variance, and their lengths |x|, float64[rows]."""
+    d = len(values)
+    signs = _signs(sum(count * n for count, n in lengths(d)), stream)
+    for t in _tiles(d):
+        padded = np.zeros(t.rows * t.n, np.float32)
+        part = values[t.low : t.low + padded.size]
+        padded[: len(part)] = part
+        x = padded.reshape(t.rows, t.n)
+        length = np.sqrt(np.square(x, dtype=np.float64).sum(axis=1))
+        x = (x / np.where(length > 0, length, 1.0)[:, None]).astype(np.float32)
+        np.negative(x, out=x, where=signs[t.coordinates].reshape(x.shape))
+        yield t, hadamard(x), length
+
+
+def _signs(count: int, stream: int) -> NDArray[np.bool_]:
+    """Where the rotation flips a value: bit i % 64 of number i // 64 of the stream (stream, "signs")."""
+    words = counter.uint64(counter.key(stream, "signs"), -(-count // 64)).astype("<u8")
+    return np.unpackbits(words.view(np.uint8), count=count, bitorder="little").view(np.bool_)
+
+
+def _chosen(d: int, share: float, stream: int) -> NDArray[np.bool_]:
+    """The coordinates that are sent below one bit: of each block the share with the least numbers of a stream."""
+    parts = [np.zeros(0, np.bool_)]
+    key = counter.key(stream, "subsample")
+    for t in _tiles(d):
+        numbers = counter.uint64(key, t.rows * t.n, t.at).reshape(t.rows, t.n)
+        order = np.argsort(numbers, axis=1, kind="stable")[:, : max(1, round(share * t.n))]
+        chosen = np.zeros((t.rows, t.n), np.bool_)
+        np.put_along_axis(chosen, order, True, axis=1)
+        parts.append(chosen.ravel())
+    return np.concatenate(parts)
+
+
+def _width(bits: float) -> int:
+    return max(1, int(bits))
+
+
+def _table(width: int) -> F32:
+    return np.array(CENTROIDS[width], np.float32)
+
+
+def _edges(width: int) -> F32:
+    """The thresholds between centroids, half-way."""
+    table = np.array(CENTROIDS[width])
+    edges: F32 = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    return edges
+
+
+@dataclass(frozen=True)
+class _Out:
+    """What travels: a factor for each block, a level for each coordinate that is sent (`chosen`; None: all are)."""
+
+    factors: NDArray[Any]
+    levels: NDArray[np.uint8]
+    chosen: NDArray[np.bool_] | None
+
+    @staticmethod
+    def of(d: int, bits: float, stream: int) -> _Out:
+        blocks, coordinates = sum(count for count, _ in lengths(d)), sum(count * n for count, n in lengths(d))
+        chosen = _chosen(d, bits, stream) if bits < 1 else None
+        return _Out(np.zeros(blocks, np.float32), np.zeros(coordinates, np.uint8), chosen)
+
+    def pack(self, width: int) -> bytes:
+        """The factors, then bit 0 of all levels, bit 1, and so on, as one bit sequence."""
+        if not np.isfinite(self.factors).all():
+            raise CodecError("a block of values is too long for a float32 factor; choose another codec")
+        levels = self.levels if self.chosen is None else self.levels[self.chosen]
+        planes = [levels >> np.uint8(j) & np.uint8(1) for j in range(width)]
+        return self.factors.astype("<f4").tobytes() + np.packbits(np.concatenate(planes), bitorder="little").tobytes()
+
+    def read(self, data: bytes, width: int) -> None:
+        """Fill both arrays. Raises CodecError."""
+        count = len(self.levels) if self.chosen is None else int(np.count_nonzero(self.chosen))
+        head, due = 4 * len(self.factors), 4 * len(self.factors) + -(-count * width // 8)
+        if len(data) != due:
+            raise CodecError(f"these values take {due} bytes, not {len(data)}; is d right?")
+        self.factors[:] = np.frombuffer(data, "<f4", len(self.factors))
+        if not bool((np.isfinite(self.factors) & (self.factors >= 0)).all()):
+            raise CodecError("a factor is negative or not finite; the payload is damaged")
+        bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=head), bitorder="little")
+        if bits[count * width :].any():
+            raise CodecError("padding bits are set; the payload is damaged")
+        levels = np.zeros(count, np.uint8)
+        for j in range(width):
+            levels |= bits[j * count : (j + 1) * count] << np.uint8(j)
+        self.levels[slice(None) if self.chosen is None else self.chosen] = levels

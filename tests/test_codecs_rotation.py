@@ -1,0 +1,125 @@
+"""EDEN and DRIVE: unbiased over rotations, the papers' errors and bits, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from edge_kernels.codecs import CodecError, rotation, values
+from edge_kernels.codecs.rotation import CENTROIDS, hadamard, lengths
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def vector(d: int) -> np.ndarray:
+    """Values of both signs, some larger than others."""
+    rng = np.random.default_rng(d)
+    return (rng.standard_normal(d) * np.linspace(0.2, 1, d)).astype(np.float32)
+
+
+def decoded(name: str, v: np.ndarray, stream: int) -> np.ndarray:
+    return values.decode(name, values.encode(name, v, stream), len(v), stream)
+
+
+def error(name: str, v: np.ndarray, stream: int = 1) -> float:
+    """The squared error over the squared length."""
+    return float(np.square(decoded(name, v, stream) - v).sum() / np.square(v).sum())
+
+
+def test_hadamard_is_sylvesters_matrix() -> None:
+    h = np.ones((1, 1))
+    for _ in range(7):
+        h = np.block([[h, h], [h, -h]])
+    x = np.random.default_rng(0).integers(-9, 9, (3, 128)).astype(np.float32)
+    assert np.array_equal(hadamard(x), x @ h.T)
+    assert np.array_equal(hadamard(x[:, :8].copy()), x[:, :8] @ h[:8, :8].T)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_centroids_are_a_fixed_point_of_lloyd_max_on_the_normal_distribution(bits: int) -> None:
+    table = np.array(CENTROIDS[bits])
+    edges = [0.0, *((table[1:] + table[:-1]) / 2), math.inf]
+    density = [math.exp(-e * e / 2) / math.sqrt(2 * math.pi) for e in edges]
+    mass = [math.erf(e / math.sqrt(2)) / 2 for e in edges]
+    means = [(density[i] - density[i + 1]) / (mass[i + 1] - mass[i]) for i in range(len(table))]
+    assert np.abs(means - table).max() < 1e-4
+
+
+@given(st.integers(0, 10**6))
+def test_the_blocks_hold_all_values_and_pad_fewer_than_64(d: int) -> None:
+    found = lengths(d)
+    assert 0 <= sum(count * n for count, n in found) - d < 64
+    assert all(n & (n - 1) == 0 for _, n in found)
+    assert len(found) <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("eden:1", 1), ("eden:2", 2), ("eden:4", 4), ("drive", 1), ("drive:mse", 1)]
+)
+def test_the_bytes_are_a_factor_a_block_and_the_bits(name: str, bits: int) -> None:
+    d = 8192 * 2 + 128 + 3  # blocks of 8192, 8192, 128 and, padded, 64
+    assert len(values.encode(name, vector(d), 0)) == 4 * 4 + (8192 * 2 + 128 + 64) * bits // 8
+    assert len(values.encode("eden:0.25", vector(8192), 0)) == 4 + 8192 // 4 // 8
+
+
+@pytest.mark.parametrize("name", ["eden:1", "eden:2", "eden:0.25", "drive"])
+def test_the_mean_over_many_rotations_approaches_the_vector(name: str) -> None:
+    v = vector(300)
+    runs = 400
+    mean = np.mean([decoded(name, v, s) for s in range(runs)], axis=0)
+    # A run's relative squared error is `error`; that of an unbiased mean is smaller by the number of runs.
+    single = np.mean([error(name, v, s) for s in range(20)])
+    assert np.square(mean - v).sum() / np.square(v).sum() < 3 * single / runs
+    assert (mean @ v) / (v @ v) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "due"),
+    [
+        ("eden:1", math.pi / 2 - 1),
+        ("drive", math.pi / 2 - 1),
+        ("drive:mse", 1 - 2 / math.pi),
+        ("eden:0.5", math.pi - 1),
+        ("eden:2", 1 / (1 - 0.1175) - 1),
+        ("eden:4", 1 / (1 - 0.009497) - 1),
+    ],
+)
+def test_the_error_is_the_papers(name: str, due: float) -> None:
+    # EDEN's error is 1 / (1 - D) - 1 with D the error of the Lloyd-Max quantiser of N(0, 1).
+    assert error(name, vector(1 << 16)) == pytest.approx(due, rel=0.03)
+
+
+def test_eden_at_one_bit_is_drive_and_its_inner_product_with_the_vector_is_exact() -> None:
+    v = vector(5000)
+    assert decoded("eden", v, 7) == pytest.approx(decoded("drive", v, 7), rel=1e-5, abs=1e-5)
+    for name in ("eden:2", "eden:0.1"):
+        assert decoded(name, v, 3) @ v == pytest.approx(v @ v, rel=1e-4)
+
+
+def test_zeros_stay_zeros_and_equal_streams_give_equal_bytes() -> None:
+    for name in ("eden:1", "eden:0.1", "drive", "drive:mse"):
+        assert not decoded(name, np.zeros(100, np.float32), 1).any()
+        assert not values.encode(name, np.zeros(0), 1)
+        assert values.encode(name, vector(90), 1) == values.encode(name, vector(90), 1)
+        assert values.encode(name, vector(90), 1) != values.encode(name, vector(90), 2)
+
+
+def test_damage_is_named() -> None:
+    data = values.encode("eden:0.1", vector(100), 0)  # one block of 128, 13 coordinates of it
+    assert len(data) == 4 + 2
+    with pytest.raises(CodecError, match="padding"):
+        values.decode("eden:0.1", data[:-1] + b"\xff", 100, 0)
+    with pytest.raises(CodecError, match="negative or not finite"):
+        values.decode("eden:0.1", b"\xff" * len(data), 100, 0)
+    with pytest.raises(CodecError, match="take 6 bytes"):
+        values.decode("eden:0.1", data + b"\0", 100, 0)
+    with pytest.raises(CodecError, match="finite values"):
+        values.decode("eden", np.float32(3e38).tobytes() + b"\0" * 8, 64, 0)
+
+
+@pytest.mark.parametrize("name", ["eden:5", "eden:x", "eden:0", "eden:", "eden:1.5", "drive:best"])
+def test_a_bad_parameter_is_refused_with_the_choices(name: str) -> None:
+    with pytest.raises(CodecError, match=rf"'{name}'"):
+        values.codec(name)
+    assert rotation.BLOCK == 8192

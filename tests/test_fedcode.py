@@ -1,0 +1,106 @@
+"""FedCode: the schedule of clusters and codebooks, k-means, snapping, late devices, hostile payloads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rounds import Rounds, size
+
+from edge_client.errors import LostError, PayloadError
+from edge_client.methods.fedcode import CLUSTERS, FedCode, k_means, nearest
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment
+
+
+def test_k_means_is_a_fixed_point_of_lloyds_algorithm_and_exact_on_few_values() -> None:
+    few = np.array([3, -1, 3, 0.5, -1, 0.5], np.float32)
+    found = k_means(few, 8)
+    assert found.codebook.tolist() == [-1, 0.5, 3]
+    assert found.weights.tolist() == few.tolist()
+    w = np.concatenate([np.random.default_rng(0).normal(c, 0.05, 100) for c in (-1, 0, 2)]).astype(np.float32)
+    found = k_means(w, 3)
+    for i, centre in enumerate(found.codebook):
+        assert w[found.clusters == i].mean() == pytest.approx(centre, abs=1e-5)
+    assert np.abs(found.weights - w).max() < 0.3
+
+
+def test_the_nearest_value_is_chosen() -> None:
+    codebook, w = np.array([-1, 0, 4], np.float32), np.array([-9, -0.6, 0.1, 2.1, 1.9, 2.0], np.float32)
+    assert codebook[nearest(w, codebook)].tolist() == [-1, -1, 0, 4, 0, 0]
+
+
+def test_the_schedule_of_clusters_and_codebooks() -> None:
+    fleet = Rounds(FedCode(clusters=16, epochs=1), rounds=11)
+    down, up = [], []
+    for _ in range(11):
+        fleet.play("a", "b")
+        down.append(CLUSTERS in fleet.down["a"].arrays)
+        up.append(CLUSTERS in fleet.local["a"].update.arrays)
+    assert [i + 1 for i, whole in enumerate(down) if whole] == [1, 2, 5, 10]
+    assert [i + 1 for i, whole in enumerate(up) if whole] == [1, 2, 4, 6, 8, 10]
+    assert size(fleet.local["a"].update) == 4 * 16
+    assert CLUSTERS in fleet.ask("a").arrays  # the last delivery
+
+
+def test_it_learns() -> None:
+    fleet = Rounds(FedCode(lr=0.05))
+    for _ in range(6):
+        fleet.play("a", "b")
+    assert fleet.score("a", "b") > 0.8
+
+
+def test_a_round_of_codebooks_moves_each_weight_to_the_nearest_value_of_all() -> None:
+    fleet = Rounds(FedCode(clusters=8, epochs=1))
+    for _ in range(3):
+        before = fleet.state.parameters
+        fleet.play("a", "b")
+    union = np.concatenate([fleet.local[d].update.arrays["codebook"] for d in "ab"])
+    due = union[np.abs(before[:, None] - union).argmin(axis=1)]
+    assert np.abs(fleet.state.parameters - due).max() < 1e-6
+
+
+def test_a_codebook_alone_moves_the_devices_own_weights() -> None:
+    fleet = Rounds(FedCode(clusters=8, epochs=1))
+    for _ in range(2):
+        fleet.play("a")
+    own, codebook = fleet.kept["a"].model.parameters, fleet.ask("a").arrays["codebook"]
+    due = codebook[np.abs(own[:, None] - codebook).argmin(axis=1)]
+    assert np.abs(fleet.receive("a").parameters - due).max() < 1e-6
+
+
+def test_a_late_device_receives_clusters_and_one_that_lost_its_model_says_so() -> None:
+    fleet = Rounds(FedCode(epochs=1))
+    for devices in ("ab", "ab", "b"):
+        fleet.play(*devices)
+    assert CLUSTERS in fleet.ask("a").arrays
+    assert CLUSTERS not in fleet.ask("b").arrays
+    del fleet.kept["b"]
+    with pytest.raises(LostError):
+        fleet.receive("b")
+    fleet.records.pop("b")
+    fleet.receive("b")
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {},
+        {"codebook": np.zeros(0, np.float32)},
+        {"codebook": np.zeros((2, 2), np.float32)},
+        {"codebook": np.array([1, 0], np.float32)},
+        {"codebook": np.array([0, np.nan], np.float32)},
+        {"codebook": np.arange(999, dtype=np.float32)},
+        {"codebook": np.arange(3, dtype=np.float32), CLUSTERS: np.full(40, 255, np.uint8)},
+    ],
+)
+def test_hostile_payloads_are_refused(arrays: dict[str, np.ndarray]) -> None:
+    fleet = Rounds(FedCode())
+    for round_ in (1, 3):
+        a = Assignment(fleet.course, round_, "a")
+        payload = Payload(
+            {**arrays, **({"buffers": np.zeros(0, np.float32)} if CLUSTERS in arrays else {})}, {"samples": 1}
+        )
+        with pytest.raises(PayloadError):
+            fleet.method.read_update(a, fleet.state, None, payload)
+        with pytest.raises(PayloadError):
+            fleet.method.receive(a, None, payload)

@@ -1,0 +1,69 @@
+"""Error feedback of FedAvg: what the codec loses of a change is sent later, and nothing else changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edge_kernels.codecs import values
+from rounds import M, Rounds
+
+from edge_client.errors import ConfigError
+from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg, update_stream
+from edge_client.task import Assignment
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "stc:0.1", "sign", "drive:mse", "eden:0.5", "qsgd:2"])
+def test_what_travels_and_what_is_kept_are_the_changes(codec: str) -> None:
+    fleet = Rounds(FedAvg(up=codec, feedback=True, epochs=1))
+    before = np.zeros(M.d, np.float32)
+    for round_ in range(1, 4):
+        fleet.play("a")
+        change = fleet.local["a"].trained.parameters - fleet.received["a"].parameters
+        data = fleet.local["a"].update.arrays[f"change.{codec}"].tobytes()
+        sent = values.decode(codec, data, M.d, update_stream(Assignment(fleet.course, round_, "a")))
+        residual = fleet.kept["a"].residual
+        assert np.abs(sent + residual - (change + before)).max() < 1e-5
+        before = residual
+    assert np.abs(before).max() > 0
+
+
+def test_topk_with_feedback_learns_and_one_percent_of_the_bytes_travel_up() -> None:
+    ends = {}
+    for feedback in (False, True):
+        fleet = Rounds(FedAvg(up="topk:0.02", feedback=feedback, epochs=2))
+        for _ in range(12):
+            fleet.play("a", "b")
+        loss = np.mean([fleet.local[d].loss for d in "ab"])
+        ends[feedback] = loss
+    assert ends[True] < ends[False]
+    assert fleet.local["a"].update.arrays["change.topk:0.02"].nbytes < 0.06 * 4 * M.d
+
+
+def test_a_device_without_its_residual_starts_at_nothing() -> None:
+    fleet = Rounds(FedAvg(up="topk:0.1", feedback=True, epochs=1))
+    fleet.play("a")
+    del fleet.kept["a"]
+    fleet.play("a")
+    assert fleet.kept["a"].residual.size == M.d
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    fleet = Rounds(FedAvg(up="topk:0.1", epochs=1))
+    fleet.play("a")
+    assert fleet.kept["a"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"feedback": True}, "name one in up"),
+        ({"down": "topk:0.1"}, "loses too much of a model"),
+        ({"down": "sign"}, "loses too much of a model"),
+        ({"down": "eden:0.5"}, "loses too much of a model"),
+        ({"up": "topk:7"}, "the fraction is"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        make_method({"name": "fedavg", **settings})
