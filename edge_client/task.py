@@ -16,7 +16,7 @@ The trainer computes gradients; the target defines scores.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Model
 from edge_client.data import DeviceData
 from edge_client.errors import DivergedError
+from edge_client.narrow import Kept, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.training import Gradient, Trainer
 
@@ -165,6 +166,18 @@ class Task:
         chunks = range(0, len(y), SCORE_BATCH)
         outputs = [self.trainer.logits(model.parameters, model.buffers, x[low : low + SCORE_BATCH]) for low in chunks]
         return self.trainer.manifest.target.score(np.concatenate(outputs), y)
+
+    def narrow(self, kept: Kept) -> Task:
+        """The same device, data and streams with the smaller network of the channels `kept`.
+
+        Its manifest and initial values are those of `edge_client.narrow`, also as `assignment.model`.
+        Raises ConfigError when the channels cannot be cut.
+        """
+        a, trainer = self.assignment, self.trainer.narrow(kept)
+        course = replace(a.course, model=narrow(a.model.manifest, kept).model(a.model))
+        made = replace(self, assignment=replace(a, course=course), trainer=trainer)
+        object.__setattr__(made, "_steps", self._steps)  # one count for all of a round's steps
+        return made
 
 
 class EpochLoss:

@@ -16,9 +16,11 @@ from edge_client.bundle import F32, Bundle, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Method
 from edge_client.methods.fedavg import add_weighted
+from edge_client.narrow import Kept
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
-from edge_client.training import Gradient
+from edge_client.training import Gradient, Trainer
+from edge_client.training.narrowed import Embedded
 
 Values = NDArray[Any]  # float32[d], or d bits packed into uint8
 DTYPES = {"float32": np.float32, "mask": np.uint8}
@@ -124,3 +126,7 @@ class IdleTrainer:
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         """Zero."""
         return np.zeros((len(x), *self.manifest.target.output), np.float32)
+
+    def narrow(self, kept: Kept) -> Trainer:
+        """The same answers for fewer values."""
+        return Embedded(self, kept)

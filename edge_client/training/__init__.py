@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edge_client.backends import installed
 from edge_client.bundle import F32, Bundle, Manifest
 from edge_client.errors import ConfigError
+from edge_client.narrow import Kept
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,16 @@ class Trainer(Protocol):
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         """Evaluation-mode forward: the model's outputs, float32[n, ...] as the target has them."""
+        ...
+
+    def narrow(self, kept: Kept) -> Trainer:
+        """The same engine on the network with the channels `kept` alone (see `edge_client.narrow`).
+
+        Its loss, gradients, statistics and logits are, to rounding, those of this trainer at the values that are zero
+        in everything dropped. An engine may compute them that way (`narrowed.Embedded`), without being faster. Equal
+        channels give the same trainer as long as it is among the last few; this one when nothing is dropped. Raises
+        ConfigError when the channels cannot be cut.
+        """
         ...
 
 

@@ -2,12 +2,13 @@
 
 Parameters go in as views of the flat vector and gradients come out into views of one, nothing is copied between.
 `train.onnx` is opened at the first gradient and `eval.onnx` at the first logits: a device that only trains holds one.
+A narrow trainer runs the same graphs on smaller tensors, cut in memory by `edge_client.training.cut`.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
@@ -15,16 +16,22 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
 from edge_client.errors import BundleError
-from edge_client.training import Gradient
+from edge_client.narrow import Kept
+from edge_client.training import Gradient, Trainer
+from edge_client.training.narrowed import Narrowed
+
+if TYPE_CHECKING:
+    from edge_client.training.cut import CutGraphs
 
 
 class OnnxRuntimeTrainer:
     """See :class:`edge_client.training.Trainer`. Not for several threads at once: the gradient buffer is its own."""
 
-    def __init__(self, bundle: Bundle, threads: int = 1) -> None:
+    def __init__(self, bundle: Bundle | CutGraphs, threads: int = 1) -> None:
         self.manifest: Manifest = bundle.manifest
         self._bundle = bundle
         self._threads = threads
+        self._narrowed = Narrowed()
         self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
         self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
         self._loss: F32 = np.zeros((), np.float32)
@@ -76,6 +83,14 @@ class OnnxRuntimeTrainer:
         feeds: dict[str, NDArray[Any]] = {**views(m.parameters, parameters), **views(m.buffers, buffers), "x": x}
         logits: F32 = session.run(["logits"], feeds)[0]
         return logits
+
+    def narrow(self, kept: Kept) -> Trainer:
+        from edge_client.training.cut import cut_graphs  # onnx is large, and a method that never prunes needs it not
+
+        graphs = ("train.onnx", "eval.onnx")
+        return self._narrowed.get(
+            self, kept, lambda: OnnxRuntimeTrainer(cut_graphs(self._bundle, kept, graphs), self._threads)
+        )
 
 
 def _vector(flat: F32, size: int) -> F32:

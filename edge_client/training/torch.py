@@ -18,7 +18,9 @@ from torch.func import functional_call
 
 from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.errors import BundleError
-from edge_client.training import Gradient
+from edge_client.narrow import Kept
+from edge_client.training import Gradient, Trainer
+from edge_client.training.narrowed import Embedded, Narrowed
 
 
 def _batch_norm(
@@ -44,6 +46,7 @@ class TorchTrainer:
     def __init__(self, bundle: Bundle, threads: int = 1) -> None:
         self.manifest: Manifest = bundle.manifest
         self._bundle = bundle
+        self._narrowed = Narrowed()
         torch.set_num_threads(threads)  # PyTorch has one setting for the whole process
         self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
         self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
@@ -98,3 +101,6 @@ class TorchTrainer:
         with torch.no_grad():
             made: F32 = functional_call(self._eval, {**values, **stats}, (torch.from_numpy(x),)).numpy()
         return made
+
+    def narrow(self, kept: Kept) -> Trainer:
+        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

@@ -1,0 +1,115 @@
+"""A smaller network: some channels of each group of the manifest, all others gone.
+
+A dropped channel takes with it its rows of every producer (weight, bias), its batch-norm row (scale, bias, statistics)
+and its slice of every consumer. Its output counts as zero: nothing is folded into the biases that stay. So the smaller
+network computes what the whole one does when all those values are zero, and its gradients are the whole one's there.
+`edge_client.training` trains it; `edge_kernels.compaction` removes channels of a trained model, constants folded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import Manifest, Model, Tensor
+from edge_client.errors import ConfigError
+
+Kept = Mapping[str, NDArray[np.intp]]
+"""The channels that stay, ascending, by the name of their group; a group that is not named stays whole."""
+Axes = tuple[NDArray[np.bool_] | None, ...]
+"""Of a tensor, the entries of each axis that stay; None: all of them."""
+_Value = TypeVar("_Value", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A smaller network: its manifest, and where its values lie in the whole network's flat vectors.
+
+    Its parameters are ``flat[parameters]``, int64[d'], its statistics ``flat[buffers]``, int64[buffers_d']. The
+    manifest has no parts and no seed: the values come from the whole network.
+    """
+
+    manifest: Manifest
+    parameters: NDArray[np.int64]
+    buffers: NDArray[np.int64]
+
+    def model(self, whole: Model) -> Model:
+        """The smaller network with the values of the whole one."""
+        return Model(self.manifest, whole.parameters[self.parameters], whole.buffers[self.buffers])
+
+
+def narrow(manifest: Manifest, kept: Kept) -> Narrow:
+    """The tables of the network with the channels `kept`. Raises ConfigError when they cannot be cut."""
+    found = cuts(manifest, kept)
+    parameters, places = _table(manifest.parameters, found)
+    buffers, statistics = _table(manifest.buffers, found)
+    groups = tuple(replace(g, size=len(kept[g.name]) if g.name in kept else g.size) for g in manifest.groups)
+    same = {name: getattr(manifest, name) for name in Manifest.model_fields}
+    changed = {"parameters": parameters, "buffers": buffers, "groups": groups, "seed": None, "parts": {}}
+    return Narrow(Manifest(**{**same, **changed}), places, statistics)
+
+
+def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
+    """What stays of each tensor that loses something, by name. Raises ConfigError when the channels cannot be cut."""
+    groups = {g.name: g for g in manifest.groups}
+    found: dict[str, list[NDArray[np.bool_] | None]] = {}
+    for name, channels in kept.items():
+        if name not in groups:
+            raise ConfigError(f"the model has no channel group {name!r}; it has {sorted(groups)}")
+        group, stays = groups[name], np.zeros(groups[name].size, np.bool_)
+        if not len(channels) or channels[0] < 0 or channels[-1] >= group.size or (np.diff(channels) <= 0).any():
+            raise ConfigError(
+                f"group {name!r} keeps at least one of its {group.size} channels, in ascending order, "
+                f"not {np.array2string(np.asarray(channels), threshold=10)}"
+            )
+        stays[channels] = True
+        if stays.all():
+            continue
+        rows = [n for p in group.producers for n in (p.weight, p.bias) if n is not None]
+        entries = [(n, 0, 1) for n in (*rows, *(n for op in group.ops for n in op.tensors))]
+        for tensor, axis, repeat in (*entries, *((c.weight, 1, c.repeat) for c in group.consumers)):
+            shape = manifest.tensors[tensor].shape if tensor in manifest.tensors else ()
+            axes = found.setdefault(tensor, [None] * len(shape))
+            if axis >= len(shape) or shape[axis] != group.size * repeat or axes[axis] is not None:
+                raise ConfigError(
+                    f"the channels of group {name!r} cannot be cut: axis {axis} of tensor {tensor!r} with shape "
+                    f"{shape} is not theirs alone, {group.size} channels of {repeat} entries; export the bundle again"
+                )
+            axes[axis] = np.repeat(stays, repeat)
+    if any(p.kind == "lstm" for g in manifest.groups if g.name in kept for p in (*g.producers, *g.consumers)):
+        raise ConfigError("the units of a recurrent layer cannot be cut; keep its groups whole")
+    return {name: tuple(axes) for name, axes in found.items()}
+
+
+def taken(array: NDArray[_Value], axes: Axes) -> NDArray[_Value]:
+    """The entries of `array` that stay, a contiguous copy."""
+    for i, stays in enumerate(axes):
+        if stays is not None:
+            array = np.compress(stays, array, axis=i)
+    return np.ascontiguousarray(array)
+
+
+def content(kept: Kept) -> bytes:
+    """A key for the channels `kept`: equal for equal channels."""
+    made = hashlib.sha256()
+    for name in sorted(kept):
+        channels = np.ascontiguousarray(kept[name], np.int64)
+        made.update(f"{name!r} {len(channels)} ".encode() + channels.tobytes())
+    return made.digest()
+
+
+def _table(table: tuple[Tensor, ...], found: Mapping[str, Axes]) -> tuple[tuple[Tensor, ...], NDArray[np.int64]]:
+    """The rows of the smaller network, and the place of each of its values."""
+    rows, places, end = [], [np.zeros(0, np.int64)], 0
+    for row in table:
+        axes = found.get(row.name, ())
+        here = taken(np.arange(row.offset, row.offset + row.size).reshape(row.shape), axes)
+        rows.append(row.model_copy(update={"shape": here.shape, "offset": end}))
+        places.append(here.ravel())
+        end += here.size
+    return tuple(rows), np.concatenate(places)

@@ -1,0 +1,68 @@
+"""Narrow trainers: the last ones by content, and one for engines that cannot cut their graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32
+from edge_client.narrow import Kept, content, cuts, narrow
+from edge_client.training import Gradient, Trainer
+
+MOST = 8
+"""Narrow trainers that a trainer holds: a device needs one or two, a simulation one for each of its last devices."""
+
+
+class Narrowed:
+    """The last narrow trainers of one trainer."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[bytes, Trainer] = OrderedDict()
+
+    def get(self, whole: Trainer, kept: Kept, make: Callable[[], Trainer]) -> Trainer:
+        """The trainer for the channels `kept`, made when it is not held; `whole` itself when nothing goes.
+
+        Raises ConfigError when the channels cannot be cut.
+        """
+        if not cuts(whole.manifest, kept):
+            return whole
+        key = content(kept)
+        trainer = self._made.pop(key, None) or make()
+        self._made[key] = trainer
+        if len(self._made) > MOST:
+            self._made.popitem(last=False)
+        return trainer
+
+
+class Embedded:
+    """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings.
+
+    See :class:`edge_client.training.Trainer`.
+    """
+
+    def __init__(self, whole: Trainer, kept: Kept) -> None:
+        self._whole, self._narrow = whole, narrow(whole.manifest, kept)
+        self.manifest = self._narrow.manifest
+        self._parameters: F32 = np.zeros(whole.manifest.d, np.float32)
+        self._buffers: F32 = np.zeros(whole.manifest.buffers_d, np.float32)
+        self._narrowed = Narrowed()
+
+    def _fill(self, parameters: F32, buffers: F32) -> None:
+        self._parameters[self._narrow.parameters] = parameters
+        self._buffers[self._narrow.buffers] = buffers
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+        self._fill(parameters, buffers)
+        g = self._whole.gradient(self._parameters, self._buffers, x, y)
+        return Gradient(g.loss, g.parameters[self._narrow.parameters], g.buffers[self._narrow.buffers])
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        self._fill(parameters, buffers)
+        return self._whole.logits(self._parameters, self._buffers, x)
+
+    def narrow(self, kept: Kept) -> Trainer:
+        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

@@ -1,0 +1,295 @@
+"""A smaller network on the device: its tables, and both engines' gradients on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from edge_kernels.channels import ChannelGroup, Consumer, Producer
+from numpy_mlp import clusters, mlp, task
+
+from edge_client.bundle import F32, Bundle, Init, Manifest, Tensor, generate, views
+from edge_client.errors import ConfigError
+from edge_client.narrow import Kept, cuts, narrow
+from edge_client.targets import Classification
+from edge_client.training import Trainer, open_trainer
+from edge_client.training.cut import cut, cut_graphs
+
+torch = pytest.importorskip("torch")
+from edge_bench import models  # noqa: E402
+from edge_export import export_bundle  # noqa: E402
+from torch import nn  # noqa: E402
+
+BACKENDS = ["onnxruntime", "torch"]
+
+
+def _mlp(a: int, b: int) -> nn.Sequential:
+    return models.mlp(20, a, b, 5)
+
+
+def _max_pool_cnn(a: int, b: int) -> nn.Sequential:
+    """Tiling and strided max-pools, a convolution with and one without bias, a flatten of 9 entries a channel."""
+    return nn.Sequential(
+        nn.Conv2d(1, a, 3, padding=1, bias=False),
+        nn.BatchNorm2d(a),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(a, b, 3, padding=1),
+        nn.BatchNorm2d(b, momentum=0.3),
+        nn.ReLU(),
+        nn.MaxPool2d((1, 3), stride=2, padding=(0, 1)),
+        nn.Flatten(),
+        nn.Linear(b * 9, 5),
+    )
+
+
+def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
+    """Average pools, whose backward repeats a gradient over a window, and a batch-norm between linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(2, a, 3, stride=2, dilation=2),
+        nn.ReLU6(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(a, b, 2, padding=1),
+        nn.LeakyReLU(0.1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(b, 4),
+        nn.BatchNorm1d(4),
+        nn.Sigmoid(),
+        nn.Linear(4, 5),
+    )
+
+
+Make = Callable[[int, int], nn.Sequential]
+CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, int]]] = {
+    "mlp": (_mlp, (20,), (12, 9)),
+    "cnn, max-pool": (_max_pool_cnn, (1, 10, 10), (9, 9)),  # the channels are as many as a channel's entries
+    "cnn, average pool": (_avg_pool_cnn, (2, 14, 14), (10, 8)),
+}
+CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Make, Bundle]:
+    make, sample, sizes = CASES[request.param]
+    target = Classification(classes=5)
+    folder, module, x = tmp_path_factory.mktemp("bundle") / "b", make(*sizes), torch.zeros(2, *sample)
+    if request.param == "cnn, average pool":
+        module[0].requires_grad_(False)  # a frozen layer is cut as any other
+    return make, export_bundle(module, x, folder, name="b", target=target, seed=1)
+
+
+def _choice(m: Manifest, name: str) -> Kept:
+    first, second = m.groups[:2]
+    if name == "only the second layer":
+        return {second.name: np.array([0, 2, second.size - 1])}
+    step, start = CHOICES[name]
+    return {g.name: np.arange(g.size)[start::step] for g in (first, second)}
+
+
+def _random_values(m: Manifest) -> tuple[F32, F32]:
+    rng = np.random.default_rng(7)
+    values = generate(m.parameters, 3) + 0.1 * rng.standard_normal(m.d)
+    return values.astype(np.float32), rng.uniform(0.5, 1.5, m.buffers_d).astype(np.float32)
+
+
+def _batch(m: Manifest, n: int) -> tuple[F32, np.ndarray]:
+    rng = np.random.default_rng(n)
+    return rng.standard_normal((n, *m.input.shape)).astype(np.float32), rng.integers(0, 5, n)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_batch_size(
+    case: tuple[Make, Bundle], choice: str
+) -> None:
+    bundle, m = case[1], case[1].manifest
+    kept = _choice(m, choice)
+    small = narrow(m, kept)
+    parameters, buffers = _random_values(m)
+    zeroed, cleared = np.zeros_like(parameters), np.zeros_like(buffers)
+    zeroed[small.parameters], cleared[small.buffers] = parameters[small.parameters], buffers[small.buffers]
+    own = parameters[small.parameters], buffers[small.buffers]
+    for backend in BACKENDS:
+        whole = open_trainer(backend, bundle)
+        trainer = whole.narrow(kept)
+        assert trainer.manifest == small.manifest
+        for n in (1, 5, 16):
+            x, y = _batch(m, n)
+            expected, got = whole.gradient(zeroed, cleared, x, y), trainer.gradient(*own, x, y)
+            assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+            scale = np.abs(expected.parameters).max()
+            np.testing.assert_allclose(got.parameters, expected.parameters[small.parameters], rtol=0, atol=2e-5 * scale)
+            np.testing.assert_allclose(got.buffers, expected.buffers[small.buffers], rtol=1e-6, atol=1e-6)
+            logits = whole.logits(zeroed, cleared, x)
+            np.testing.assert_allclose(trainer.logits(*own, x), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_narrow_trainer_gives_the_numbers_of_pytorch_s_own_module_of_that_size(case: tuple[Make, Bundle]) -> None:
+    make, bundle = case
+    m = bundle.manifest
+    small = narrow(m, _choice(m, "half"))
+    module = make(*(g.size for g in small.manifest.groups[:2])).train()
+    parameters, buffers = _random_values(small.manifest)
+    state = {**views(small.manifest.parameters, parameters), **views(small.manifest.buffers, buffers)}
+    module.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in state.items()}, strict=False)
+    x, y = _batch(m, 6)
+    loss = nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
+    loss.backward()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for backend in BACKENDS:
+        got = open_trainer(backend, bundle).narrow(_choice(m, "half")).gradient(parameters, buffers, x, y)
+        assert got.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+        for name, gradient in views(small.manifest.parameters, got.parameters).items():
+            trainable = small.manifest.tensors[name].trainable
+            expected = tensors[name].grad.numpy() if trainable else np.zeros_like(gradient)
+            np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=5e-6)
+        for name, statistic in views(small.manifest.buffers, got.buffers).items():
+            np.testing.assert_allclose(statistic, tensors[name].numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_cut_graphs_are_valid_onnx_with_the_smaller_sizes_everywhere(case: tuple[Make, Bundle]) -> None:
+    bundle, m = case[1], case[1].manifest
+    made = cut_graphs(bundle, _choice(m, "half"), ("train.onnx", "eval.onnx"))
+    shapes = {t.name: list(t.shape) for t in (*made.manifest.parameters, *made.manifest.buffers)}
+    for name, data in made.graphs.items():
+        onnx.checker.check_model(data, full_check=True)
+        graph = onnx.shape_inference.infer_shapes(onnx.load_from_string(data), strict_mode=True, data_prop=True).graph
+        found = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.input, *graph.output)}
+        assert found == found | shapes
+        if name == "train.onnx":
+            assert found == found | {f"grad:{t.name}": list(t.shape) for t in made.manifest.parameters if t.trainable}
+            assert found == found | {f"new:{t.name}": list(t.shape) for t in made.manifest.buffers}
+
+
+def test_narrowing_twice_is_narrowing_once_by_the_channels_of_both(case: tuple[Make, Bundle]) -> None:
+    bundle, m = case[1], case[1].manifest
+    once = {g.name: np.arange(g.size)[::2] for g in m.groups}
+    twice = {name: np.arange(len(channels))[1:] for name, channels in once.items()}
+    both = {name: channels[1:] for name, channels in once.items()}
+    first, direct = narrow(m, once), narrow(m, both)
+    second = narrow(first.manifest, twice)
+    np.testing.assert_array_equal(first.parameters[second.parameters], direct.parameters)
+    np.testing.assert_array_equal(first.buffers[second.buffers], direct.buffers)
+    parameters, buffers = _random_values(direct.manifest)
+    x, y = _batch(m, 4)
+    for backend in BACKENDS:
+        whole = open_trainer(backend, bundle)
+        expected = whole.narrow(both).gradient(parameters, buffers, x, y).parameters.copy()
+        got = whole.narrow(once).narrow(twice).gradient(parameters, buffers, x, y).parameters
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def _two_layers() -> Manifest:
+    m = mlp(3, 4, 2)
+    group = ChannelGroup("0", 4, (Producer("linear", "0.w", "0.b"),), (), (Consumer("linear", "1.w", "1.b"),))
+    return m.model_copy(update={"groups": (group,)})
+
+
+def test_the_places_of_a_narrow_network_are_the_rows_and_slices_of_its_channels() -> None:
+    small = narrow(_two_layers(), {"0": np.array([1, 3])})
+    # 0.w [4, 3] at 0, 0.b [4] at 12, 1.w [2, 4] at 16, 1.b [2] at 24
+    assert small.parameters.tolist() == [3, 4, 5, 9, 10, 11, 13, 15, 17, 19, 21, 23, 24, 25]
+    assert [(t.name, t.shape, t.offset) for t in small.manifest.parameters] == [
+        ("0.w", (2, 3), 0),
+        ("0.b", (2,), 6),
+        ("1.w", (2, 2), 8),
+        ("1.b", (2,), 12),
+    ]
+    assert small.manifest.groups[0].size == 2
+    assert Manifest.model_validate_json(small.manifest.to_bytes()) == small.manifest
+
+
+@pytest.mark.parametrize("channels", [[], [3, 1], [1, 1], [-1, 2], [0, 4]])
+def test_channels_that_are_none_unordered_or_unknown_are_refused(channels: list[int]) -> None:
+    with pytest.raises(ConfigError, match="at least one of its 4 channels, in ascending order"):
+        narrow(_two_layers(), {"0": np.array(channels, np.intp)})
+    with pytest.raises(ConfigError, match="no channel group 'z'"):
+        narrow(_two_layers(), {"z": np.array([0])})
+
+
+def test_groups_whose_tensors_do_not_fit_or_are_recurrent_are_refused() -> None:
+    m = _two_layers()
+    (group,) = m.groups
+    wrong = replace(group, consumers=(Consumer("linear", "1.w", "1.b", repeat=2),))
+    recurrent = replace(group, producers=(Producer("lstm", "0.w", "0.b"),))
+    twice = replace(group, producers=(*group.producers, *group.producers))
+    for bad, why in ((wrong, "'1.w' with shape"), (recurrent, "recurrent layer"), (twice, "not theirs alone")):
+        with pytest.raises(ConfigError, match=why):
+            narrow(m.model_copy(update={"groups": (bad,)}), {"0": np.array([1])})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ([("LogSoftmax", ["h"], ["logits"])], "LogSoftmax. is not an operator"),
+        ([("ReduceSum", ["h"], ["logits"])], "works along the axis of the channels"),
+        ([("Add", ["h", "w2"], ["logits"])], "joins values of which different channels stay"),
+        ([("Shape", ["h"], ["s"]), ("Cast", ["s"], ["logits"])], "computes with the number of channels"),
+        ([("Relu", ["h"], ["logits"])], "output 'logits' would not fit"),
+    ],
+)
+def test_a_graph_that_mixes_the_channels_is_refused_with_the_node_and_the_reason(
+    nodes: list[tuple[str, list[str], list[str]]], why: str
+) -> None:
+    floats, h = onnx.TensorProto.FLOAT, onnx.helper
+    made = [h.make_node("Gemm", ["x", "w"], ["h"], transB=1)]
+    made += [h.make_node(op, reads, gives, **({"to": floats} if op == "Cast" else {})) for op, reads, gives in nodes]
+    inputs = [h.make_tensor_value_info(n, floats, s) for n, s in (("x", ["n", 3]), ("w", [4, 3]), ("w2", [1, 4]))]
+    graph = h.make_graph(made, "g", inputs, [h.make_tensor_value_info("logits", floats, None)])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 20)], ir_version=10)
+    with pytest.raises(ConfigError, match=why):
+        cut(model, (3,), {"w": (np.array([True, False, True, True]), None)})
+
+
+def test_equal_channels_give_the_same_trainer_and_all_channels_the_whole_one(case: tuple[Make, Bundle]) -> None:
+    bundle, m = case[1], case[1].manifest
+    for backend in BACKENDS:
+        whole = open_trainer(backend, bundle)
+        made = whole.narrow(_choice(m, "half"))
+        assert whole.narrow(_choice(m, "half")) is made
+        assert whole.narrow(_choice(m, "one channel")) is not made
+        assert whole.narrow({g.name: np.arange(g.size) for g in m.groups}) is whole
+        assert whole.narrow({}) is whole
+
+
+def test_a_trainer_holds_only_its_last_narrow_ones(case: tuple[Make, Bundle]) -> None:
+    whole: Trainer = open_trainer("torch", case[1])
+    g = case[1].manifest.groups[0]
+    first = whole.narrow({g.name: np.array([0])})
+    for i in range(7):
+        whole.narrow({g.name: np.array([0, i + 1 if i < 5 else 1, *([] if i < 5 else [i - 2])])[: 2 + i // 5]})
+        assert whole.narrow({g.name: np.array([0])}) is first  # used again and again
+    for i in range(8):
+        whole.narrow({g.name: np.array([i % 4, 4 + i // 4])})
+    assert whole.narrow({g.name: np.array([0])}) is not first
+
+
+def test_a_narrow_task_has_the_same_batches_and_the_smaller_model() -> None:
+    m = _two_layers()
+    t = task(m, data=clusters(m, 1))
+    kept: Kept = {"0": np.array([0, 2])}
+    small, places = t.narrow(kept), narrow(m, kept)
+    assert small.assignment.model.manifest == small.trainer.manifest == places.manifest
+    np.testing.assert_array_equal(small.assignment.model.parameters, t.assignment.model.parameters[places.parameters])
+    assert (small.secret, small.assignment.device, small.assignment.round) == (t.secret, "a", 1)
+    for a, b in zip(t.batches(2, 16), small.batches(2, 16), strict=True):
+        np.testing.assert_array_equal(a.x, b.x)
+        np.testing.assert_array_equal(a.y, b.y)
+    zeroed = np.zeros(m.d, np.float32)
+    zeroed[places.parameters] = small.assignment.model.parameters
+    batch = next(t.batches(1, 16))
+    none = np.zeros(0, np.float32)
+    expected = t.gradient(zeroed, none, batch).parameters[places.parameters]
+    got = small.gradient(small.assignment.model.parameters, none, batch).parameters
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_that_no_cut_names_keeps_its_place_in_order() -> None:
+    m = _two_layers()
+    extra = Tensor(name="z", shape=(2,), offset=m.d, init=Init(kind="constant", scale=0.0))
+    m = m.model_copy(update={"parameters": (*m.parameters, extra)})
+    assert set(cuts(m, {"0": np.array([1])})) == {"0.w", "0.b", "1.w"}
+    assert narrow(m, {"0": np.array([1])}).parameters[-2:].tolist() == [m.d - 2, m.d - 1]
