@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,6 @@ def grouped(m: Manifest) -> Manifest:
 
 M = grouped(mlp(6, 8, 5, 3))
 MASKED = 6 * 8 + 8 * 5
-
-
-class Mlp(NumpyMlp):
-    """The numpy trainer, which also trains smaller networks."""
-
-    def narrow(self, kept: Kept) -> Trainer:
-        return Embedded(self, kept)
 
 
 @dataclass
@@ -98,7 +91,7 @@ class Fleet:
 
     def task(self, device: str) -> Task:
         a = Assignment(self.course, self.round + 1, device)
-        return Task(a, Mlp(self.m), clusters(self.m, ord(device[0])), secret(device))
+        return Task(a, NumpyMlp(self.m), clusters(self.m, ord(device[0])), secret(device))
 
     def read(self, device: str, payload: Payload) -> Any:
         """The server's reading of an update of the round that is being played."""
@@ -156,8 +149,3 @@ def signs_of(method: SignMasks, model: Model, own: Personal) -> NDArray[Any]:
 def first_model(m: Manifest) -> Model:
     """The bundle's values as `course` has them."""
     return Model(m, generate(m.parameters, 1), generate(m.buffers, 1))
-
-
-def replaced(t: Task, trainer: Any) -> Task:
-    """The task on another trainer."""
-    return replace(t, trainer=trainer)

@@ -22,13 +22,15 @@ DOWNS = ("sign", "count")
 
 
 def test_a_weight_is_a_sign_times_the_root_mean_square_of_its_tensor() -> None:
-    # The tensor's RMS is 2. Latents start at the signs; one step: s -= 1 * g * 2, then clipped to [-1, 1].
+    # The RMS is sqrt(7). Latents start at the weights over the largest; one step: s -= g sqrt(7), clipped to [-1, 1].
     m = grouped(mlp(2, 2, 2, bias=False))
     method = BnnFedAvg(lr=1, momentum=0, epochs=1, batch=64, restart="latent")
-    t = fixed_task(m, [0.4, 0.6, 0.2, -9, 0, 0, 0, 0], [2, 2, -2, -2, 7, 7, 7, 7])
+    t = fixed_task(m, [0.4, 0.1, 0.2, -9, 0, 0, 0, 0], [4, 2, -2, -2, 7, 7, 7, 7])
     done = first(method, t)
-    assert done.kept.latents.tolist() == pytest.approx([0.2, -0.2, -1, 1])
-    assert done.trained.parameters.tolist() == [2, -2, -2, 2, 7, 7, 7, 7]
+    root = 7**0.5
+    assert done.kept.latents.tolist() == pytest.approx([1 - 0.4 * root, 0.5 - 0.1 * root, -1, 1])
+    assert done.trained.parameters[:4] == pytest.approx(root * np.array([-1, 1, -1, 1]))
+    assert done.trained.parameters[4:].tolist() == [7, 7, 7, 7]
 
 
 @given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=20))

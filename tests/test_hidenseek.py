@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import bits
+from edge_kernels import bits, counter
 from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import course, mlp
-from sign_fleet import MASKED, Fleet, M, Mlp, first, first_model, fixed_task, grouped, signs_of
+from numpy_mlp import NumpyMlp, course, mlp
+from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method, signs
@@ -29,16 +29,17 @@ ALL = {"keep": 1.0, "epochs": 1}
 
 
 def test_a_sign_flips_exactly_where_its_latent_falls_below_zero() -> None:
-    # One step from latents +-.1: s -= 1 * g |W| (1 - tanh(.1)^2), the last factor .990066.
-    weights, gradient = [1, -1, 2, -0.5], [0.2, -0.2, 0.04, -0.3]
+    # One step from latents of the weights' signs, .1 times the first uniform numbers: s -= g |W| (1 - tanh(s)^2).
+    weights, gradient = [1, -1, 2, -0.5], [0.2, -0.2, 0.01, -0.3]
     m = grouped(mlp(2, 2, 2, bias=False))
     method = HideNseek(keep=1, radius=0.1, restart="latent", lr=1, momentum=0, epochs=1, batch=64)
     done = first(method, fixed_task(m, [*gradient, 0, 0, 0, 0], [*weights, 5, 5, 5, 5]))
-    slope = 1 - np.tanh(0.1) ** 2
-    start = 0.1 * np.sign(weights)
-    due = start - np.multiply(gradient, np.abs(weights)) * slope
+    uniform = counter.uniform(counter.key(0, "hidenseek", "first latents"), 4)
+    start = 0.1 * np.sign(weights) * uniform
+    due = start - np.multiply(gradient, np.abs(weights)) * (1 - np.tanh(start) ** 2)
     assert done.kept.own.latents == pytest.approx(due, rel=1e-5)
-    assert done.trained.parameters.tolist() == [-1, 1, 2, 0.5, 5, 5, 5, 5]
+    assert done.trained.parameters[:4] == pytest.approx(np.abs(weights) * np.sign(due))
+    assert done.trained.parameters[4:].tolist() == [5, 5, 5, 5]
 
 
 def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
@@ -236,7 +237,7 @@ def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> 
     wide[n.parameters] = small.assignment.model.parameters
     batch = next(iter(t.batches(1, 8)))
     buffers = np.zeros(0, np.float32)
-    whole = Mlp(M).gradient(wide, buffers, batch.x, batch.y)
+    whole = NumpyMlp(M).gradient(wide, buffers, batch.x, batch.y)
     found = small.gradient(small.assignment.model.parameters, buffers, batch)
     assert found.loss == pytest.approx(whole.loss)
     assert np.allclose(found.parameters, whole.parameters[n.parameters])
@@ -312,7 +313,7 @@ def test_a_malformed_downlink_is_refused_in_words(down: Any) -> None:
     for arrays in wrong:
         with pytest.raises((PayloadError, LostError)):
             fleet.method.receive(a, None, Payload({**good.arrays, **arrays}, good.meta))
-    for votes in ((0, -1, 2**40, "3", 1.5) if down == "count" else ()):
+    for votes in (0, -1, 2**40, "3", 1.5) if down == "count" else ():
         with pytest.raises(PayloadError):
             fleet.method.receive(a, None, Payload(good.arrays, {**good.meta, "votes": votes}))
 
@@ -322,3 +323,34 @@ def test_the_units_are_bits_over_all_groups_in_order() -> None:
     assert packed(M, kept).tolist() == [0b10000001, 0b00100]
     assert {k: v.tolist() for k, v in channels(M, packed(M, kept)).items()} == {"0": [0, 7], "1": [2]}
     assert channels(M, packed(M, {})) == {}
+
+
+# --- all sign methods in the simulator, with the real engine
+
+
+def test_a_simulation_gives_the_same_bits_twice_and_bills_the_units_apart() -> None:
+    pytest.importorskip("sklearn")
+    from edge_bench import datasets
+    from edge_bench.datasets import DataConfig
+    from edge_bench.simulate import find_bundle, read_config, run_all
+
+    data = DataConfig(name="digits", devices=4, samples=400)
+    methods = {
+        "hidenseek": {"epochs": 1},
+        "counted": {"name": "hidenseek", "down": "count", "keep": 0.5, "epochs": 1},
+        "signed": {"epochs": 1},
+        "bnn": {"epochs": 1},
+    }
+    table = {"bundle": "digits", "data": data.model_dump(), "methods": methods, "rounds": 2, "cohort": 3, "seed": 5}
+    bundle = find_bundle("digits")
+    devices = datasets.load(data, 5, bundle.manifest)
+    one, two = (run_all(read_config({**table, "final_epochs": False}), bundle, devices) for _ in range(2))
+    for label, first_run in one.items():
+        again = two[label]
+        assert (first_run.state_sha256, first_run.personal_sha256) == (again.state_sha256, again.personal_sha256)
+        for a, b in zip(first_run.rows, again.rows, strict=True):
+            assert a.record.model_dump(exclude={"seconds"}) == b.record.model_dump(exclude={"seconds"})
+    for label in ("hidenseek", "counted"):
+        model = one[label].personal[min(devices)]
+        assert model.mask is not None
+        assert not model.mask.all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,17 +20,14 @@ def groups_of(*weights: str, sizes: Mapping[str, int], repeat: int = 1) -> tuple
     """The channels between layers in a row; the last layer reads `repeat` entries of each."""
     return tuple(
         ChannelGroup(a, sizes[a], (Producer("linear", a),), (), (Consumer("linear", b, None, 0, repeat),))
-        for a, b in zip(weights, weights[1:], strict=False)
+        for a, b in pairwise(weights)
     )
 
 
 def net(*sizes: int, seed: int = 0) -> tuple[dict[str, F32], list[str], tuple[ChannelGroup, ...]]:
     """A multilayer perceptron of standard normal weights."""
     rng = np.random.default_rng(seed)
-    tensors = {
-        str(i): rng.standard_normal((b, a)).astype(np.float32)
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False))
-    }
+    tensors = {str(i): rng.standard_normal((b, a)).astype(np.float32) for i, (a, b) in enumerate(pairwise(sizes))}
     return tensors, list(tensors), groups_of(*tensors, sizes={k: len(v) for k, v in tensors.items()})
 
 
@@ -117,5 +115,3 @@ def test_layers_that_form_no_chain_are_refused() -> None:
     both = ChannelGroup("0", 10, groups[0].producers, (), (*groups[0].consumers, *groups[1].consumers))
     with pytest.raises(ValueError, match="go from"):
         synflow.prune(tensors, layers, (both, groups[1]), {"0"}, 0.5)
-
-

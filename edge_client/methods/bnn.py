@@ -19,6 +19,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods.signs import SignMasks
+from edge_client.task import Course
 from edge_client.training.gates import ClippedSign, Gate
 
 
@@ -30,13 +31,16 @@ class BnnFedAvg(SignMasks):
 
     radius: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     """A received mean m of signs becomes the latent radius * m."""
-    lr: Annotated[float, Field(gt=0, le=10_000)] = 0.05
-    """Learning rate of the latents."""
 
     def magnitudes(self, model: Model) -> F32:
         masked = self.division(model).masked
         rms = [np.sqrt(np.mean(np.square(model.parameters[b.span], dtype=np.float64))) for b in masked.blocks]
         return np.repeat(np.array(rms, np.float32), [b.size for b in masked.blocks])
+
+    def sureness(self, course: Course) -> F32:
+        """The first weights as shares of the largest of their tensor: the latents begin as the real weights."""
+        blocks = [np.abs(course.model.parameters[b.span]) for b in self.division(course.model).masked.blocks]
+        return np.concatenate([size / max(size.max(), np.float32(1e-30)) for size in blocks])
 
     def bound(self, latents: F32) -> None:
         np.clip(latents, -1, 1, out=latents)

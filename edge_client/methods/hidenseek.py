@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import bits as bitset
-from edge_kernels import synflow
+from edge_kernels import counter, synflow
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
@@ -90,6 +90,11 @@ class HideNseek(SignMasks):
         """The frozen |W|."""
         size: F32 = np.abs(self.division(model).masked.gather(model.parameters))
         return size
+
+    def sureness(self, course: Course) -> F32:
+        """Uniform, so that the latents of round 1 are uniform in (-1, 1) as in the paper."""
+        key, n = counter.key(course.seed, "hidenseek", "first latents"), self.division(course.model).masked.size
+        return counter.uniform(key, n).astype(np.float32)
 
     # --- pruning
 

@@ -8,8 +8,9 @@ float32 and stays on the device, like batch-norm statistics.
   the weights' own signs. ``down = "count"``: how many of the last round's devices voted +1, each counted once, coded
   given the weights' own signs. Either needs nothing that a device could have missed.
 - Up: the device's signs as changes to the majority that it received, coded in contexts of the counts.
-- A device makes real *latents* from what it received: `radius` times the mean of the signs, -1..1. Their signs times
-  the magnitudes are the weights. It trains them by SGD through the gate, whose slope stands for the derivative of sign.
+- A device makes real *latents* from what it received: `radius` times the mean of the signs, -1..1; in round 1 times
+  values in 0..1 as well, the same for all, since latents begin as real random numbers. Their signs times the magnitudes
+  are the weights. It trains them by SGD through the gate, whose slope stands for the derivative of sign.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ class SignMasks(Method):
         """The fixed size of every weight, float32[masked], at least 0."""
         ...
 
+    @abstractmethod
+    def sureness(self, course: Course) -> F32:
+        """How far from 0 the latents of round 1 are, float32[masked] in 0..1; all devices begin with the same."""
+        ...
+
     def division(self, model: Model) -> Division:
         """How this configuration divides the model. Raises ConfigError without a layer before the head."""
         m = model.manifest
@@ -224,6 +230,8 @@ class SignMasks(Method):
         model, division = task.assignment.model, self.division(task.assignment.model)
         values, buffers = self.own_values(model, kept)
         latents = self.latents(received, kept)
+        if task.assignment.round == 1:
+            latents *= self.sureness(task.assignment.course)
         loss = self.train(task, values, buffers, latents)
         signs = latents >= 0
         sent = changes.encode(self.codec, signs, received.signs, received.contexts(division.masked))
