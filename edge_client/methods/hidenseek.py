@@ -119,15 +119,11 @@ class HideNseek(SignMasks):
 
     def small(self, course: Course, units: Packed) -> Course:
         """The federation on the smaller network."""
-        model, kept = course.model, channels(course.model.manifest, units)
-        if not kept:
-            return course
-        return replace(course, model=narrow(model.manifest, kept).model(model))
+        return replace(course, model=cut(course.model, channels(course.model.manifest, units)))
 
     def exchanged(self, model: Model) -> int:
         """The signs of the smaller network."""
-        kept = self.prune(model)
-        return weights_of(narrow(model.manifest, kept).manifest if kept else model.manifest)
+        return super().exchanged(cut(model, self.prune(model)))
 
     # --- server half
 
@@ -190,6 +186,11 @@ class HideNseek(SignMasks):
         return task.narrow(kept) if kept else task
 
 
+def cut(model: Model, kept: Channels) -> Model:
+    """The network of the channels that stay, with the whole one's values."""
+    return narrow(model.manifest, kept).model(model) if kept else model
+
+
 def packed(m: Manifest, kept: Channels) -> Packed:
     """The channels as bits over all groups."""
     on = [np.isin(np.arange(g.size), kept.get(g.name, np.arange(g.size))) for g in m.groups]
@@ -220,8 +221,3 @@ def widened(model: Model, units: Packed, own: Personal) -> Personal:
     buffers = model.buffers.copy()
     buffers[n.buffers] = own.buffers
     return Personal(values, buffers, mask)
-
-
-def weights_of(m: Manifest) -> int:
-    """How many weights have a sign: those of all layers but the last."""
-    return sum(m.tensors[name].size for layer in m.layers[:-1] for name in layer.weights)

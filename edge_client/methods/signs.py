@@ -89,7 +89,8 @@ class Received:
         votes = self.plus.astype(np.uint64) * _LEVELS // max(_LEVELS, self.votes + 1)
         blocks = np.arange(len(masked.blocks)) * _PLACES // max(_PLACES, len(masked.blocks))
         places = np.repeat(blocks, [b.size for b in masked.blocks]).astype(np.uint16)
-        return votes.astype(np.uint16) * np.uint16(_PLACES) + places
+        contexts: NDArray[np.uint16] = votes.astype(np.uint16) * np.uint16(_PLACES) + places
+        return contexts
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,13 @@ class Division:
 
 
 class SignMasks(Method):
-    """Base of methods that learn signs on fixed magnitudes."""
+    """Base of methods that learn signs on fixed magnitudes.
 
-    state_type: ClassVar[type[State]] = State
-    kept_type: ClassVar[type[Kept]] = Kept
+    A method may hold more beside these values, so what it stores has no narrower type here.
+    """
+
+    state_type: ClassVar[type[Any]] = State
+    kept_type: ClassVar[type[Any]] = Kept
     gate: ClassVar[Gate]
 
     down: Literal["sign", "count"] = "sign"
@@ -168,10 +172,10 @@ class SignMasks(Method):
 
     # --- server half
 
-    def start(self, course: Course) -> State:
+    def start(self, course: Course) -> Any:
         return State(self.own_signs(course.model).astype(np.uint8), 1)
 
-    def downlink(self, course: Course, round_: int, state: State, record: Any) -> Payload:
+    def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
         own = self.own_signs(course.model)
         if self.down == "sign":
             return changes.encode(self.codec, state.plus > 0, own)
@@ -181,20 +185,20 @@ class SignMasks(Method):
     def update_limit(self, model: Model) -> int:
         return changes.limit(weights(model.manifest, model.manifest.layers).size)
 
-    def read_update(self, a: Assignment, state: State, record: Any, payload: Payload) -> Update:
+    def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Update:
         due, what = Received(state.plus, state.votes), f"the update of {a.device!r} in round {a.round}"
         contexts = due.contexts(self.division(a.model).masked)
         signs = changes.decode(self.codec, payload, due.signs, what, contexts=contexts)
         return Update(bitset.pack(signs), count(payload, "samples", MAX_SAMPLES))
 
-    def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
+    def influence(self, a: Assignment, state: Any, update: Update) -> Influence | None:
         """The claimed weight; None where every device counts once."""
         return Influence(1.0, update.samples) if self.down == "sign" else None
 
-    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+    def limited(self, a: Assignment, state: Any, update: Update, scale: float, weight: float) -> Update:
         return replace(update, samples=weight)
 
-    def fold(self, a: Assignment, state: State, total: Tally | Mean | None, update: Update, record: Any) -> Any:
+    def fold(self, a: Assignment, state: Any, total: Tally | Mean | None, update: Update, record: Any) -> Any:
         """Count the +1, or add n_k times the signs -1 and +1, whose sum over n is the paper's mean mask."""
         if self.down == "count":
             tally = total if isinstance(total, Tally) else Tally(state.plus.size)
@@ -206,15 +210,15 @@ class SignMasks(Method):
         return mean, record
 
     def finish(
-        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Tally | Mean
-    ) -> tuple[State, Mapping[str, Any]]:
+        self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Tally | Mean
+    ) -> tuple[Any, Mapping[str, Any]]:
         if isinstance(total, Tally):
-            return replace(state, plus=total.counts(), votes=total.total), {}
-        return replace(state, plus=(total.sum >= 0).astype(np.uint8), votes=1), {}
+            return State(total.counts(), total.total), {}
+        return State((total.sum >= 0).astype(np.uint8), 1), {}
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Received:
+    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
         own, what = self.own_signs(a.model), f"the downlink of round {a.round}"
         if self.down == "sign":
             return Received(changes.decode(self.codec, downlink, own, what).astype(np.uint8), 1)
@@ -225,7 +229,7 @@ class SignMasks(Method):
         except CodecError as error:
             raise PayloadError(f"{what} cannot be decoded: {error}; fetch it again") from None
 
-    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
+    def local_round(self, task: Task, kept: Any, received: Any) -> Local:
         """A few epochs of SGD on the latents and on the device's own float32 parameters."""
         model, division = task.assignment.model, self.division(task.assignment.model)
         values, buffers = self.own_values(model, kept)
@@ -239,7 +243,7 @@ class SignMasks(Method):
         update = Payload(sent.arrays, {**sent.meta, "samples": task.samples})
         return Local(own, update, Personal(values, buffers), loss)
 
-    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
+    def personal(self, task: Task, kept: Any, received: Any) -> Personal:
         """The majority's signs under the device's own head; an untrained head for a device that never took part."""
         model = task.assignment.model
         values, buffers = self.own_values(model, kept)
