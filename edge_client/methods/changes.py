@@ -21,6 +21,12 @@ from edge_client.methods import SetCodecName, bits_digest
 from edge_client.protocol.payload import Payload, coded, u8
 
 Bits = NDArray[np.bool_]
+CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
+
+
+def limit(n: int) -> int:
+    """The most bytes that the changes of n bits take."""
+    return bitset.size(n) + CODEC_HEAD
 
 
 def _exact(name: str) -> str:

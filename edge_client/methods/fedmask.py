@@ -37,7 +37,7 @@ from edge_client.methods.structure import Bits, Packed, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
-from edge_client.training.gates import GroupLasso, SigmoidThreshold
+from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
 
@@ -67,6 +67,7 @@ class FedMask(PrunedMasks):
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({STRUCTURE})
+    gate: ClassVar[Gate] = SigmoidThreshold()
 
     group_lasso: Annotated[float, Field(ge=0, le=100)] = 2e-4
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
@@ -188,16 +189,17 @@ class FedMask(PrunedMasks):
         update = wire.update(mask[live], received, structure, wire.division.real.gather(values))
         held, latent = Held(structure, bitset.pack(mask[live])), scores if self.restart == "latent" else None
         own = Kept(held, wire.division.local.gather(values), buffers, latent)
-        return Local(own, update, wire.division.under(model, values, mask, buffers), loss)
+        gates = self.gate.forward(scores, None)
+        return Local(own, update, wire.division.under(model, values, gates, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The frozen weights under the received mask, within the device's structure when it has one."""
-        model, mask = task.assignment.model, received.share >= 0.5
+        model, live = task.assignment.model, np.ones(received.share.size, np.bool_)
         division = self.division(model)
         if kept:
-            mask &= division.expand(kept.held.structure)
+            live = division.expand(kept.held.structure)
         values, buffers = self.own_values(model, kept, received)
-        return division.under(model, values, mask, buffers)
+        return division.under(model, values, self.gate.forward(self.scores(received.share, live), None), buffers)
 
     def own_values(self, model: Model, kept: Kept | None, received: Received) -> tuple[F32, F32]:
         """Copies of parameters and statistics: frozen ones as drawn, the device's own, the server's real gates."""
@@ -232,7 +234,7 @@ class FedMask(PrunedMasks):
         for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
             lasso = GroupLasso(b.shape, self.group_lasso) if self.group_lasso else None
             frozen, sgd = model.parameters[b.span], Sgd(b.size, self.lr, self.momentum)
-            layers.append((b.span, masked_step(SigmoidThreshold(), frozen, scores[place], sgd, lasso)))
+            layers.append((b.span, masked_step(self.gate, frozen, scores[place], sgd, lasso)))
         free = Part(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()
         for span, layer in layers:

@@ -19,7 +19,6 @@ from edge_client.protocol.payload import Arrays, Meta, Payload, allow_only, coun
 
 STRUCTURE, PLANES, REAL = "structure.bits", "mask.planes", "real"
 MOST_LEVELS = 2**20 - 1  # devices of a cohort
-CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class Wire:
 
     def update_limit(self) -> int:
         """The most bytes of an update: live bits, the structure, the real values."""
-        bits = bitset.size(self.division.live) + bitset.size(self.division.pruned)
-        return bits + CODEC_HEAD + 4 * self.division.real.size
+        return changes.limit(self.division.live) + bitset.size(self.division.pruned) + 4 * self.division.real.size
 
     def downlink(self, share: F32, known: Bits, levels: int, structure: Packed | None, real: F32) -> Payload:
         """Shares, multiples of one over `levels`, of the elements that have `known` bits: live ones, or all."""

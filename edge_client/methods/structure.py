@@ -7,7 +7,7 @@ element that stays. An element is live when it stays or is not prunable. The met
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
@@ -68,11 +68,11 @@ class Division:
             live[group[np.argsort(-rank[group], kind="stable")[:count]]] = True
         return bitset.pack(live[self.prunable])
 
-    def under(self, model: Model, values: F32, mask: Bits, buffers: F32) -> Personal:
-        """The model of `values` with the frozen weights under a mask, bool[masked]."""
+    def under(self, model: Model, values: F32, gates: NDArray[Any], buffers: F32) -> Personal:
+        """The model of `values` with the frozen weights times `gates`: [masked] in {0, 1}, or signs and 0 for dead."""
         values, alive = values.copy(), np.ones(values.size, np.bool_)
-        self.masked.scatter(self.masked.gather(model.parameters) * mask, values)
-        self.masked.scatter(mask, alive)
+        self.masked.scatter(self.masked.gather(model.parameters) * gates, values)
+        self.masked.scatter(gates != 0, alive)
         return Personal(values, buffers, alive)
 
 

@@ -94,6 +94,21 @@ class SignTanh:
 
 
 @dataclass(frozen=True)
+class ClippedSign:
+    """Binarized networks: forward sign(s) with sign(0) = +1, slope 1 where -1 <= s <= 1 and 0 outside."""
+
+    def forward(self, scores: F32, stream: int | None = None) -> NDArray[np.int8]:
+        """+1 where s >= 0, -1 below, 0 at -inf."""
+        return SignTanh().forward(scores)
+
+    def soft(self, scores: F32, out: F32) -> None:
+        np.copyto(out, scores)
+
+    def slope(self, soft: F32, out: F32) -> None:
+        np.less_equal(np.abs(soft, out=out), 1, out=out)
+
+
+@dataclass(frozen=True)
 class Bernoulli:
     """FedPM and DeltaMask: forward a draw of Bernoulli(sigmoid(s)), backward straight through the draw.
 

@@ -1,0 +1,295 @@
+"""Signs on fixed magnitudes: one bit per weight is learned. What HideNseek and BNN-FedAvg share.
+
+Both sides have the weights of all layers but the last, the *masked* ones, from the bundle. Their magnitudes are fixed;
+a weight is its magnitude times a sign, and before round 1 the sign is the weight's own. The last layer, the *head*, is
+float32 and stays on the device, like batch-norm statistics.
+
+- Down, ``down = "sign"``: the devices' majority, each counted by its samples; a tie is +1. It travels as its changes to
+  the weights' own signs. ``down = "count"``: how many of the last round's devices voted +1, each counted once, coded
+  given the weights' own signs. Either needs nothing that a device could have missed.
+- Up: the device's signs as changes to the majority that it received, coded in contexts of the counts.
+- A device makes real *latents* from what it received: `radius` times the mean of the signs, -1..1; in round 1 times
+  values in 0..1 as well, the same for all, since latents begin as real random numbers. Their signs times the magnitudes
+  are the weights. It trains them by SGD through the gate, whose slope stands for the derivative of sign.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from edge_kernels import bits as bitset
+from edge_kernels.codecs import CodecError, counts
+from edge_kernels.folding import Tally
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import Influence, Method, changes
+from edge_client.methods.changes import ExactCodecName
+from edge_client.methods.fedavg import Mean
+from edge_client.parts import Part, rest, tensors, weights
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Payload, coded, count, u8
+from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
+from edge_client.training.gates import Gate
+from edge_client.training.sgd import Sgd
+from edge_client.training.steps import masked_step
+
+COUNTS = "counts"
+MOST_VOTES = 2**20 - 1
+_LEVELS, _PLACES = 32, 128  # contexts of the uplink; their product is the most that a codec takes
+
+Bits = NDArray[np.bool_]
+Packed = NDArray[np.uint8]
+Votes = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class State:
+    """How many of `votes` votes for each sign were +1, [masked]. The majority alone is one vote."""
+
+    plus: Votes
+    votes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device keeps: its own float32 parameters and statistics, and with ``restart = "latent"`` its latents."""
+
+    local: F32
+    buffers: F32
+    latents: F32 | None = None
+
+
+@dataclass(frozen=True)
+class Received:
+    """A downlink: the votes as in `State`."""
+
+    plus: Votes
+    votes: int
+
+    @property
+    def mean(self) -> F32:
+        """The mean of the signs, float32[masked] in -1..1, exactly 0 at a tie."""
+        return ((2 * self.plus.astype(np.int64) - self.votes) / self.votes).astype(np.float32)
+
+    @property
+    def signs(self) -> Bits:
+        """Where the majority is +1, bool[masked]."""
+        majority: Bits = 2 * self.plus.astype(np.int64) >= self.votes
+        return majority
+
+    def contexts(self, masked: Part) -> NDArray[np.uint16]:
+        """What tells how likely a flip is: the votes, in at most 32 levels, and where the weight lies, in 128."""
+        votes = self.plus.astype(np.uint64) * _LEVELS // max(_LEVELS, self.votes + 1)
+        blocks = np.arange(len(masked.blocks)) * _PLACES // max(_PLACES, len(masked.blocks))
+        places = np.repeat(blocks, [b.size for b in masked.blocks]).astype(np.uint16)
+        contexts: NDArray[np.uint16] = votes.astype(np.uint16) * np.uint16(_PLACES) + places
+        return contexts
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's signs, packed, and the number of samples behind them."""
+
+    signs: Packed
+    samples: float
+
+
+@dataclass(frozen=True)
+class Division:
+    """Parts of the model: signs are learned of `masked`; `local` is trained as float32 on the device."""
+
+    masked: Part
+    local: Part
+
+
+class SignMasks(Method):
+    """Base of methods that learn signs on fixed magnitudes.
+
+    A method may hold more beside these values, so what it stores has no narrower type here.
+    """
+
+    state_type: ClassVar[type[Any]] = State
+    kept_type: ClassVar[type[Any]] = Kept
+    gate: ClassVar[Gate]
+
+    down: Literal["sign", "count"] = "sign"
+    """What travels down: the majority of the signs, one bit each, or how many devices voted +1."""
+    restart: Literal["radius", "latent"] = "radius"
+    """`latent`: a device keeps its own latent where the majority has the sign it had."""
+    radius: Annotated[float, Field(ge=1e-6, le=100)] = 1.0
+    """A received mean m of signs becomes the latent radius * m."""
+    biases: Literal["frozen", "local"] = "local"
+    """Biases, batch-norm scale and shift, and tensors of no maskable layer: as drawn, or trained on the device."""
+    codec: ExactCodecName = "auto"
+    """The set codec of changed signs; `bits` takes one bit a sign, like the papers."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
+    """Learning rate of the latents."""
+    local_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    """Learning rate of everything trained as float32."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    # --- what both sides know
+
+    @abstractmethod
+    def magnitudes(self, model: Model) -> F32:
+        """The fixed size of every weight, float32[masked], at least 0."""
+        ...
+
+    @abstractmethod
+    def sureness(self, course: Course) -> F32:
+        """How far from 0 the latents of round 1 are, float32[masked] in 0..1; all devices begin with the same."""
+        ...
+
+    def division(self, model: Model) -> Division:
+        """How this configuration divides the model. Raises ConfigError without a layer before the head."""
+        m = model.manifest
+        if len(m.layers) < 2:
+            raise ConfigError(f"method {self.name!r} keeps the last layer local; bundle {m.name!r} has no other")
+        masked = weights(m, m.layers[:-1])
+        head = tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
+        return Division(masked, rest(m, masked) if self.biases == "local" else head)
+
+    def own_signs(self, model: Model) -> Bits:
+        """The signs of the bundle's weights, bool[masked]; 0 counts as +."""
+        own: Bits = self.division(model).masked.gather(model.parameters) >= 0
+        return own
+
+    def exchanged(self, model: Model) -> int:
+        return self.division(model).masked.size
+
+    def paper_bytes(self, model: Model) -> tuple[int, int]:
+        """One byte a sign both ways, "the smallest element" of the paper's framework."""
+        return self.exchanged(model), self.exchanged(model)
+
+    # --- server half
+
+    def start(self, course: Course) -> Any:
+        return State(self.own_signs(course.model).astype(np.uint8), 1)
+
+    def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
+        own = self.own_signs(course.model)
+        if self.down == "sign":
+            return changes.encode(self.codec, state.plus > 0, own)
+        guess = own * state.plus.dtype.type(state.votes)
+        return Payload({COUNTS: u8(counts.encode(state.plus, state.votes, guess))}, {"votes": state.votes})
+
+    def update_limit(self, model: Model) -> int:
+        return changes.limit(weights(model.manifest, model.manifest.layers).size)
+
+    def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Update:
+        due, what = Received(state.plus, state.votes), f"the update of {a.device!r} in round {a.round}"
+        contexts = due.contexts(self.division(a.model).masked)
+        signs = changes.decode(self.codec, payload, due.signs, what, contexts=contexts)
+        return Update(bitset.pack(signs), count(payload, "samples", MAX_SAMPLES))
+
+    def influence(self, a: Assignment, state: Any, update: Update) -> Influence | None:
+        """The claimed weight; None where every device counts once."""
+        return Influence(1.0, update.samples) if self.down == "sign" else None
+
+    def limited(self, a: Assignment, state: Any, update: Update, scale: float, weight: float) -> Update:
+        return replace(update, samples=weight)
+
+    def fold(self, a: Assignment, state: Any, total: Tally | Mean | None, update: Update, record: Any) -> Any:
+        """Count the +1, or add n_k times the signs -1 and +1, whose sum over n is the paper's mean mask."""
+        if self.down == "count":
+            tally = total if isinstance(total, Tally) else Tally(state.plus.size)
+            tally.add(update.signs)
+            return tally, record
+        mean = total if isinstance(total, Mean) else Mean(state.plus.size)
+        signs = 2 * bitset.unpack(update.signs, state.plus.size).astype(np.float32) - 1
+        mean.add(update.samples, signs)
+        return mean, record
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Tally | Mean
+    ) -> tuple[Any, Mapping[str, Any]]:
+        if isinstance(total, Tally):
+            return State(total.counts(), total.total), {}
+        return State((total.sum >= 0).astype(np.uint8), 1), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
+        own, what = self.own_signs(a.model), f"the downlink of round {a.round}"
+        if self.down == "sign":
+            return Received(changes.decode(self.codec, downlink, own, what).astype(np.uint8), 1)
+        votes = count(downlink, "votes", MOST_VOTES)
+        guess = own * counts.dtype_for(votes).type(votes)
+        try:
+            return Received(counts.decode(coded(downlink, COUNTS), own.size, votes, guess), votes)
+        except CodecError as error:
+            raise PayloadError(f"{what} cannot be decoded: {error}; fetch it again") from None
+
+    def local_round(self, task: Task, kept: Any, received: Any) -> Local:
+        """A few epochs of SGD on the latents and on the device's own float32 parameters."""
+        model, division = task.assignment.model, self.division(task.assignment.model)
+        values, buffers = self.own_values(model, kept)
+        latents = self.latents(received, kept)
+        if task.assignment.round == 1:
+            latents *= self.sureness(task.assignment.course)
+        loss = self.train(task, values, buffers, latents)
+        signs = latents >= 0
+        sent = changes.encode(self.codec, signs, received.signs, received.contexts(division.masked))
+        own = Kept(division.local.gather(values), buffers, latents if self.restart == "latent" else None)
+        update = Payload(sent.arrays, {**sent.meta, "samples": task.samples})
+        return Local(own, update, Personal(values, buffers), loss)
+
+    def personal(self, task: Task, kept: Any, received: Any) -> Personal:
+        """The majority's signs under the device's own head; an untrained head for a device that never took part."""
+        model = task.assignment.model
+        values, buffers = self.own_values(model, kept)
+        signs = np.where(received.signs, np.float32(1), np.float32(-1))
+        self.division(model).masked.scatter(self.magnitudes(model) * signs, values)
+        return Personal(values, buffers)
+
+    def own_values(self, model: Model, kept: Kept | None) -> tuple[F32, F32]:
+        """Copies of parameters and statistics: the bundle's, with the device's own in their places."""
+        values, buffers = model.parameters.copy(), (kept.buffers if kept else model.buffers).copy()
+        if kept:
+            self.division(model).local.scatter(kept.local, values)
+        return values, buffers
+
+    def latents(self, received: Received, kept: Kept | None) -> F32:
+        """Latents from the received mean, or the device's own where the sign came back."""
+        latents: F32 = np.float32(self.radius) * received.mean
+        if kept and kept.latents is not None:
+            latents = np.where((kept.latents >= 0) == received.signs, kept.latents, latents)
+        return latents
+
+    def train(self, task: Task, values: F32, buffers: F32, latents: F32) -> float:
+        """SGD on `latents` and on the float32 parameters in `values`, in place; `values` ends with the signs' weights.
+
+        Latents are clipped by `bounded` after each step.
+        """
+        division = self.division(task.assignment.model)
+        fixed, layers = self.magnitudes(task.assignment.model), []
+        for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
+            sgd = Sgd(b.size, self.lr, self.momentum)
+            layers.append((b.span, masked_step(self.gate, fixed[place], latents[place], sgd)))
+        own = division.local.gather(values)
+        sgd, loss = Sgd(own.size, self.local_lr, self.momentum), EpochLoss()
+        for span, layer in layers:
+            layer.effective(values[span])
+        for batch in task.batches(self.epochs, self.batch):
+            g = task.gradient(values, buffers, batch)
+            loss.add(batch, g)
+            buffers[:] = g.buffers
+            for span, layer in layers:
+                layer.step(g.parameters[span])
+                self.bound(layer.scores)
+                layer.effective(values[span])
+            sgd.step(own, division.local.gather(g.parameters))
+            division.local.scatter(own, values)
+        return loss.mean
+
+    def bound(self, latents: F32) -> None:
+        """Bring latents back into their range, in place, after a step; they have none unless a method says so."""

@@ -1,0 +1,356 @@
+"""HideNseek: signs by hand, votes, late devices, the smaller network, and what never leaves a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels import bits, counter
+from edge_kernels.codecs import counts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy_mlp import NumpyMlp, course, mlp
+from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
+
+from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.methods import make_method, signs
+from edge_client.methods.hidenseek import UNITS, HideNseek, channels, packed
+from edge_client.narrow import narrow
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment
+
+DOWNS = ("sign", "count")
+ALL = {"keep": 1.0, "epochs": 1}
+
+
+# --- one device by hand
+
+
+def test_a_sign_flips_exactly_where_its_latent_falls_below_zero() -> None:
+    # One step from latents of the weights' signs, .1 times the first uniform numbers: s -= g |W| (1 - tanh(s)^2).
+    weights, gradient = [1, -1, 2, -0.5], [0.2, -0.2, 0.01, -0.3]
+    m = grouped(mlp(2, 2, 2, bias=False))
+    method = HideNseek(keep=1, radius=0.1, restart="latent", lr=1, momentum=0, epochs=1, batch=64)
+    done = first(method, fixed_task(m, [*gradient, 0, 0, 0, 0], [*weights, 5, 5, 5, 5]))
+    uniform = counter.uniform(counter.key(0, "hidenseek", "first latents"), 4)
+    start = 0.1 * np.sign(weights) * uniform
+    due = start - np.multiply(gradient, np.abs(weights)) * (1 - np.tanh(start) ** 2)
+    assert done.kept.own.latents == pytest.approx(due, rel=1e-5)
+    assert done.trained.parameters[:4] == pytest.approx(np.abs(weights) * np.sign(due))
+    assert done.trained.parameters[4:].tolist() == [5, 5, 5, 5]
+
+
+def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
+    fleet = Fleet(HideNseek(**ALL))
+    fleet.play("a")
+    before, after = first_model(M).parameters, fleet.trained["a"].parameters
+    masked = fleet.method.division(first_model(M)).masked
+    assert np.array_equal(np.abs(masked.gather(before)), np.abs(masked.gather(after)))
+    assert not np.array_equal(masked.gather(before), masked.gather(after))
+    head = M.tensors["2.w"].span
+    assert not np.array_equal(before[head], after[head])
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_latents_start_at_the_radius_times_the_mean_of_the_signs(down: Any) -> None:
+    method = HideNseek(keep=1, down=down, radius=0.5)
+    received = signs.Received(np.array([0, 1, 2, 3, 4], np.uint8), 4)
+    assert method.latents(received, None).tolist() == [-0.5, -0.25, 0, 0.25, 0.5]
+    own = np.array([-3, 2, 1, -1, 0.1], np.float32)
+    kept = signs.Kept(np.zeros(0, np.float32), np.zeros(0, np.float32), own)
+    assert method.latents(received, kept).tolist() == pytest.approx([-3, -0.25, 1, 0.25, 0.1])
+
+
+def test_biases_are_trained_or_as_drawn() -> None:
+    for biases, moves in (("local", True), ("frozen", False)):
+        fleet = Fleet(HideNseek(**ALL, biases=biases))
+        fleet.play("a")
+        assert bool(fleet.trained["a"].parameters[M.tensors["0.b"].span].any()) is moves
+
+
+# --- votes
+
+
+def test_the_majority_counts_samples_and_a_tie_is_plus_one() -> None:
+    fleet = Fleet(HideNseek(keep=1), grouped(mlp(2, 2, 2, bias=False)))
+    fleet.fold({"a": ([1, -1, 1, -1], 3.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, -1, -1], 1.0)})
+    assert fleet.state.signs.plus.tolist() == [1, 1, 1, 0]  # 3:3, 3:3, 5:1, 0:6
+    fleet.fold({"a": ([1, -1, 1, -1], 1.0), "b": ([-1, 1, 1, -1], 5.0)})
+    assert fleet.state.signs.plus.tolist() == [0, 1, 1, 0]
+
+
+def test_counts_count_every_device_once() -> None:
+    fleet = Fleet(HideNseek(keep=1, down="count"), grouped(mlp(2, 2, 2, bias=False)))
+    fleet.fold({"a": ([1, -1, 1, -1], 300.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, 1, -1], 1.0)})
+    assert (fleet.state.signs.plus.tolist(), fleet.state.signs.votes) == ([1, 2, 3, 0], 3)
+    received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.down("z")).signs
+    assert received.plus.tolist() == [1, 2, 3, 0]
+    assert received.signs.tolist() == [False, True, True, False]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 2**31))
+def test_any_votes_arrive_as_they_are(votes: int, seed: int) -> None:
+    method, c = HideNseek(keep=1, down="count"), course(M)
+    plus = np.random.default_rng(seed).integers(0, votes + 1, MASKED).astype(counts.dtype_for(votes))
+    state = replace(method.start(c), signs=signs.State(plus, votes))
+    found = method.receive(Assignment(c, 2, "a"), None, method.downlink(c, 2, state, None)).signs
+    assert np.array_equal(found.plus, plus)
+    assert found.votes == votes
+    assert np.array_equal(found.signs, plus >= votes / 2)
+    assert found.mean == pytest.approx(2 * plus.astype(float) / votes - 1, abs=1e-6)
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_the_order_of_the_devices_changes_nothing(down: Any) -> None:
+    rng = np.random.default_rng(0)
+    votes = {d: (rng.choice([-1, 1], MASKED).tolist(), float(n)) for d, n in (("a", 40), ("b", 7), ("c", 33))}
+    states = []
+    for order in ("abc", "cba", "bca"):
+        fleet = Fleet(HideNseek(keep=1, down=down))
+        fleet.fold({d: votes[d] for d in order})
+        states.append(fleet.state.signs.plus.tolist())
+    assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_a_federation_of_one_device_has_its_signs(down: Any) -> None:
+    fleet = Fleet(HideNseek(**ALL, down=down))
+    fleet.play("a")
+    assert np.array_equal(fleet.personal("a").parameters, fleet.trained["a"].parameters)
+
+
+def test_a_claim_of_many_samples_is_clipped() -> None:
+    fleet = Fleet(HideNseek(**ALL))
+    a = Assignment(fleet.course, 1, "a")
+    update = signs.Update(bits.pack(np.ones(MASKED, np.bool_)), 1e6)
+    found = fleet.method.influence(a, fleet.state, update)
+    assert found is not None
+    assert found.weight == 1e6
+    assert fleet.method.limited(a, fleet.state, update, 1.0, 400.0).samples == 400
+    assert Fleet(HideNseek(**ALL, down="count")).method.influence(a, fleet.state, update) is None
+
+
+# --- what travels
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_head_biases_and_statistics_never_leave_the_device(down: Any) -> None:
+    fleet = Fleet(HideNseek(epochs=1, down=down))
+    for _ in range(2):
+        fleet.play("a", "b")
+    assert all(set(u.arrays) == {"changes.auto"} for u in fleet.updates.values())
+    assert set(fleet.downs["a"].arrays) == {"changes.auto" if down == "sign" else "counts"}
+    heads = [fleet.trained[d].parameters[M.tensors["2.w"].span] for d in "ab"]
+    assert not np.array_equal(*heads)
+
+
+def test_bits_take_one_bit_a_sign_both_ways() -> None:
+    fleet = Fleet(HideNseek(**ALL, codec="bits"))
+    fleet.play("a")
+    assert fleet.updates["a"].arrays["changes.bits"].nbytes == bits.size(MASKED)
+    assert fleet.down("a").arrays["changes.bits"].nbytes == bits.size(MASKED)
+    assert fleet.method.exchanged(first_model(M)) == MASKED
+    assert fleet.method.paper_bytes(first_model(M)) == (MASKED, MASKED)
+
+
+@pytest.mark.parametrize("down", DOWNS)
+@pytest.mark.parametrize("keep", [1.0, 0.6])
+def test_a_late_device_needs_no_history(down: Any, keep: float) -> None:
+    fleet = Fleet(HideNseek(epochs=1, down=down, keep=keep))
+    for _ in range(3):
+        fleet.play("a", "b")
+    late = fleet.personal("z")
+    method, small = fleet.method, fleet.method.small(fleet.course, fleet.state.units)  # type: ignore[attr-defined]
+    n = narrow(M, channels(M, fleet.state.units))
+    due = 2 * fleet.state.signs.plus.astype(int) >= fleet.state.signs.votes
+    own = replace(late, parameters=late.parameters[n.parameters])
+    assert np.array_equal(signs_of(method, small.model, own) > 0, due)
+    fleet.play("a", "z")
+    assert fleet.lost == []
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_signs_of_a_fleet_that_learns_get_better(down: Any) -> None:
+    fleet = Fleet(HideNseek(epochs=2, down=down, keep=0.8, lr=1.0, radius=0.1), grouped(mlp(6, 24, 16, 3)))
+    for _ in range(5):
+        fleet.play("a", "b", "c")
+    assert min(fleet.task(d).score(fleet.personal(d)) for d in "abc") > 0.6
+
+
+def test_two_fleets_of_one_seed_send_the_same_bytes() -> None:
+    fleets = [Fleet(HideNseek(epochs=1, keep=0.6, down="count")) for _ in range(2)]
+    for fleet in fleets:
+        fleet.play("a", "b")
+        fleet.play("b", "c")
+    for d in "abc":
+        one, other = (f.updates[d].arrays["changes.auto"] for f in fleets)
+        assert one.tobytes() == other.tobytes()
+
+
+# --- the smaller network
+
+
+def test_the_units_travel_once_and_again_when_they_were_lost() -> None:
+    fleet = Fleet(HideNseek(epochs=1, keep=0.6))
+    fleet.play("a", "b")
+    assert UNITS in fleet.downs["a"].arrays
+    assert fleet.downs["a"].arrays[UNITS].nbytes == 2  # 8 + 5 channels
+    fleet.play("a")
+    assert UNITS not in fleet.downs["a"].arrays
+    fleet.kept["b"] = {}
+    fleet.play("b")
+    assert fleet.lost == ["b"]
+    fleet.play("b")
+    assert fleet.lost == []
+    assert UNITS in fleet.downs["b"].arrays
+    assert HideNseek.one_time_down == {UNITS}
+
+
+def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
+    fleet = Fleet(HideNseek(epochs=1, keep=0.6, codec="bits"))
+    fleet.play("a")
+    fleet.play("a")
+    kept = channels(M, fleet.state.units)
+    size = {g.name: len(kept.get(g.name, np.arange(g.size))) for g in M.groups}
+    assert sum(size.values()) == round(0.6 * 13)
+    due = 6 * size["0"] + size["0"] * size["1"]
+    assert fleet.updates["a"].arrays["changes.bits"].nbytes == bits.size(due)
+    assert fleet.method.exchanged(first_model(M)) == due
+    for model in (fleet.trained["a"], fleet.personal("a")):
+        rows = model.parameters[M.tensors["0.w"].span].reshape(8, 6)
+        live = kept.get("0", np.arange(8))
+        assert np.flatnonzero(rows.any(axis=1)).tolist() == live.tolist()
+        assert model.mask is not None
+        assert np.array_equal(model.mask[M.tensors["0.w"].span].reshape(8, 6).any(axis=1), rows.any(axis=1))
+        assert not model.parameters[~model.mask].any()
+
+
+def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> None:
+    fleet = Fleet(HideNseek(epochs=1, keep=0.6))
+    t = fleet.task("a")
+    small = t.narrow(channels(M, fleet.state.units))
+    n = narrow(M, channels(M, fleet.state.units))
+    wide = np.zeros(M.d, np.float32)
+    wide[n.parameters] = small.assignment.model.parameters
+    batch = next(iter(t.batches(1, 8)))
+    buffers = np.zeros(0, np.float32)
+    whole = NumpyMlp(M).gradient(wide, buffers, batch.x, batch.y)
+    found = small.gradient(small.assignment.model.parameters, buffers, batch)
+    assert found.loss == pytest.approx(whole.loss)
+    assert np.allclose(found.parameters, whole.parameters[n.parameters])
+
+
+def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
+    method = HideNseek(keep=0.5, prune_layers=("1",))
+    assert {k: len(v) for k, v in method.prune(first_model(M)).items()} == {"1": 2}
+    assert HideNseek(keep=1).prune(first_model(M)) == {}
+    with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
+        HideNseek(prune_layers=("conv",)).start(course(M))
+    with pytest.raises(ConfigError, match="set keep = 1"):
+        HideNseek().start(course(mlp(6, 5, 3)))
+    with pytest.raises(ConfigError, match="in one row"):
+        HideNseek().start(course(M.model_copy(update={"groups": M.groups[:1]})))
+    HideNseek(keep=1).start(course(mlp(6, 5, 3)))
+
+
+def test_settings_out_of_range_are_refused_by_name() -> None:
+    for name, value in {"keep": 0.0, "down": "float", "radius": 0, "lr": -1, "iterations": 0, "codec": "fuse8"}.items():
+        with pytest.raises(ConfigError, match=name):
+            make_method({"name": "hidenseek", name: value})
+
+
+# --- hostile payloads
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_a_malformed_update_is_refused_in_words(down: Any) -> None:
+    fleet = Fleet(HideNseek(epochs=1, keep=0.6, down=down))
+    fleet.play("a", "b")
+    good = fleet_update(fleet)
+    fleet.read("a", good)
+    data = good.arrays["changes.auto"]
+    wrong: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"changes.auto": data[:3]}, {}),
+        ({"changes.auto": data.astype(np.float32)}, {}),
+        ({"head": np.zeros(3, np.float32)}, {}),
+        ({}, {"samples": 0}),
+        ({}, {"samples": 1.5}),
+        ({}, {"samples": 10**15}),
+        ({}, {"reference": "0" * 16}),
+    ]
+    for arrays, meta in wrong:
+        with pytest.raises((PayloadError, LostError)):
+            fleet.read("a", Payload({**good.arrays, **arrays}, {**good.meta, **meta}))
+    with pytest.raises(PayloadError):
+        fleet.read("a", Payload({}, good.meta))
+
+
+def fleet_update(fleet: Fleet) -> Payload:
+    """An update that is due in the fleet's next round."""
+    t = fleet.task("a")
+    received = fleet.method.receive(t.assignment, None, fleet.down("new"))
+    return fleet.method.local_round(t, None, received).update
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_a_malformed_downlink_is_refused_in_words(down: Any) -> None:
+    fleet = Fleet(HideNseek(epochs=1, keep=0.6, down=down))
+    fleet.play("a", "b", "c")
+    good, a = fleet.down("z"), Assignment(fleet.course, 2, "z")
+    name = "changes.auto" if down == "sign" else "counts"
+    wrong: list[dict[str, Any]] = [
+        {UNITS: np.zeros(2, np.uint8)},
+        {UNITS: np.full(2, 255, np.uint8)},
+        {UNITS: np.zeros(5, np.uint8)},
+        {UNITS: np.zeros(2, np.float32)},
+        {name: good.arrays[name][:2]},
+        {name: good.arrays[name].astype(np.int32)},
+        {"parameters": np.zeros(3, np.float32)},
+    ]
+    for arrays in wrong:
+        with pytest.raises((PayloadError, LostError)):
+            fleet.method.receive(a, None, Payload({**good.arrays, **arrays}, good.meta))
+    for votes in (0, -1, 2**40, "3", 1.5) if down == "count" else ():
+        with pytest.raises(PayloadError):
+            fleet.method.receive(a, None, Payload(good.arrays, {**good.meta, "votes": votes}))
+
+
+def test_the_units_are_bits_over_all_groups_in_order() -> None:
+    kept = {"0": np.array([0, 7]), "1": np.array([2])}
+    assert packed(M, kept).tolist() == [0b10000001, 0b00100]
+    assert {k: v.tolist() for k, v in channels(M, packed(M, kept)).items()} == {"0": [0, 7], "1": [2]}
+    assert channels(M, packed(M, {})) == {}
+
+
+# --- all sign methods in the simulator, with the real engine
+
+
+def test_a_simulation_gives_the_same_bits_twice_and_bills_the_units_apart() -> None:
+    pytest.importorskip("sklearn")
+    from edge_bench import datasets
+    from edge_bench.datasets import DataConfig
+    from edge_bench.simulate import find_bundle, read_config, run_all
+
+    data = DataConfig(name="digits", devices=4, samples=400)
+    methods = {
+        "hidenseek": {"epochs": 1},
+        "counted": {"name": "hidenseek", "down": "count", "keep": 0.5, "epochs": 1},
+        "signed": {"epochs": 1},
+        "bnn": {"epochs": 1},
+    }
+    table = {"bundle": "digits", "data": data.model_dump(), "methods": methods, "rounds": 2, "cohort": 3, "seed": 5}
+    bundle = find_bundle("digits")
+    devices = datasets.load(data, 5, bundle.manifest)
+    one, two = (run_all(read_config({**table, "final_epochs": False}), bundle, devices) for _ in range(2))
+    for label, first_run in one.items():
+        again = two[label]
+        assert (first_run.state_sha256, first_run.personal_sha256) == (again.state_sha256, again.personal_sha256)
+        for a, b in zip(first_run.rows, again.rows, strict=True):
+            assert a.record.model_dump(exclude={"seconds"}) == b.record.model_dump(exclude={"seconds"})
+    for label in ("hidenseek", "counted"):
+        model = one[label].personal[min(devices)]
+        assert model.mask is not None
+        assert not model.mask.all()
