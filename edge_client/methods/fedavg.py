@@ -153,12 +153,15 @@ class FedAvg(Method):
     def local_round(self, task: Task, kept: None, received: State) -> Local:
         """A few epochs of SGD from the global model."""
         parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        return Local(None, self.update(task, received, parameters, buffers), Personal(parameters, buffers), loss)
+
+    def update(self, task: Task, received: State, parameters: F32, buffers: F32) -> Payload:
+        """The trained model, or what it differs from the received one, with its samples."""
         if self.whole:
             sent = packed("parameters", PLAIN, parameters, 0)
         else:
             sent = packed("change", self.up, parameters - received.parameters, update_stream(task.assignment))
-        update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
-        return Local(None, update, Personal(parameters, buffers), loss)
+        return Payload({**sent, "buffers": buffers}, {"samples": task.samples})
 
     def personal(self, task: Task, kept: None, received: State) -> Personal:
         """The global model as it is."""
