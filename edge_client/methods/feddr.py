@@ -24,7 +24,6 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32
-from edge_client.errors import LostError
 from edge_client.methods.fedavg import FedAvg, State, Update
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, EpochLoss, Local, Personal, Task
@@ -59,9 +58,7 @@ class FedDR(FedAvg):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """The splitting step: y, then x by SGD on the loss with the proximal term, then the reflection."""
         y = received.parameters
-        if kept is not None:
-            if kept.x.shape != y.shape or kept.y.shape != y.shape:
-                raise LostError(f"this device kept {kept.x.size} parameters, the model has {y.size}")
+        if kept is not None and kept.x.shape == kept.y.shape == y.shape:
             y = kept.y + np.float32(self.alpha) * (y - kept.x)
         x, buffers, loss = y.copy(), received.buffers.copy(), EpochLoss()
         optimiser, pull = Sgd(x.size, self.lr, self.momentum), np.empty_like(x)

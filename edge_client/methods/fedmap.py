@@ -1,15 +1,15 @@
 """FedMap: federated averaging of a network that all devices prune alike, so that no mask ever travels.
 
-Herzog, Southam, Zhang, Gabrys, Otte, Belov, Lee, Mandic, "FedMap: Iterative Magnitude-Based Pruning for
-Communication-Efficient Federated Learning", 2024. Algorithm 2, round t on a device:
+Herzog, Southam, Mavromatis, Khan, "FedMap: Iterative Magnitude-Based Pruning for Communication-Efficient Federated
+Learning", 2024. Algorithm 2, round t on a device:
 
     theta_t = theta_(t-1) + change       the last round's mean change, expanded by the mask M_(t-1)
     M_t = the K_t largest LAMP scores    within M_(t-1): what is pruned stays pruned
     train theta_t with masked gradients  L epochs
     send the change at M_t               32 K_t bits, no indices
 
-- Every device and the server derive M_t from theta_t: `edge_kernels.pruning` is exact on every machine. Down and up carry
-  a 64-bit `fingerprint` of M_t and theta_t; a device whose own differs raises LostError and receives everything.
+- Every device and the server derive M_t from theta_t: `edge_kernels.pruning` is exact on every machine. Both ways a
+  64-bit `fingerprint` of M_t and theta_t travels; a device whose own differs raises LostError and receives everything.
 - Values are dropped by the mask, never by being zero: kept weights whose change is exactly zero are common.
 - Down: nothing in round 1 (the bundle is theta_1). To a device that took part in the round before: `change`. To any
   other: `values` of theta_t at M_t, and ``mask.entropy``, M_t in codec `entropy` with the layer as context.
@@ -17,8 +17,9 @@ Communication-Efficient Federated Learning", 2024. Algorithm 2, round t on a dev
   Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
   (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
 - `dr` adds FedDR (section III-B): y = M y + alpha (theta - M x), x = argmin f + |x - y|^2 / (2 eta), and the reflection
-  2 x - y in the place of the trained model. The paper sends its difference from the device's last reflection; here it
-  is the difference from theta, whose mean is the same with all devices in every round, and bounded when some are absent.
+  2 x - y in the place of the trained model. The paper sends the difference from the device's last reflection. Here the
+  difference from theta is sent: its mean is the same when all devices take part in every round, and theta stays the
+  mean of reflections when some are absent.
 """
 
 from __future__ import annotations

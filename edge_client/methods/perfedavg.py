@@ -1,7 +1,7 @@
 """Per-FedAvg: a global model from which one step on a device's data gives a good personal one.
 
 Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020. A device minimises F(w) = f(w - alpha grad f(w)), step by step on independent batches D, D', D'':
+Approach", NeurIPS 2020. A device minimises F(w) = f(w - alpha grad f(w)), with independent batches D, D', D'' a step:
 
     w'  = w - alpha grad f(w, D)                                          inner step
     FO:   w <- w - beta grad f(w', D')                                    outer step, from w and not from w'

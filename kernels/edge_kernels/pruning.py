@@ -47,7 +47,7 @@ def largest_first(values: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def keep_global(scores: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
-    """The `count` largest of float64[n] scores, bool[n]; of equal scores the lower index is kept. None of them is NaN."""
+    """The `count` largest of float64[n] scores, bool[n]; of equal scores the lower index is kept. No score is NaN."""
     if count >= len(scores):
         return np.ones(len(scores), np.bool_)
     if count <= 0:
