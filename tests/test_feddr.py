@@ -142,6 +142,6 @@ def test_a_hostile_reflection_is_refused() -> None:
     local, _, _ = one_step(None)
     method, c = FedDR(), course(mlp(6, 5, 3))
     for arrays in ({"parameters": local.update.arrays["parameters"] * np.float32(np.nan)}, {"y": NONE}):
+        update = Payload({**local.update.arrays, **arrays}, local.update.meta)
         with pytest.raises(PayloadError):
-            update = Payload({**local.update.arrays, **arrays}, local.update.meta)
             method.read_update(Assignment(c, 1, "a"), method.start(c), None, update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import comb
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_schedule_never_grows_and_always_leaves_a_weight(
 ) -> None:
     method = FedMap(every=every, prune=prune, floor=floor, schedule=schedule)
     left = [method.remaining(course(M, rounds), t, size) for t in range(1, rounds + 2)]
-    assert all(size >= a >= b >= 1 for a, b in zip(left[:-1], left[1:], strict=True))
+    assert all(size >= a >= b >= 1 for a, b in pairwise(left))
 
 
 # --- in step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled
 
 
 def by_definition(values: list[float]) -> list[Fraction]:
-    """One layer's scores: w^2 over the squares of the weights that are not smaller; of equal ones the first is larger."""
+    """One layer's scores: w^2 over the squares of the weights not smaller; of equal ones the first is larger."""
     order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))
     scores, total = [Fraction(0)] * len(values), Fraction(0)
     for i in order:
@@ -54,7 +55,7 @@ def test_equal_weights_are_ordered_by_their_index() -> None:
 def test_lamp_is_the_papers_formula_layer_by_layer(layers: list[list[float]]) -> None:
     ends = np.cumsum([0, *map(len, layers)]).tolist()
     values = np.array([w for layer in layers for w in layer], F32)
-    scores = lamp_scores(values, [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)])
+    scores = lamp_scores(values, [slice(a, b) for a, b in pairwise(ends)])
     due = [float(s) for layer in layers for s in by_definition(layer)]
     assert scores.tolist() == pytest.approx(due, rel=1e-12, abs=0)
     assert ((scores >= 0) & (scores <= 1)).all()

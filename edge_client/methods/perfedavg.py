@@ -10,7 +10,7 @@ Approach", NeurIPS 2020. A device minimises F(w) = f(w - alpha grad f(w)), with 
 
 - The server averages w, weighted by samples; payloads and codecs are those of FedAvg.
 - D' runs through the device's samples `epochs` times, so a round has as many outer steps as FedAvg has steps; D and D''
-  are drawn in orders of their own. The outer step is plain SGD, as in the paper, unless `momentum` is set.
+  are drawn in orders of their own. The paper's outer step has no momentum; the default is FedAvg's, to compare alike.
 - The personal model is w after one step of rate alpha on one batch, or after `personal_epochs` epochs of such steps.
   Batch-norm statistics are those of the outer batches, averaged; the personal steps move the device's copy.
 """
@@ -42,7 +42,6 @@ class PerFedAvg(FedAvg):
     """The inner rate, also that of the personal steps."""
     delta: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """HF: the finite difference's step. Much smaller ones drown in the rounding of float32."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model; 0: one step on one batch."""
 
