@@ -21,6 +21,7 @@ from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.federated_pruning_lamp import FederatedPruningLamp
 from edge_client.methods.fedmap import (
     MASK,
     DouglasRachford,
@@ -31,6 +32,7 @@ from edge_client.methods.fedmap import (
     alive,
     fingerprint,
     prunable,
+    unmasked,
     unpacked,
 )
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
@@ -468,3 +470,51 @@ def test_the_personal_model_is_the_pruned_global_one() -> None:
     assert personal.parameters.tobytes() == p.state.theta.tobytes()
     assert personal.mask is not None
     assert (~personal.mask).sum() == (~received.mask).sum() > 0
+
+
+# --- FederatedPruning by LAMP: what it does otherwise
+
+
+def lin(**settings: Any) -> FederatedPruningLamp:
+    return FederatedPruningLamp(**{"every": 2, "prune": 0.4, "epochs": 1, "batch": 20, "lr": 0.05, **settings})
+
+
+def test_federated_pruning_keeps_pruned_values_and_takes_weights_up_again() -> None:
+    p = play(lin(floor=0.6, weight_decay=1.0)).run(12)  # kept weights shrink, pruned ones do not
+    part, back = prunable(M), 0
+    for before, after in pairwise(p.states):
+        gone = ~unpacked(M, before.mask)
+        assert np.array_equal(part.gather(after.theta)[gone], part.gather(before.theta)[gone])
+        back += int((unpacked(M, after.mask) & gone).sum())
+    assert back > 0
+    for round_, state in enumerate(p.states, 1):
+        mask = unpacked(M, state.mask)
+        assert mask.sum() == p.method.remaining(p.course, round_, part.size)
+        assert (round_ % 2 == 1) or np.array_equal(mask, unpacked(M, p.states[round_ - 2].mask))
+
+
+def test_federated_pruning_sends_the_mask_to_devices_that_do_not_hold_it() -> None:
+    p = play(lin()).run(4, lambda round_, device: device != "c" or round_ < 3)
+    assert set(p.downlink(4, "a").arrays) == {"values"}
+    assert set(p.downlink(4, "c").arrays) == {"values", MASK}
+    assert set(p.downlink(5, "a").arrays) == {"values", MASK}
+    for device in "ac":
+        received = p.receive(5, device)
+        mask = unpacked(M, p.state.mask)
+        assert np.array_equal(received.mask, mask)
+        assert received.theta.tobytes() == np.where(unmasked(M, mask), p.state.theta, np.float32(0)).tobytes()
+
+
+def test_a_device_of_federated_pruning_without_the_mask_is_lost() -> None:
+    p = play(lin()).run(3)
+    held = p.kept["a"]
+    mask = unpacked(M, held.mask)
+    for kept in (None, replace(held, mask=bitset.pack(~mask)), replace(held, mask=bitset.pack(mask[::-1]))):
+        p.kept["a"] = kept
+        with pytest.raises(LostError):
+            p.receive(4, "a")
+
+
+def test_federated_pruning_has_no_splitting() -> None:
+    with pytest.raises(ConfigError, match="dr"):
+        make_method({"name": "federated-pruning-lamp", "dr": {"eta": 1}})

@@ -59,7 +59,9 @@ def trained(method: PerFedAvg, trainer: Trainer) -> F32:
 
 
 def one(variant: str, **settings: Any) -> PerFedAvg:
-    return PerFedAvg(**{"variant": variant, "alpha": ALPHA, "lr": BETA, "epochs": 1, "batch": 40, "momentum": 0, **settings})
+    return PerFedAvg(
+        **{"variant": variant, "alpha": ALPHA, "lr": BETA, "epochs": 1, "batch": 40, "momentum": 0, **settings}
+    )
 
 
 def test_first_order_is_the_gradient_after_the_inner_step_applied_from_the_original_point() -> None:
