@@ -165,6 +165,28 @@ def test_masks_shrink_within_each_other_to_the_scheduled_count_and_pruned_stays_
         assert local.trained.parameters[local.trained.mask].all()
 
 
+def test_the_mask_is_that_of_the_papers_score_in_each_layer_under_one_threshold() -> None:
+    p = play(small()).run(9)
+    part = prunable(M)
+    for before, after in pairwise(p.states):
+        theta = before.theta.copy()
+        theta[alive(M, unpacked(M, before.mask))] += after.change
+        mask, w = unpacked(M, before.mask), part.gather(theta).astype(np.float64) ** 2
+        scores = np.full(part.size, -1.0)
+        for place in part.places:
+            for i in np.flatnonzero(mask[place]) + place.start:
+                scores[i] = w[i] / sum(v for v, on in zip(w[place], mask[place], strict=True) if on and v >= w[i])
+        keep = int(unpacked(M, after.mask).sum())
+        assert set(np.flatnonzero(unpacked(M, after.mask))) == set(np.argsort(-scores, kind="stable")[:keep])
+
+
+def test_a_kept_weight_of_value_zero_is_not_mistaken_for_a_pruned_one() -> None:
+    m = mlp(3, 2, bias=False)
+    theta, mask = np.array([0, 0, 0, 1, 2, 3], np.float32), np.array([False, True, True, True, True, True])
+    left = FedMap(every=1, prune=0.3, floor=0.01).pruned(course(m, 9), 2, theta, mask)
+    assert left.tolist() == [False, True, False, True, True, True]
+
+
 def test_only_values_travel_as_many_as_remain_and_nothing_in_the_first_round() -> None:
     p = play(small())
     assert dict(p.downlink(1, "a").arrays) == {}

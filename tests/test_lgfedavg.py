@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
 
+from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lgfedavg import Kept, LGFedAvg, Record
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Local, Task
+from edge_client.training import Gradient, Trainer
 
 M = mlp(6, 5, 4, 3)
 HEAD = slice(M.tensors["2.w"].offset, M.d)  # with num_layers = 1
@@ -23,8 +26,8 @@ SETTINGS: dict[str, Any] = {"epochs": 2, "batch": 20, "lr": 0.05, "momentum": 0.
 class Fleet:
     """Three devices of unlike data, message by message."""
 
-    def __init__(self, method: Any, rounds: int = 9) -> None:
-        self.method, self.course = method, course(M, rounds)
+    def __init__(self, method: Any, rounds: int = 9, manifest: Manifest = M, engine: Trainer | None = None) -> None:
+        self.method, self.course, self.engine = method, course(manifest, rounds), engine or NumpyMlp(M)
         self.data = {d: clusters(M, i, count=30 + 10 * i) for i, d in enumerate("abc")}
         self.state = method.start(self.course)
         self.kept: dict[str, Any] = {}
@@ -42,7 +45,7 @@ class Fleet:
         total: Any = None
         for d in devices:
             a, record = Assignment(self.course, round_, d), self.records.get(d)
-            task = Task(a, NumpyMlp(M), self.data[d], secret(d))
+            task = Task(a, self.engine, self.data[d], secret(d))
             local = self.local[d] = self.method.local_round(task, self.kept.get(d), self.receive(round_, d))
             update = self.method.read_update(a, self.state, record, decode(encode(local.update)))
             total, self.records[d] = self.method.fold(a, self.state, total, update, record)
@@ -105,6 +108,26 @@ def test_without_a_first_phase_the_bodies_start_from_the_bundle() -> None:
     assert np.array_equal(f.receive(1, "a").parameters, f.course.model.parameters)
     assert f.method.exchanged(f.course.model) == M.d - HEAD.start
     assert fleet(0).method.exchanged(f.course.model) == M.d
+
+
+def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_device_in_the_second() -> None:
+    row = Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=0))
+    m = M.model_copy(update={"buffers": (row,)})
+
+    class Counting(NumpyMlp):
+        def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+            return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(len(x)))
+
+    f = Fleet(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=Counting(m))
+    f.round(1)
+    mean = 2 * (30**2 + 40**2 + 50**2) / 120  # two epochs; weighted by samples
+    assert f.state.buffers.tolist() == pytest.approx([mean] * 2)
+    f.round(2)
+    f.round(3, "ab")
+    assert f.state.buffers.tolist() == pytest.approx([mean] * 2)
+    assert f.receive(4, "a").buffers.tolist() == pytest.approx([mean + 2 * 60] * 2)
+    del f.records["c"]
+    assert f.receive(4, "c").buffers.tolist() == pytest.approx([mean] * 2)
 
 
 def test_the_last_layers_are_the_global_ones() -> None:

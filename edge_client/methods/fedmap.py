@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_client.bundle import F32, Manifest, Model, digest
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, distance
+from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
@@ -265,8 +265,8 @@ class FedMap(Method):
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
-        before, factor = state.buffers if update.buffers.size else NOTHING, np.float32(scale)
-        return Update(factor * update.change, before + factor * (update.buffers - before), weight)
+        before = state.buffers if update.buffers.size else NOTHING
+        return Update(np.float32(scale) * update.change, toward(before, update.buffers, scale), weight)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
