@@ -467,6 +467,16 @@ def test_a_malformed_whole_downlink_is_refused(arrays: Arrays) -> None:
         p.method.receive(Assignment(p.course, 6, "a"), None, down)
 
 
+def test_a_whole_downlink_that_is_not_what_it_says_is_damaged_and_not_lost() -> None:
+    p = play(small()).run(5)
+    down = p.method.downlink(p.course, 6, p.state, None)
+    with pytest.raises(PayloadError, match="pruned model") as error:
+        p.method.receive(
+            Assignment(p.course, 6, "a"), None, changed(down, {"values": down.arrays["values"] + np.float32(1)})
+        )
+    assert not isinstance(error.value, LostError)
+
+
 def test_a_downlink_of_nothing_is_refused_after_the_first_round() -> None:
     p = play(small()).run(2)
     with pytest.raises(PayloadError):

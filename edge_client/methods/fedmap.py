@@ -311,7 +311,7 @@ class FedMap(Method):
             theta = moved(manifest, expanded(model, live, kept.values), before, change)
             received = Received(theta, self.pruned(a.course, a.round, theta, before), own)
         found = fingerprint(bitset.pack(received.mask), received.theta[alive(manifest, received.mask)])
-        check_fingerprint(downlink, found, LostError)
+        check_fingerprint(downlink, found, LostError if "change" in arrays else PayloadError)
         if arrays and self.sent_buffers(manifest):
             received = replace(received, buffers=self.buffers(downlink, manifest))
         return received
