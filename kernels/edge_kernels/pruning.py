@@ -43,7 +43,8 @@ def largest_first(values: NDArray[np.float32]) -> NDArray[np.int64]:
     keys |= np.arange(len(values), dtype=np.uint64)
     keys.sort()
     keys &= _INDEX
-    return keys.view(np.int64)
+    order: NDArray[np.int64] = keys.view(np.int64)
+    return order
 
 
 def keep_global(scores: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
