@@ -21,15 +21,10 @@ from edge_kernels.pruning import keep_global, lamp_scores
 
 from edge_client.bundle import F32
 from edge_client.errors import LostError
-from edge_client.methods.fedmap import (
+from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State, Total
+from edge_client.methods.pruned import (
     MASK,
     Bits,
-    FedMap,
-    Kept,
-    Received,
-    Record,
-    State,
-    Total,
     alive,
     check_fingerprint,
     decoded_mask,

@@ -30,26 +30,33 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
-from edge_kernels import codecs
-from edge_kernels.codecs import CodecError
 from edge_kernels.pruning import keep_global, lamp_scores
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from edge_client.bundle import F32, Manifest, Model, digest
+from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Method
 from edge_client.methods.fedavg import Mean, distance, toward
-from edge_client.parts import Part, tensors
+from edge_client.methods.pruned import (
+    MASK,
+    Bits,
+    Packed,
+    alive,
+    check_fingerprint,
+    decoded_mask,
+    encoded_mask,
+    expanded,
+    fingerprint,
+    moved,
+    prunable,
+    unmasked,
+    unpacked,
+)
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
+from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
-MASK = "mask.entropy"
-
-Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
 NOTHING: F32 = np.zeros(0, np.float32)
 
 
@@ -225,8 +232,7 @@ class FedMap(Method):
         arrays: Arrays = {"buffers": state.buffers} if self.sent_buffers(manifest) else {}
         if audience == "in step":
             return Payload({"change": state.change, **arrays}, meta)
-        packed = codecs.encode("entropy", mask, mask.size, layer_of(manifest))
-        return Payload({"values": sent, MASK: u8(packed), **arrays}, meta)
+        return Payload({"values": sent, MASK: encoded_mask(manifest, mask), **arrays}, meta)
 
     def exchanged(self, model: Model) -> int:
         """All parameters: bits per parameter then fall with the weights that remain."""
@@ -356,78 +362,3 @@ class FedMap(Method):
         """The global model as it is."""
         mask = unmasked(task.assignment.model.manifest, received.mask)
         return Personal(received.theta, received.buffers, mask)
-
-
-# --- the mask and the values that it leaves
-
-
-def prunable(manifest: Manifest) -> Part:
-    """The weights of the maskable layers, whole tensors: each is a layer for LAMP."""
-    names = {n for layer in manifest.layers for n in layer.weights if manifest.tensors[n].trainable}
-    return tensors(manifest, names)
-
-
-def unmasked(manifest: Manifest, mask: Bits) -> Bits:
-    """bool[d]: False where a parameter is pruned."""
-    out = np.ones(manifest.d, np.bool_)
-    prunable(manifest).scatter(mask, out)
-    return out
-
-
-def alive(manifest: Manifest, mask: Bits) -> Bits:
-    """bool[d]: the parameters that train and travel, dense ones included."""
-    out = unmasked(manifest, mask)
-    for t in manifest.parameters:
-        if not t.trainable:
-            out[t.span] = False
-    return out
-
-
-def unpacked(manifest: Manifest, packed: Packed) -> Bits:
-    """A packed mask as bool[prunable]."""
-    return bitset.unpack(packed, prunable(manifest).size)
-
-
-def layer_of(manifest: Manifest) -> NDArray[np.uint16]:
-    """The number of each prunable weight's layer, capped: the context of a coded mask."""
-    sizes = [b.size for b in prunable(manifest).blocks]
-    return np.repeat(np.minimum(np.arange(len(sizes)), 4095).astype(np.uint16), sizes)
-
-
-def expanded(model: Model, live: Bits, values: F32) -> F32:
-    """float32[d] of the values that travel (recover from mask): zero where pruned, the bundle's where frozen."""
-    theta = np.zeros(live.size, np.float32)
-    for t in model.manifest.parameters:
-        if not t.trainable:
-            theta[t.span] = model.parameters[t.span]
-    theta[live] = values
-    return theta
-
-
-def moved(manifest: Manifest, theta: F32, mask: Bits, change: F32) -> F32:
-    """theta plus a change of the values that the mask leaves, a copy: the same addition on both sides."""
-    theta = theta.copy()
-    theta[alive(manifest, mask)] += change
-    return theta
-
-
-def fingerprint(mask: Packed, values: F32) -> str:
-    """The 64-bit name of a mask and the values that it leaves."""
-    return digest(mask.tobytes() + values.tobytes())[:16]
-
-
-def check_fingerprint(payload: Payload, held: str, error: type[PayloadError]) -> None:
-    """Raise `error` unless the payload was made for the model that is held here."""
-    if (said := payload.meta.get("fingerprint")) != held:
-        raise error(f"the payload is for the pruned model {said!r}, but {held!r} is held here")
-
-
-def decoded_mask(manifest: Manifest, payload: Payload) -> Bits:
-    """The mask of a whole downlink, bool[prunable]. Raises PayloadError."""
-    data, contexts = payload.arrays.get(MASK), layer_of(manifest)
-    if data is None or data.dtype != np.uint8 or data.ndim != 1:
-        raise PayloadError(f"the downlink has no array {MASK!r} of uint8[n]; fetch it again")
-    try:
-        return codecs.decode_mask("entropy", data.tobytes(), contexts.size, contexts)
-    except CodecError as error:
-        raise PayloadError(f"the mask of the downlink: {error}; fetch it again") from None
