@@ -172,12 +172,16 @@ class FedAvg(Method):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD from the global model."""
         trained, loss = self.train(task, received)
+        update, left = self.update(task, kept, received, trained)
+        return Local(left, update, Personal(trained.parameters, trained.buffers), loss)
+
+    def update(self, task: Task, kept: Kept | None, received: State, trained: State) -> tuple[Payload, Kept | None]:
+        """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
         if self.whole:
-            sent, kept = packed("parameters", PLAIN, trained.parameters, 0), None
+            sent, left = packed("parameters", PLAIN, trained.parameters, 0), None
         else:
-            sent, kept = self.pack_change(task.assignment, kept, trained.parameters - received.parameters)
-        update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
-        return Local(kept, update, Personal(trained.parameters, trained.buffers), loss)
+            sent, left = self.pack_change(task.assignment, kept, trained.parameters - received.parameters)
+        return Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples}), left
 
     def train(self, task: Task, start: State) -> tuple[State, float]:
         """The local epochs: the model after them and the last one's mean loss."""

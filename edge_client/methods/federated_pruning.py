@@ -75,7 +75,7 @@ Total = tuple[Mean, Mean]
 class FederatedPruning(Method):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
-    name: ClassVar[str] = "federated-pruning"
+    name: ClassVar[str] = "federated_pruning"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
     kept_type: ClassVar[type[Holds]] = Holds

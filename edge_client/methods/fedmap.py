@@ -1,0 +1,364 @@
+"""FedMap: federated averaging of a network that all devices prune alike, so that no mask ever travels.
+
+Herzog, Southam, Mavromatis, Khan, "FedMap: Iterative Magnitude-Based Pruning for Communication-Efficient Federated
+Learning", 2024. Algorithm 2, round t on a device:
+
+    theta_t = theta_(t-1) + change       the last round's mean change, expanded by the mask M_(t-1)
+    M_t = the K_t largest LAMP scores    within M_(t-1): what is pruned stays pruned
+    train theta_t with masked gradients  L epochs
+    send the change at M_t               32 K_t bits, no indices
+
+- Every device and the server derive M_t from theta_t: `edge_kernels.pruning` is exact on every machine. Both ways a
+  64-bit `fingerprint` of M_t and theta_t travels; a device whose own differs raises LostError and receives everything.
+- Values are dropped by the mask, never by being zero: kept weights whose change is exactly zero are common.
+- Down: nothing in round 1 (the bundle is theta_1). To a device that took part in the round before: `change`. To any
+  other: `values` of theta_t at M_t, and ``mask.entropy``, M_t in codec `entropy` with the layer as context.
+- Only weights of maskable layers are pruned. Biases, batch-norm scale and shift and other trained tensors are dense.
+  Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
+  (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
+- `dr` adds FedDR (section III-B): y = M y + alpha (theta - M x), x = argmin f + |x - y|^2 / (2 eta), and the reflection
+  2 x - y in the place of the trained model. The paper sends the difference from the device's last reflection. Here the
+  difference from theta is sent: its mean is the same when all devices take part in every round, and theta stays the
+  mean of reflections when some are absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from edge_kernels import bits as bitset
+from edge_kernels.pruning import keep_largest, lamp_scores
+from pydantic import BaseModel, ConfigDict, Field
+
+from edge_client.bundle import F32, Manifest, Model
+from edge_client.errors import LostError, PayloadError
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.pruned import (
+    MASK,
+    Bits,
+    Packed,
+    alive,
+    check_fingerprint,
+    decoded_mask,
+    encoded_mask,
+    expanded,
+    fingerprint,
+    moved,
+    prunable,
+    unmasked,
+    unpacked,
+)
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
+from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
+from edge_client.training.sgd import Sgd
+
+NOTHING: F32 = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class State:
+    """The model of the next round: theta float32[d], zero where pruned, its mask M packed, statistics.
+
+    `change` is the mean that led to it, at the mask before M; empty before round 1.
+    """
+
+    theta: F32
+    mask: Packed
+    buffers: F32
+    change: F32
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round that a device took part in."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A device's variables of FedDR at the values that its mask leaves: the trained model x and y."""
+
+    x: F32
+    y: F32
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device received in its last round: the values that the mask leaves; its own statistics and splitting."""
+
+    round: int
+    mask: Packed
+    values: F32
+    buffers: F32
+    splitting: Splitting | None = None
+
+
+@dataclass(frozen=True)
+class Received:
+    """The model of the round: theta float32[d], its mask bool[prunable], statistics."""
+
+    theta: F32
+    mask: Bits
+    buffers: F32
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's change of the values that the mask leaves, its statistics and its weight in the mean."""
+
+    change: F32
+    buffers: F32
+    weight: float
+
+
+Total = tuple[Mean, Mean]
+"""The means of changes and of statistics."""
+
+
+class DouglasRachford(BaseModel):
+    """FedDR's settings; the `later` ones replace the others from the pruning number `switch` on (C1, C2)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    eta: Annotated[float, Field(gt=0, le=1e9)] = 10.0
+    """The larger, the less the proximal term holds x near y."""
+    alpha: Annotated[float, Field(gt=0, lt=10)] = 1.2
+    switch: Annotated[int, Field(ge=1)] = 1
+    later: Literal["feddr", "fedavg"] = "feddr"
+    """`fedavg`: without splitting after the switch (C1)."""
+    later_eta: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    later_alpha: Annotated[float, Field(gt=0, lt=10)] | None = None
+    """1.75 in the paper's C2 on FEMNIST."""
+
+    def after(self, prunings: int) -> DouglasRachford | None:
+        """The settings after so many prunings; None for plain averaging."""
+        if prunings < self.switch:
+            return self
+        if self.later == "fedavg":
+            return None
+        eta, alpha = self.later_eta or self.eta, self.later_alpha or self.alpha
+        return self.model_copy(update={"eta": eta, "alpha": alpha})
+
+
+class FedMap(Method):
+    """Iterative magnitude pruning of the global model, derived alike by all devices."""
+
+    name: ClassVar[str] = "fedmap"
+    state_type: ClassVar[type[State]] = State
+    record_type: ClassVar[type[Record]] = Record
+    kept_type: ClassVar[type[Kept]] = Kept
+
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = 4
+    """Rounds from one pruning to the next (the paper's s, 25 to 135 there)."""
+    prune: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """The share of the remaining weights that each pruning removes (p)."""
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """The share of weights at which pruning ends (0.01 in the paper's experiment A)."""
+    schedule: Literal["step", "continuous"] = "step"
+    """`continuous`: a Bezier curve through the steps, some weights every round."""
+    weights: Literal["uniform", "samples"] = "uniform"
+    """`samples`: a device counts as its training samples (C3)."""
+    statistics: Literal["mean", "local"] = "mean"
+    dr: DouglasRachford | None = None
+    """FedDR's splitting; None: plain averaging."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 4
+    batch: Annotated[int, Field(ge=1, le=65536)] = 128
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
+
+    # --- what both sides know
+
+    def prunings(self, course: Course, round_: int) -> int:
+        """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""
+        return (min(round_, course.rounds) - 1) // self.every
+
+    def remaining(self, course: Course, round_: int, size: int) -> int:
+        """K_t of `size` prunable weights. Products in a fixed order, because pow differs between machines.
+
+        The Bezier curve whose control points are the levels (1 - p)^i, i = 0..m, at equal distances is (1 - p u)^m.
+        Each control point lies in the middle of its step.
+        """
+        steps, factor = self.prunings(course, round_), 1 - self.prune
+        if self.schedule == "continuous":
+            steps = self.prunings(course, course.rounds)
+            ahead = min(round_, course.rounds) - (self.every + 1) / 2
+            factor = 1 - self.prune * min(max(ahead / (steps * self.every), 0.0), 1.0) if steps else 1.0
+        share = 1.0
+        for _ in range(steps):
+            share *= factor
+        return max(1, round(max(share, self.floor) * size))
+
+    def pruned(self, course: Course, round_: int, theta: F32, mask: Bits) -> Bits:
+        """M_t within M_(t-1), by LAMP; `theta` becomes zero outside it, in place."""
+        part = prunable(course.model.manifest)
+        live, keep = np.flatnonzero(mask), self.remaining(course, round_, part.size)
+        if keep >= live.size:
+            return mask
+        values = part.gather(theta)
+        cuts = [int(np.searchsorted(live, place.stop)) for place in part.places]
+        layers = [slice(low, high) for low, high in zip([0, *cuts[:-1]], cuts, strict=True)]
+        left = np.zeros(part.size, np.bool_)
+        left[live[keep_largest(lamp_scores(values[live], layers), keep)]] = True
+        part.scatter(np.where(left, values, np.float32(0)), theta)
+        return left
+
+    # --- server half
+
+    def start(self, course: Course) -> State:
+        m = course.model
+        mask = np.ones(prunable(m.manifest).size, np.bool_)
+        return State(m.parameters.copy(), bitset.pack(mask), m.buffers.copy(), NOTHING)
+
+    def audience(self, course: Course, round_: int, record: Record | None) -> str:
+        """Devices in step receive the change, all others the whole model."""
+        if round_ == 1:
+            return "first"
+        return "in step" if record is not None and record.round == round_ - 1 else "whole"
+
+    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+        manifest, audience = course.model.manifest, self.audience(course, round_, record)
+        mask = unpacked(manifest, state.mask)
+        sent = state.theta[alive(manifest, mask)]
+        meta = {"fingerprint": fingerprint(state.mask, sent)}
+        if audience == "first":
+            return Payload({}, meta)
+        arrays: Arrays = {"buffers": state.buffers} if self.sent_buffers(manifest) else {}
+        if audience == "in step":
+            return Payload({"change": state.change, **arrays}, meta)
+        return Payload({"values": sent, MASK: encoded_mask(manifest, mask), **arrays}, meta)
+
+    def exchanged(self, model: Model) -> int:
+        """All parameters: bits per parameter then fall with the weights that remain."""
+        return model.manifest.d
+
+    def sent_buffers(self, manifest: Manifest) -> int:
+        """The number of statistics that travel."""
+        return manifest.buffers_d if self.statistics == "mean" else 0
+
+    def update_limit(self, model: Model) -> int:
+        """Four bytes a parameter and a statistic, before the first pruning."""
+        return 4 * (model.manifest.d + self.sent_buffers(model.manifest))
+
+    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+        manifest = a.model.manifest
+        values = state.theta[alive(manifest, unpacked(manifest, state.mask))]
+        allow_only(payload, "change", "buffers")
+        check_fingerprint(payload, fingerprint(state.mask, values), PayloadError)
+        change = vector(payload, "change", values.size)
+        with np.errstate(over="ignore"):
+            if not np.isfinite(values + change).all():
+                raise PayloadError("the change makes a parameter infinite; lower the learning rate")
+        samples = count(payload, "samples", MAX_SAMPLES)
+        return Update(change, self.buffers(payload, manifest), samples if self.weights == "samples" else 1.0)
+
+    def buffers(self, payload: Payload, manifest: Manifest) -> F32:
+        """The statistics of a payload, empty when none travel. Raises PayloadError."""
+        if size := self.sent_buffers(manifest):
+            return vector(payload, "buffers", size)
+        return vector(payload, "buffers", 0) if "buffers" in payload.arrays else NOTHING
+
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence:
+        before = state.buffers if update.buffers.size else NOTHING
+        return Influence(distance(update.change, np.zeros_like(update.change)), update.weight,
+                         distance(update.buffers, before))  # fmt: skip
+
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+        """The changes of parameters and statistics times `scale`."""
+        before = state.buffers if update.buffers.size else NOTHING
+        return Update(np.float32(scale) * update.change, toward(before, update.buffers, scale), weight)
+
+    def fold(
+        self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
+    ) -> tuple[Total, Record]:
+        change, buffers = total or (Mean(update.change.size), Mean(update.buffers.size))
+        change.add(update.weight, update.change)
+        buffers.add(update.weight, update.buffers)
+        return (change, buffers), Record(a.round)
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
+    ) -> tuple[State, Mapping[str, Record]]:
+        """Move theta by the mean change, then prune it for the next round."""
+        manifest, (change, buffers) = course.model.manifest, total
+        before = unpacked(manifest, state.mask)
+        theta = moved(manifest, state.theta, before, change.value)
+        mask = self.pruned(course, round_ + 1, theta, before)
+        statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
+        return State(theta, bitset.pack(mask), statistics, change.value), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
+        """theta_t and M_t, whole or from what the device kept. Raises LostError, PayloadError."""
+        model, manifest, arrays = a.model, a.model.manifest, downlink.arrays
+        allow_only(downlink, *(("values", MASK) if "values" in arrays else ("change",)), "buffers")
+        own = model.buffers if kept is None else kept.buffers
+        if not arrays and a.round == 1:
+            received = Received(model.parameters, np.ones(prunable(manifest).size, np.bool_), own)
+        elif "values" in arrays:
+            mask = decoded_mask(manifest, downlink)
+            live = alive(manifest, mask)
+            values = vector(downlink, "values", int(np.count_nonzero(live)))
+            received = Received(expanded(model, live, values), mask, own)
+        else:
+            if kept is None or kept.round != a.round - 1:
+                held = "nothing" if kept is None else f"the model of round {kept.round}"
+                raise LostError(f"the change of round {a.round - 1} was received, but {held} is held here")
+            before = unpacked(manifest, kept.mask)
+            live = alive(manifest, before)
+            change = vector(downlink, "change", kept.values.size)
+            theta = moved(manifest, expanded(model, live, kept.values), before, change)
+            received = Received(theta, self.pruned(a.course, a.round, theta, before), own)
+        found = fingerprint(bitset.pack(received.mask), received.theta[alive(manifest, received.mask)])
+        check_fingerprint(downlink, found, LostError if "change" in arrays else PayloadError)
+        if arrays and self.sent_buffers(manifest):
+            received = replace(received, buffers=self.buffers(downlink, manifest))
+        return received
+
+    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
+        """A few epochs of SGD on the weights that remain, from theta_t; with `dr` from y, held near it."""
+        a, manifest = task.assignment, task.assignment.model.manifest
+        live = alive(manifest, received.mask)
+        dr = self.dr.after(self.prunings(a.course, a.round)) if self.dr else None
+        y = self.intermediate(a.model, dr.alpha, kept, received, live) if dr else received.theta
+        x, buffers = y.copy(), received.buffers.copy()
+        optimiser, loss, step = Sgd(x.size, self.lr, self.momentum), EpochLoss(), np.empty_like(x)
+        for batch in task.batches(self.epochs, self.batch):
+            g = task.gradient(x, buffers, batch)
+            loss.add(batch, g)
+            buffers[:] = g.buffers
+            np.multiply(x, np.float32(self.weight_decay), out=step)
+            step += g.parameters
+            if dr:
+                step += (x - y) * np.float32(1 / dr.eta)
+            step *= live
+            optimiser.step(x, step)
+        end = 2 * x - y if dr else x
+        values, packed = received.theta[live], bitset.pack(received.mask)
+        arrays: Arrays = {"change": end[live] - values}
+        if self.sent_buffers(manifest):
+            arrays["buffers"] = buffers
+        update = Payload(arrays, {"samples": task.samples, "fingerprint": fingerprint(packed, values)})
+        own = Kept(a.round, packed, values, buffers, Splitting(x[live], y[live]) if dr else None)
+        return Local(own, update, Personal(x, buffers, unmasked(manifest, received.mask)), loss.mean)
+
+    def intermediate(self, model: Model, alpha: float, kept: Kept | None, received: Received, live: Bits) -> F32:
+        """y = M y + alpha (theta - M x) with the device's last y and x; theta itself in its first round."""
+        y: F32 = received.theta.copy()
+        if kept is not None and kept.splitting is not None:
+            before = alive(model.manifest, unpacked(model.manifest, kept.mask))
+            x, last = (expanded(model, before, v)[live] for v in (kept.splitting.x, kept.splitting.y))
+            y[live] = last + np.float32(alpha) * (y[live] - x)
+        return y
+
+    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
+        """The global model as it is."""
+        mask = unmasked(task.assignment.model.manifest, received.mask)
+        return Personal(received.theta, received.buffers, mask)

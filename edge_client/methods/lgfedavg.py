@@ -1,0 +1,186 @@
+"""LG-FedAvg: local representations below, a global head above.
+
+Liang, Liu, Liu, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with Local and Global
+Representations", 2020. The paper's public code decides where text and code differ.
+
+- Rounds 1..`global_rounds` are federated averaging of everything: `parameters` and `buffers` both ways.
+- From then on only the last `num_layers` layers are averaged: `head` float32, both ways. Everything else, the body, is
+  trained and kept on each device, batch-norm statistics included.
+- Every device starts the second phase from the averaged model: a device without a record of this phase receives `body`
+  and `statistics` once, beside the head. So does one that lost what it kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.errors import ConfigError, LostError
+from edge_client.methods import Influence, Method
+from edge_client.methods.fedavg import Mean, State, Update, distance, read_state, toward, train
+from edge_client.parts import Part, rest, tensors
+from edge_client.protocol.messages import MAX_SAMPLES
+from edge_client.protocol.payload import Payload, allow_only, count, vector
+from edge_client.task import Assignment, Course, Local, Personal, Task
+
+NOTHING: F32 = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round that a device took part in."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A device's own body and statistics, from the second phase on."""
+
+    body: F32
+    buffers: F32
+
+
+class LGFedAvg(Method):
+    """Federated averaging first; then the last layers are averaged and the others stay on the device."""
+
+    name: ClassVar[str] = "lgfedavg"
+    state_type: ClassVar[type[State]] = State
+    record_type: ClassVar[type[Record]] = Record
+    kept_type: ClassVar[type[Kept]] = Kept
+    one_time_down: ClassVar[frozenset[str]] = frozenset({"body", "statistics"})
+
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """The last so many maskable layers are global."""
+    global_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
+    """Rounds of federated averaging of the whole model before."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    batch: Annotated[int, Field(ge=1, le=65536)] = 50
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+
+    def head(self, model: Model) -> Part:
+        """The weights and biases that stay global. Raises ConfigError when no layer would be local."""
+        layers = model.manifest.layers
+        if self.num_layers >= len(layers):
+            raise ConfigError(f"num_layers = {self.num_layers}, but the model has {len(layers)}; leave some local")
+        names = {n for layer in layers[-self.num_layers :] for n in (*layer.weights, *layer.biases)}
+        return tensors(model.manifest, names)
+
+    def body(self, model: Model) -> Part:
+        """Every other trained tensor."""
+        return rest(model.manifest, self.head(model))
+
+    def whole(self, round_: int) -> bool:
+        """Everything travels in this round."""
+        return round_ <= self.global_rounds
+
+    # --- server half
+
+    def start(self, course: Course) -> State:
+        self.head(course.model)
+        return State(course.model.parameters.copy(), course.model.buffers.copy())
+
+    def audience(self, course: Course, round_: int, record: Record | None) -> str:
+        if self.whole(round_):
+            return "global"
+        return "head" if record is not None and not self.whole(record.round) else "head and body"
+
+    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+        audience, model = self.audience(course, round_, record), course.model
+        if audience == "global":
+            return Payload({"parameters": state.parameters, "buffers": state.buffers})
+        head = {"head": self.head(model).gather(state.parameters)}
+        if audience == "head":
+            return Payload(head)
+        return Payload({**head, "body": self.body(model).gather(state.parameters), "statistics": state.buffers})
+
+    def exchanged(self, model: Model) -> int:
+        return model.manifest.d if self.global_rounds else self.head(model).size
+
+    def update_limit(self, model: Model) -> int:
+        """The whole model while `global_rounds` last."""
+        return 4 * (model.manifest.d + model.manifest.buffers_d) if self.global_rounds else 4 * self.head(model).size
+
+    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+        """The whole model, or a head without statistics."""
+        samples = count(payload, "samples", MAX_SAMPLES)
+        if self.whole(a.round):
+            model = read_state(a.model, payload)
+            return Update(model.parameters, model.buffers, samples)
+        allow_only(payload, "head")
+        return Update(vector(payload, "head", self.head(a.model).size), NOTHING, samples)
+
+    def received_part(self, a: Assignment, state: State) -> State:
+        """What this round's updates replace."""
+        return state if self.whole(a.round) else State(self.head(a.model).gather(state.parameters), NOTHING)
+
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence:
+        before = self.received_part(a, state)
+        moved = distance(update.parameters, before.parameters)
+        return Influence(moved, update.samples, distance(update.buffers, before.buffers))
+
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+        """The changes of parameters and statistics times `scale`."""
+        before = self.received_part(a, state)
+        parameters = toward(before.parameters, update.parameters, scale)
+        return Update(parameters, toward(before.buffers, update.buffers, scale), weight)
+
+    def fold(
+        self, a: Assignment, state: State, total: tuple[Mean, Mean] | None, update: Update, record: Record | None
+    ) -> tuple[tuple[Mean, Mean], Record]:
+        """Add n_k w_k and n_k, of the whole model or of the head."""
+        parameters, buffers = total or (Mean(update.parameters.size), Mean(update.buffers.size))
+        parameters.add(update.samples, update.parameters)
+        buffers.add(update.samples, update.buffers)
+        return (parameters, buffers), Record(a.round)
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: tuple[Mean, Mean]
+    ) -> tuple[State, Mapping[str, Record]]:
+        """The mean model; in the second phase the mean head beside the body of the first."""
+        parameters, buffers = total
+        if self.whole(round_):
+            return State(parameters.value, buffers.value), {}
+        mean = state.parameters.copy()
+        self.head(course.model).scatter(parameters.value, mean)
+        return State(mean, state.buffers), {}
+
+    # --- client half
+
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
+        """The device's model of the round: as received, with its own body in the second phase."""
+        if self.whole(a.round):
+            return read_state(a.model, downlink)
+        head, body = self.head(a.model), self.body(a.model)
+        allow_only(downlink, "head", "body", "statistics")
+        if "body" in downlink.arrays:
+            buffers = vector(downlink, "statistics", a.model.manifest.buffers_d)
+            own = Kept(vector(downlink, "body", body.size), buffers)
+        elif kept is None or kept.body.size != body.size or kept.buffers.shape != a.model.buffers.shape:
+            raise LostError("a head without a body was received, and this device holds no body of this model")
+        else:
+            own = kept
+        parameters = a.model.parameters.copy()
+        head.scatter(vector(downlink, "head", head.size), parameters)
+        body.scatter(own.body, parameters)
+        return State(parameters, own.buffers)
+
+    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+        """A few epochs of SGD on all layers, whichever of them travel."""
+        model, meta = task.assignment.model, {"samples": task.samples}
+        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        trained = Personal(parameters, buffers)
+        if self.whole(task.assignment.round):
+            return Local(None, Payload({"parameters": parameters, "buffers": buffers}, meta), trained, loss)
+        own = Kept(self.body(model).gather(parameters), buffers)
+        return Local(own, Payload({"head": self.head(model).gather(parameters)}, meta), trained, loss)
+
+    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
+        """The device's body under the global head."""
+        return Personal(received.parameters, received.buffers)

@@ -1,0 +1,147 @@
+"""FedDR: its fixed point on quadratics, its three steps against numpy, what stays on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
+
+from edge_client.bundle import F32, Manifest
+from edge_client.errors import PayloadError
+from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.feddr import FedDR, Kept
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Local, Task
+from edge_client.training import Gradient
+
+M = mlp(2, 2, bias=False)
+NONE = np.zeros(0, np.float32)
+
+
+@dataclass
+class Quadratic:
+    """f(w) = sum curvature (w - centre)^2 / 2, whatever the batch."""
+
+    manifest: Manifest
+    curvature: F32
+    centre: F32
+
+    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+        return Gradient(1.0, self.curvature * (parameters - self.centre), buffers)
+
+    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
+        return np.zeros((len(x), 2), np.float32)
+
+
+def vec(*values: float) -> F32:
+    return np.array(values, np.float32)
+
+
+OWN = {
+    "a": Quadratic(M, vec(1, 2, 0.5, 1), vec(4, 1, -2, 0)),
+    "b": Quadratic(M, vec(3, 1, 0.5, 1), vec(-1, 2, 6, 0)),
+    "c": Quadratic(M, vec(0.2, 1, 2, 1), vec(9, -5, 1, 3)),
+}
+OPTIMUM = sum(q.curvature * q.centre for q in OWN.values()) / sum(q.curvature for q in OWN.values())
+
+
+def federate(method: FedAvg, rounds: int, absent: int = 0) -> tuple[Any, dict[str, Any]]:
+    """The state and what devices kept; device c takes no part in the first `absent` rounds."""
+    c = course(M, rounds)
+    state, kept = method.start(c), dict[str, Any]()
+    for round_ in range(1, rounds + 1):
+        total: Any = None
+        names = [d for d in OWN if d != "c" or round_ > absent]
+        for d in names:
+            a = Assignment(c, round_, d)
+            received = method.receive(a, None, decode(encode(method.downlink(c, round_, state, None))))
+            local = method.local_round(Task(a, OWN[d], clusters(M, 1), secret(d)), kept.get(d), received)
+            kept[d] = local.kept and from_arrays(Kept, to_arrays(local.kept))
+            update = method.read_update(a, state, None, decode(encode(local.update)))
+            total, _ = method.fold(a, state, total, update, None)
+        state, _ = method.finish(c, round_, names, state, total)
+    return state, kept
+
+
+def test_the_fixed_point_is_the_optimum_of_all_devices_where_federated_averaging_is_not() -> None:
+    settings: dict[str, Any] = {"epochs": 60, "batch": 40, "lr": 0.2, "momentum": 0}
+    state, kept = federate(FedDR(eta=1.0, alpha=1.0, **settings), 60)
+    assert state.parameters == pytest.approx(OPTIMUM, abs=1e-3)
+    for k in kept.values():
+        assert k.x == pytest.approx(OPTIMUM, abs=1e-3)
+    averaged, _ = federate(FedAvg(**settings), 60)
+    assert np.abs(averaged.parameters - OPTIMUM).max() > 0.3
+
+
+def test_the_fixed_point_stays() -> None:
+    """At theta = x, y = x + eta grad f(x) nothing moves: the proximal step of y is x, the mean reflection is theta."""
+    eta = 0.7
+    c, method = course(M, 9), FedDR(eta=eta, alpha=1.3, epochs=200, batch=40, lr=0.1, momentum=0)
+    state, total = replace(method.start(c), parameters=OPTIMUM.astype(np.float32)), None
+    for d, q in OWN.items():
+        a, x = Assignment(c, 5, d), state.parameters
+        kept = Kept(x, x + np.float32(eta) * q.curvature * (x - q.centre))
+        local = method.local_round(Task(a, q, clusters(M, 1), 0), kept, state)
+        assert local.kept.x == pytest.approx(x, abs=1e-4)
+        total, _ = method.fold(a, state, total, method.read_update(a, state, None, local.update), None)
+    assert method.finish(c, 5, list(OWN), state, total)[0].parameters == pytest.approx(OPTIMUM, abs=1e-4)
+
+
+def test_a_device_that_joins_late_starts_at_the_global_model_and_the_optimum_is_found() -> None:
+    method = FedDR(eta=1.0, alpha=1.0, epochs=60, batch=40, lr=0.2, momentum=0)
+    assert federate(method, 80, absent=10)[0].parameters == pytest.approx(OPTIMUM, abs=1e-3)
+
+
+def one_step(kept: Kept | None) -> tuple[Local, F32, Any]:
+    m = mlp(6, 5, 3)
+    c, method = course(m), FedDR(eta=0.3, alpha=0.9, epochs=1, batch=40, lr=0.1)
+    state, data = method.start(c), clusters(m, 1)
+    task = Task(Assignment(c, 2, "a"), NumpyMlp(m), data, 0)
+    (batch,) = task.batches(1, 40)
+
+    def grad(w: F32) -> F32:
+        return NumpyMlp(m).gradient(w, NONE, batch.x, batch.y).parameters
+
+    return method.local_round(task, kept, state), state.parameters, grad
+
+
+def test_one_round_is_y_then_x_then_the_reflection() -> None:
+    size = mlp(6, 5, 3).d
+    rng = np.random.default_rng(1)
+    kept = Kept(*(rng.standard_normal((2, size)).astype(np.float32)))
+    local, theta, grad = one_step(kept)
+    y = kept.y + 0.9 * (theta - kept.x)
+    x = y - 0.1 * grad(y.astype(np.float32))
+    assert local.kept.y == pytest.approx(y, abs=1e-5)
+    assert local.kept.x == pytest.approx(x, abs=1e-5)
+    assert local.update.arrays["parameters"] == pytest.approx(2 * x - y, abs=1e-5)
+    assert local.trained.parameters is local.kept.x
+
+
+def test_the_first_round_starts_from_the_global_model() -> None:
+    local, theta, grad = one_step(None)
+    assert np.array_equal(local.kept.y, theta)
+    assert local.update.arrays["parameters"] == pytest.approx(theta - 0.2 * grad(theta), abs=1e-5)
+
+
+def test_x_and_y_never_travel_and_devices_weigh_the_same_unless_samples_count() -> None:
+    local, _, _ = one_step(None)
+    assert set(local.update.arrays) == {"parameters", "buffers"}
+    m = mlp(6, 5, 3)
+    for weights, due in (("uniform", 1.0), ("samples", 40.0)):
+        method = FedDR(weights=weights)
+        state = method.start(course(m))
+        assert method.read_update(Assignment(course(m), 2, "a"), state, None, local.update).samples == due
+
+
+def test_a_hostile_reflection_is_refused() -> None:
+    local, _, _ = one_step(None)
+    method, c = FedDR(), course(mlp(6, 5, 3))
+    for arrays in ({"parameters": local.update.arrays["parameters"] * np.float32(np.nan)}, {"y": NONE}):
+        update = Payload({**local.update.arrays, **arrays}, local.update.meta)
+        with pytest.raises(PayloadError):
+            method.read_update(Assignment(c, 1, "a"), method.start(c), None, update)

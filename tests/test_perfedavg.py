@@ -1,0 +1,153 @@
+"""Per-FedAvg: its meta-gradient on quadratics and against numpy, the personal step, what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp, clusters, course, mlp
+
+from edge_client.bundle import F32, Manifest
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import make_method
+from edge_client.methods.fedavg import State
+from edge_client.methods.perfedavg import PerFedAvg
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Batch, Task
+from edge_client.training import Gradient, Trainer
+
+QUADRATIC, MLP = mlp(2, 2, bias=False), mlp(6, 5, 3)
+NONE = np.zeros(0, np.float32)
+ALPHA, BETA = 0.1, 0.3
+
+
+@dataclass
+class Quadratic:
+    """f(w) = (w - c)' H (w - c) / 2, whatever the batch; its Hessian is H."""
+
+    manifest: Manifest
+    hessian: NDArray[np.float64]
+    centre: NDArray[np.float64]
+    asked: list[NDArray[Any]] = field(default_factory=list)
+
+    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+        self.asked.append(x)
+        return Gradient(1.0, (self.hessian @ (parameters - self.centre)).astype(np.float32), buffers)
+
+    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
+        return np.zeros((len(x), 2), np.float32)
+
+
+def quadratic() -> Quadratic:
+    root = np.random.default_rng(0).standard_normal((4, 4))
+    return Quadratic(QUADRATIC, root @ root.T, np.array([1.0, -2, 0.5, 3]))
+
+
+def task(trainer: Trainer, round_: int = 1) -> Task:
+    return Task(Assignment(course(trainer.manifest), round_, "a"), trainer, clusters(trainer.manifest, 1), 0)
+
+
+def trained(method: PerFedAvg, trainer: Trainer) -> F32:
+    """The global model w after one local round."""
+    state = method.start(course(trainer.manifest))
+    sent: F32 = method.local_round(task(trainer), None, state).update.arrays["parameters"]
+    return sent
+
+
+def one(variant: str, **settings: Any) -> PerFedAvg:
+    return PerFedAvg(
+        **{"variant": variant, "alpha": ALPHA, "lr": BETA, "epochs": 1, "batch": 40, "momentum": 0, **settings}
+    )
+
+
+def test_first_order_is_the_gradient_after_the_inner_step_applied_from_the_original_point() -> None:
+    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
+    ahead = w - ALPHA * q.hessian @ (w - q.centre)
+    assert trained(one("fo"), q) == pytest.approx(w - BETA * q.hessian @ (ahead - q.centre), rel=1e-5)
+
+
+def test_hessian_free_is_the_gradient_of_the_meta_objective() -> None:
+    """F(w) = f(w - alpha grad f(w)) has the gradient (I - alpha H) grad f(w')."""
+    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
+    ahead = w - ALPHA * q.hessian @ (w - q.centre)
+    meta = (np.eye(4) - ALPHA * q.hessian) @ q.hessian @ (ahead - q.centre)
+    assert trained(one("hf", delta=0.01), q) == pytest.approx(w - BETA * meta, rel=1e-3)
+
+
+def test_hessian_free_is_first_order_plus_the_curvature_term() -> None:
+    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
+    v = q.hessian @ (w - ALPHA * q.hessian @ (w - q.centre) - q.centre)
+    assert trained(one("hf", delta=0.01), q) - trained(one("fo"), q) == pytest.approx(
+        BETA * ALPHA * q.hessian @ v, rel=1e-3
+    )
+
+
+def test_on_a_network_each_step_uses_its_own_batches_in_the_order_of_the_three_streams() -> None:
+    w = course(MLP).model.parameters.astype(np.float64)
+    t, engine, delta = task(NumpyMlp(MLP)), NumpyMlp(MLP), 0.01
+
+    def grad(at: NDArray[np.float64], b: Batch) -> NDArray[np.float64]:
+        return engine.gradient(at.astype(np.float32), NONE, b.x, b.y).parameters.astype(np.float64)
+
+    streams = (t.batches(2, 15, phase) for phase in ("inner", "train", "curvature"))
+    for first, second, third in zip(*streams, strict=True):
+        v = grad(w - ALPHA * grad(w, first), second)
+        bent = (grad(w + delta * v, third) - grad(w - delta * v, third)) / (2 * delta)
+        w = w - 0.05 * (v - ALPHA * bent)
+    assert trained(one("hf", delta=delta, epochs=2, batch=15, lr=0.05), NumpyMlp(MLP)) == pytest.approx(w, abs=2e-4)
+
+
+@pytest.mark.parametrize(("variant", "gradients"), [("fo", 2), ("hf", 4)])
+def test_a_step_costs_two_gradients_or_four_on_batches_of_different_samples(variant: str, gradients: int) -> None:
+    q = quadratic()
+    one(variant, batch=10).local_round(task(q), None, PerFedAvg().start(course(QUADRATIC)))
+    assert len(q.asked) == 4 * gradients + 1  # four steps, one personal step
+    assert not np.array_equal(q.asked[0], q.asked[1])
+    assert gradients == 2 or np.array_equal(q.asked[2], q.asked[3])
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 1), (1, 3), (2, 6)])
+def test_the_personal_model_is_one_step_away_or_some_epochs(epochs: int, steps: int) -> None:
+    engine, method = NumpyMlp(MLP), one("fo", batch=15, personal_epochs=epochs)
+    state, t = State(course(MLP).model.parameters, NONE), task(engine)
+    before = state.parameters.copy()
+    personal = method.personal(t, None, state)
+    assert engine.calls == steps
+    w = before.astype(np.float64)
+    for i, b in enumerate(t.batches(max(1, epochs), 15, "personal")):
+        if i < steps:
+            w = w - ALPHA * NumpyMlp(MLP).gradient(w.astype(np.float32), NONE, b.x, b.y).parameters
+    assert personal.parameters == pytest.approx(w, abs=1e-5)
+    assert np.array_equal(state.parameters, before)
+
+
+def test_one_personal_step_of_the_trained_model_fits_the_devices_data_better() -> None:
+    method, engine = PerFedAvg(epochs=20, lr=0.1, alpha=0.1, batch=20), NumpyMlp(MLP)
+    state, t = State(course(MLP).model.parameters, NONE), task(engine)
+    local = method.local_round(t, None, state)
+
+    def loss(w: F32) -> float:
+        return NumpyMlp(MLP).gradient(w, NONE, t.data.x, t.data.y).loss
+
+    assert loss(local.trained.parameters) < loss(local.update.arrays["parameters"]) < loss(state.parameters)
+    assert t.score(local.trained) > 0.9
+
+
+def test_the_server_averages_the_models_by_samples_and_refuses_others() -> None:
+    method, c = PerFedAvg(), course(QUADRATIC)
+    state, total = method.start(c), None
+    send: Callable[[list[float], int], Payload] = lambda w, n: Payload(  # noqa: E731
+        {"parameters": np.array(w, np.float32), "buffers": NONE}, {"samples": n}
+    )
+    for d, update in (("a", send([1, 2, 3, 4], 1)), ("b", send([5, 2, 3, 0], 3))):
+        a = Assignment(c, 1, d)
+        total, _ = method.fold(a, state, total, method.read_update(a, state, None, decode(encode(update))), None)
+    assert method.finish(c, 1, ["a", "b"], state, total)[0].parameters.tolist() == [4, 2, 3, 1]
+    with pytest.raises(PayloadError, match="NaN"):
+        method.read_update(Assignment(c, 1, "a"), state, None, send([1, 2, 3, float("nan")], 1))
+    with pytest.raises(ConfigError, match="variant"):
+        make_method({"name": "perfedavg", "variant": "exact"})
