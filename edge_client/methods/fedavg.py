@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter
@@ -87,7 +87,7 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     state_type: ClassVar[type[State]] = State
-    kept_type: ClassVar[type[Kept]] = Kept
+    kept_type: ClassVar[type[Any] | None] = Kept
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32

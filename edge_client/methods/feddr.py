@@ -18,7 +18,7 @@ where the devices' own optima differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -57,7 +57,7 @@ class FedDR(FedAvg):
         u = super().read_update(a, state, record, payload)
         return u if self.weights == "samples" else Update(u.parameters, u.buffers, 1.0)
 
-    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+    def local_round(self, task: Task, kept: Any, received: State) -> Local:
         """The splitting step: y, then x by SGD on the loss with the proximal term, then the reflection."""
         y = received.parameters
         if kept is not None and kept.x.shape == kept.y.shape == y.shape:
