@@ -257,10 +257,11 @@ def _reshape(g: _Cut, node: NodeProto) -> Axes:
         if stays is not None:
             marks &= stays.reshape(-1, *[1] * (marks.ndim - 1 - i))
     moved = marks.reshape(target)
-    found = [moved.any(axis=tuple(j for j in range(moved.ndim) if j != i)) for i in range(moved.ndim)]
+    others = [tuple(j for j in range(moved.ndim) if j != i) for i in range(moved.ndim)]
+    found: list[NDArray[np.bool_]] = [np.asarray(moved.any(axis=rest)) for rest in others]
     if np.count_nonzero(moved) != prod(int(stays.sum()) for stays in found):
         raise refusal(node, "spreads the channels over several axes")
-    axes = tuple(None if stays.all() else stays for stays in found)
+    axes: Axes = tuple(None if stays.all() else stays for stays in found)
     if node.op_type == "Reshape":
         sizes = [
             size if size == -1 or stays is None else int(stays.sum())
