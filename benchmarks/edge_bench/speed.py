@@ -211,9 +211,9 @@ def main(
                 found = measure(case, Path(folder), flower)
                 content["cases"].append(found)
                 print(case.name, found["device_rounds_per_second"], flush=True)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(json_file, content)
+                if json_file is not None:  # after each case: all of them take a while
+                    json_file.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(json_file, content)
 
 
 if __name__ == "__main__":
