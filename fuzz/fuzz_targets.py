@@ -26,6 +26,7 @@ from edge_client.protocol import payload as container
 
 SMALL = ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001))
 LARGE = 1_000_000
+PARAMETERS = ("eden:4", "eden:0.0001", "eden:0.9", "drive:mse", "qsgd:255", "topk:1", "stc:1")
 
 Craft = Callable[[random.Random], bytes]
 
@@ -64,10 +65,11 @@ def codec_targets(large: bool = False) -> list[Target]:
         out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), now.nbytes))
         plain = partial(counts.decode, d=d, top=top)
         out.append(Target(f"counts d={d} plain", plain, counts.encode(now, top), now.nbytes))
-    d = LARGE if large else 77
-    for name in values.VALUES:
-        payload = values.encode(name, counter.uniform(4, d), 3)
-        out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
+    for d in (LARGE,) if large else (77, 1300):
+        for name in (*values.VALUES, *PARAMETERS):
+            payload = values.encode(name, counter.uniform(4, d) - 0.5, 3)
+            out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
+    out += [_set_target(name, counter.uniform(6, d) < 0.1, None) for name in ("bloom:0.5", "bloom:0.000001")]
     return out
 
 
