@@ -31,7 +31,8 @@ from edge_client.errors import PayloadError
 from edge_client.files import write_whole
 from edge_client.methods import Method, make_method
 from edge_client.protocol import payload
-from edge_client.protocol.messages import DeviceMetrics, FederationConfig, Report, TokenRequest
+from edge_client.protocol.messages import FederationConfig, Report, TokenRequest
+from edge_client.protocol.metrics import METRICS
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import open_trainer
@@ -284,7 +285,7 @@ def noise(content: Payload) -> Iterator[Payload]:
             yield Payload({**arrays, name: spoilt.view(a.dtype).reshape(a.shape)}, content.meta)
         for size in {0, 1, a.size // 2, max(a.size - 1, 0)}:
             yield Payload({**arrays, name: a.ravel()[:size]}, content.meta)
-    for key in content.meta.keys() - {"method", "round", "device"} - DeviceMetrics.model_fields.keys():
+    for key in content.meta.keys() - {METRICS}:
         yield Payload(arrays, {k: v for k, v in content.meta.items() if k != key})
         for wrong in ("x", -1, 0, 2**53 - 1, 0.5, [1, 2]):
             yield Payload(arrays, {**content.meta, key: wrong})

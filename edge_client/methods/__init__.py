@@ -114,7 +114,10 @@ class Method(BaseModel):
 
     @abstractmethod
     def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Any:
-        """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError."""
+        """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError.
+
+        Metadata `samples` is the device's number of training samples, whatever the method itself sent.
+        """
         ...
 
     def influence(self, a: Assignment, state: Any, update: Any) -> Influence | None:
@@ -162,11 +165,6 @@ class Method(BaseModel):
     def personal(self, task: Task, kept: Any, received: Any) -> Personal:
         """The device's model as the downlink leaves it, before any further training."""
         ...
-
-
-def origin(method: Method, round_: int) -> dict[str, str | int]:
-    """The metadata of every payload: the method and the round it belongs to. An update also names its device."""
-    return {"method": method.name, "round": round_}
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:
