@@ -13,7 +13,7 @@ times their mean magnitude. What it drops is not lost: both sides keep a residua
 
 Positions cost more than signs. The paper codes them as Golomb gaps. Here both sides know w, so they are coded by
 `entropy` given the tensor and how far the parameter has moved from the bundle's value: what moved before moves again.
-Nothing is gained by summing missed updates, as the paper proposes: sums of different magnitudes hold as much
+Summing missed updates, as the paper proposes, gains nothing measurable: sums of different magnitudes hold as much
 information, and one after another each is coded given those before it.
 
 Batch-norm statistics travel as float16 differences to those that both sides hold.
