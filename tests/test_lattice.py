@@ -211,7 +211,7 @@ def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     residual=st.booleans(),
     quantum=st.sampled_from([0.5, 5.0]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     pattern: list[set[str]], losses: dict[int, str], bad: set[int], residual: bool, quantum: float
 ) -> None:

@@ -219,7 +219,8 @@ def main() -> None:
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
     files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(),
               "coupling": coupling_cases(), "lattice": lattice_cases(),
-              "values": value_cases(), "coarse": coarse_cases(), "bloom": bloom_cases(), "counter": counter_cases()}  # fmt: skip
+              "values": value_cases(), "coarse": coarse_cases(), "bloom": bloom_cases(),
+              "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
         (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")
