@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest, Model, views
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods.lattice_grid import U32, History, grid, nearest
+from edge_client.methods.lattice_grid import U32, Counts, History, grid, nearest, spread
 from edge_client.methods.units import Packed, Units, unpacked, whole
 from edge_client.narrow import Narrow, narrow
 from edge_client.parts import Part
@@ -65,6 +65,14 @@ class Network:
         place = np.zeros(self.origin.model.manifest.d, np.int64)
         part.scatter(np.arange(part.size), place)
         return self.part.gather(place[self.small.parameters])
+
+    def weights(self, unit: F32, counts: Counts) -> F32:
+        """The parameters of these counts, float32[d]; they may be infinite. `unit` is float32[tensors]."""
+        parameters: F32 = self.model.parameters.copy()
+        with np.errstate(over="ignore"):
+            moved = self.part.gather(parameters) + spread(self.part, unit) * counts
+            self.part.scatter(moved.astype(np.float32), parameters)
+        return parameters
 
     def assignment(self, a: Assignment) -> Assignment:
         """The same one, of this network."""
