@@ -320,6 +320,11 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
     with pytest.raises(ConfigError, match="'conv9'"):
         start(pruning(prune_keep={"conv9": 0.5}))
     start(Lattice(), mlp(6, 5, 3))
+    recurrent = replace(M.groups[0], consumers=(Consumer("lstm", "1.w", "1.b", reads=1),))
+    mixed = M.model_copy(update={"groups": (recurrent, M.groups[1])})
+    start(pruning(), mixed)  # the units that a recurrent layer reads stay
+    with pytest.raises(ConfigError, match="recurrent"):
+        start(pruning(prune_keep={"0": 0.5}), mixed)
 
 
 # --- personal models

@@ -106,7 +106,7 @@ class Lattice(Settings):
 
     def start(self, course: Course) -> State:
         if self.prune is not None:
-            check(course, self.prune_after, self.prune_keep)
+            check(course, self.prune, self.prune_after, self.prune_keep)
         part = grid(course.model.manifest)
         none = History(np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.int32))
         return State(
