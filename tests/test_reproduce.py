@@ -157,7 +157,11 @@ def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reproduce("tiny", seeds=1)
-    same = TINY.replace("tasks.digits", "tasks.numbers").replace("paper.digits", "paper.numbers").replace("methods.fedavg]", 'methods.usual]\nname = "fedavg"')
+    same = (
+        TINY.replace("tasks.digits", "tasks.numbers")
+        .replace("paper.digits", "paper.numbers")
+        .replace("methods.fedavg]", 'methods.usual]\nname = "fedavg"')
+    )
     (reproduction.FOLDER / "same.toml").write_text(same)
     monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a finished cell"))
     reproduce("same", seeds=1)
@@ -215,9 +219,16 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
 
 def test_a_summary_without_scores_has_bytes_still() -> None:
     run = {"task": "t", "label": "m", "seed": 3, "score_mean": None, "bytes_per_device": 8.0}
+    run["rounds"] = {"score_before": [None, None]}
     assert summary([run]) == {
         "t/m": {"task": "t", "label": "m", "seeds": [3], "bytes_per_device": {"mean": 8.0, "std": 0.0}}
     }
+
+
+def test_the_late_score_is_the_mean_of_the_last_ten_rounds_that_have_one() -> None:
+    before = [0.0, 0.9, None, *[0.5] * 8]
+    run = {"task": "t", "label": "m", "seed": 0, "rounds": {"score_before": before}}
+    assert summary([run])["t/m"]["late_score"]["mean"] == pytest.approx((0.9 + 8 * 0.5) / 9, rel=1e-5)
 
 
 # --- the page

@@ -33,6 +33,8 @@ from edge_client.methods import make_method
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
 PAUSE = 20.0  # seconds between two lines of a log
+LATE = 10
+"""So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
 
 AVERAGED = (
     "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
@@ -153,8 +155,10 @@ def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
     out = {}
     for name, mine in groups.items():
         row: dict[str, Any] = {"task": mine[0]["task"], "label": mine[0]["label"], "seeds": [r["seed"] for r in mine]}
-        for figure in AVERAGED:
-            values = [r[figure] for r in mine if r.get(figure) is not None]
+        late = [[v for v in r["rounds"]["score_before"][-LATE:] if v is not None] for r in mine]
+        figures = {f: [r[f] for r in mine if r.get(f) is not None] for f in AVERAGED}
+        figures["late_score"] = [fmean(values) for values in late if values]
+        for figure, values in figures.items():
             if values:
                 deviation = stdev(values) if len(values) > 1 else pstdev(values)
                 row[figure] = _rounded({"mean": fmean(values), "std": deviation})
