@@ -35,7 +35,8 @@ the devices and over the seeds, with the standard deviation over the seeds.
 """
 
 COLUMNS = (
-    "method", "paper", "ours", "late", "after epochs", "best round", "bits up", "bits down", "MB in all", "less", "kept",
+    "method", "paper", "ours", "late", "after epochs", "best round", "bits up", "bits down", "MB in all", "less",
+    "kept",
 )  # fmt: skip
 MEASURES = {"final": "ours", "after": "after epochs", "best": "best round"}
 
