@@ -158,6 +158,8 @@ def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
         late = [[v for v in r["rounds"]["score_before"][-LATE:] if v is not None] for r in mine]
         figures = {f: [r[f] for r in mine if r.get(f) is not None] for f in AVERAGED}
         figures["late_score"] = [fmean(values) for values in late if values]
+        counted = [r["bytes_as_the_paper_counts"] for r in mine if r.get("bytes_as_the_paper_counts")]
+        figures |= {f"paper_bytes_{side}": [c[side] for c in counted] for side in ("up", "down")}
         for figure, values in figures.items():
             if values:
                 deviation = stdev(values) if len(values) > 1 else pstdev(values)

@@ -31,12 +31,13 @@ the devices and over the seeds, with the standard deviation over the seeds.
 * **MB in all**: payload bytes of all devices and rounds in both directions, with the container's header, what late
   devices catch up on, what is sent once, and the last downlink to every device. **less**: how many times fewer than the
   baseline's.
+* **theirs**: MiB up and down of a device and round as the method's paper counts them, where it has a count of its own.
 * **kept**: share of the parameters that the devices' own models keep.
 """
 
 COLUMNS = (
     "method", "paper", "ours", "late", "after epochs", "best round", "bits up", "bits down", "MB in all", "less",
-    "kept",
+    "theirs", "kept",
 )  # fmt: skip
 MEASURES = {"final": "ours", "after": "after epochs", "best": "best round"}
 
@@ -76,6 +77,9 @@ def line(row: Mapping[str, Any], paper: Mapping[str, Any] | None, baseline: Mapp
         f"{row['bits_per_parameter_down']['mean']:.3g}",
         f"{total / 1e6:.3g}",
         f"{of / total:.3g}x" if of and total else "-",
+        " / ".join(f"{row[f'paper_bytes_{side}']['mean'] / 2**20:.3g}" for side in ("up", "down"))
+        if "paper_bytes_up" in row
+        else "-",
         f"{100 * kept:.0f} %" if kept < 1 else "all",
     ]
 
