@@ -153,6 +153,23 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
     assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
 
 
+def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reproduce("tiny", seeds=1)
+    same = (
+        TINY.replace("tasks.digits", "tasks.numbers")
+        .replace("paper.digits", "paper.numbers")
+        .replace("methods.fedavg]", 'methods.usual]\nname = "fedavg"')
+    )
+    (reproduction.FOLDER / "same.toml").write_text(same)
+    monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a finished cell"))
+    reproduce("same", seeds=1)
+    ours, theirs = (json.loads((command.RESULTS / n / "result.json").read_text())["runs"] for n in ("same", "tiny"))
+    assert set(ours) == {"numbers/usual/0", "numbers/fast/0"}
+    assert ours["numbers/usual/0"] == theirs["digits/fedavg/0"] | {"task": "numbers", "label": "usual"}
+
+
 def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:
     out = tmp_path / "out"
     reproduce("tiny", out=out, seeds=1, only="fedavg")
@@ -202,9 +219,16 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
 
 def test_a_summary_without_scores_has_bytes_still() -> None:
     run = {"task": "t", "label": "m", "seed": 3, "score_mean": None, "bytes_per_device": 8.0}
+    run["rounds"] = {"score_before": [None, None]}
     assert summary([run]) == {
         "t/m": {"task": "t", "label": "m", "seeds": [3], "bytes_per_device": {"mean": 8.0, "std": 0.0}}
     }
+
+
+def test_the_late_score_is_the_mean_of_the_last_ten_rounds_that_have_one() -> None:
+    before = [0.0, 0.9, None, *[0.5] * 8]
+    run = {"task": "t", "label": "m", "seed": 0, "rounds": {"score_before": before}}
+    assert summary([run])["t/m"]["late_score"]["mean"] == pytest.approx((0.9 + 8 * 0.5) / 9, rel=1e-5)
 
 
 # --- the page

@@ -33,6 +33,8 @@ from edge_client.methods import make_method
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
 PAUSE = 20.0  # seconds between two lines of a log
+LATE = 10
+"""So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
 
 AVERAGED = (
     "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
@@ -123,6 +125,16 @@ def known(out: Path) -> dict[str, Run]:
     return found
 
 
+def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
+    """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
+    others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
+    found = {sha: run for other in others for sha, run in known(other).items() if sha in missing}
+    for sha, run in found.items():
+        run |= {"task": missing[sha].task, "label": missing[sha].label}
+        write_atomically(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+    return found
+
+
 def one_line_each(content: Mapping[str, Any]) -> str:
     """JSON with one line for each run."""
     lines = []
@@ -143,8 +155,12 @@ def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
     out = {}
     for name, mine in groups.items():
         row: dict[str, Any] = {"task": mine[0]["task"], "label": mine[0]["label"], "seeds": [r["seed"] for r in mine]}
-        for figure in AVERAGED:
-            values = [r[figure] for r in mine if r.get(figure) is not None]
+        late = [[v for v in r["rounds"]["score_before"][-LATE:] if v is not None] for r in mine]
+        figures = {f: [r[f] for r in mine if r.get(f) is not None] for f in AVERAGED}
+        figures["late_score"] = [fmean(values) for values in late if values]
+        counted = [r["bytes_as_the_paper_counts"] for r in mine if r.get("bytes_as_the_paper_counts")]
+        figures |= {f"paper_bytes_{side}": [c[side] for c in counted] for side in ("up", "down")}
+        for figure, values in figures.items():
             if values:
                 deviation = stdev(values) if len(values) > 1 else pstdev(values)
                 row[figure] = _rounded({"mean": fmean(values), "std": deviation})
@@ -195,6 +211,14 @@ def prepare(wanted: Iterable[Cell], name: str) -> tuple[dict[str, tuple[Cell, st
     return keyed, bundles
 
 
+def named(given: str | None, there: Mapping[str, Any], absent: str) -> frozenset[str] | None:
+    """The names of a comma-separated list, None for no list. Raises ConfigError for one that is not `there`."""
+    names = frozenset(given.split(",")) if given else None
+    if names and names - there.keys():
+        raise ConfigError(f"{absent} {sorted(names - there.keys())}; it has {sorted(there)}")
+    return names
+
+
 def listing() -> Table:
     """One line for each reproduction."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -215,6 +239,7 @@ def reproduce(
     show: Annotated[bool, typer.Option("--list", help="List all reproductions.")] = False,
     full: Annotated[bool, typer.Option(help="At the paper's scale, for a bigger machine.")] = False,
     only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    tasks: Annotated[str | None, typer.Option("--task", help="Only these tasks, comma-separated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0. [default: the file's]")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write. [default: benchmarks/results/NAME]")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
@@ -233,16 +258,18 @@ def reproduce(
     r = reproduction.read(name, full)
     if changes and not validation:
         raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
-    labels = frozenset(only.split(",")) if only else None
-    if labels and labels - r.methods.keys():
-        raise ConfigError(f"{name} has no methods {sorted(labels - r.methods.keys())}; it has {sorted(r.methods)}")
+    labels = named(only, r.methods, f"{name} has no methods")
+    there = named(tasks, r.tasks, f"{name} has no tasks")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
     used = reproduction.changed(r, changes or ())
     wanted = list(reproduction.cells(used, chosen, labels, "validation" if validation else "test"))
+    wanted = [cell for cell in wanted if there is None or cell.task in there]
     done = known(folder)
     keyed, bundles = prepare(wanted, name)
     failures: dict[str, str] = {}
+    if out is None:
+        done |= taken_over(folder, {sha: cell for cell, sha in keyed.values() if sha not in done})
     owed = [(cell, sha) for cell, sha in keyed.values() if sha not in done]
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
     data: tuple[Any, dict[str, DeviceData]] = (None, {})
@@ -279,7 +306,10 @@ def reproduce(
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
     """Write the result of all cells that belong to the file as it is, whatever this start was asked to run."""
     current, seeds = {}, tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
+    ran = {run["task"] for run in done.values()}
     for cell in reproduction.cells(r, seeds):
+        if cell.task not in ran:  # its bundle may not be built
+            continue
         try:
             sha = key(cell, find_bundle(cell.config.bundle))
         except MaskfleetError:  # a method or a bundle of another cell is not there

@@ -69,7 +69,8 @@ class Reproduction(BaseModel):
     baseline: str = "fedavg"
     """The method whose bytes the others' are compared with."""
     final_epochs: bool = True
-    guard: Literal["clip", "drop", "none"] = "clip"
+    guard: Literal["clip", "drop", "none"] = "none"
+    """What papers have: an uneven weight counts in full."""
     notes: str = ""
     tried: tuple[dict[str, Any], ...] = ()
     """Settings compared on the validation part, with what they scored."""

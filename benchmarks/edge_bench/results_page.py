@@ -24,16 +24,21 @@ Every table is made from `benchmarks/results/NAME/result.json` by `python -m edg
 with `maskfleet reproduce NAME` ([how](reproduce.md)). Scores are per cent, on each device's own test samples, mean over
 the devices and over the seeds, with the standard deviation over the seeds.
 
-* **ours**: every device's own model from the downlink after the last round; **after epochs**: the same after one more
-  round of local epochs; **best round**: the best round's cohort after its local epochs.
+* **ours**: every device's own model from the downlink after the last round; **late**: the same of the last ten rounds'
+  cohorts before their local epochs, steadier where test parts are small; **after epochs**: after one more round of
+  local epochs; **best round**: the best round's cohort after its local epochs.
 * **bits up, down**: payload bits of a device and round for each exchanged parameter.
 * **MB in all**: payload bytes of all devices and rounds in both directions, with the container's header, what late
   devices catch up on, what is sent once, and the last downlink to every device. **less**: how many times fewer than the
   baseline's.
+* **theirs**: MiB up and down of a device and round as the method's paper counts them, where it has a count of its own.
 * **kept**: share of the parameters that the devices' own models keep.
 """
 
-COLUMNS = "method", "paper", "ours", "after epochs", "best round", "bits up", "bits down", "MB in all", "less", "kept"
+COLUMNS = (
+    "method", "paper", "ours", "late", "after epochs", "best round", "bits up", "bits down", "MB in all", "less",
+    "theirs", "kept",
+)  # fmt: skip
 MEASURES = {"final": "ours", "after": "after epochs", "best": "best round"}
 
 
@@ -65,12 +70,16 @@ def line(row: Mapping[str, Any], paper: Mapping[str, Any] | None, baseline: Mapp
         row["label"],
         printed(paper),
         score(row, "score_mean"),
+        score(row, "late_score"),
         score(row, "score_mean_after_local_epochs"),
         score(row, "best_score"),
         f"{row['bits_per_parameter_up']['mean']:.3g}",
         f"{row['bits_per_parameter_down']['mean']:.3g}",
         f"{total / 1e6:.3g}",
         f"{of / total:.3g}x" if of and total else "-",
+        " / ".join(f"{row[f'paper_bytes_{side}']['mean'] / 2**20:.3g}" for side in ("up", "down"))
+        if "paper_bytes_up" in row
+        else "-",
         f"{100 * kept:.0f} %" if kept < 1 else "all",
     ]
 
