@@ -287,7 +287,7 @@ def _rounds(
             happen(events.Present(0.0, sim.mishaps.present(names, decision.round)))
         elif isinstance(decision, events.OpenRound):
             opened, round_ = time.perf_counter(), decision.round
-            places = {d: engine.place(config, status, d) for d in decision.cohort}
+            places = {d: status.asked[d] for d in decision.cohort}
             for device, outcome in sim.train(round_, places):
                 lease = engine.lease(config, round_, device)
                 if isinstance(outcome, Lost):
@@ -295,7 +295,7 @@ def _rounds(
                 else:
                     happen(events.Updated(0.0, round_, device, lease, outcome))
         elif isinstance(decision, events.Aggregate):
-            places = {d: engine.place(config, status, d) for d in decision.devices}
+            places = {d: status.asked[d] for d in decision.devices}
             record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:

@@ -159,13 +159,13 @@ class LGFedAvg(Method):
             return read_state(a.model, downlink)
         head, body = self.head(a.model), self.body(a.model)
         allow_only(downlink, "head", "body", "statistics")
-        if "body" in downlink.arrays:
+        if kept is not None and kept.body.size == body.size and kept.buffers.shape == a.model.buffers.shape:
+            own = kept  # also when a body was sent: the server left out this device's first update with a head
+        elif "body" in downlink.arrays:
             buffers = vector(downlink, "statistics", a.model.manifest.buffers_d)
             own = Kept(vector(downlink, "body", body.size), buffers)
-        elif kept is None or kept.body.size != body.size or kept.buffers.shape != a.model.buffers.shape:
-            raise LostError("a head without a body was received, and this device holds no body of this model")
         else:
-            own = kept
+            raise LostError("a head without a body was received, and this device holds no body of this model")
         parameters = a.model.parameters.copy()
         head.scatter(vector(downlink, "head", head.size), parameters)
         body.scatter(own.body, parameters)
