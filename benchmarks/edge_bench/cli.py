@@ -99,6 +99,12 @@ def _outcome(r: Round) -> str:
     return f"loss {shown(r.loss, '.3f')}  score {before}, after local epochs {after}"
 
 
+def _warn(console: Console, sentences: list[str]) -> None:
+    """One line each, after the table."""
+    if sentences:
+        console.print("", *(f"warning: {sentence}" for sentence in sentences), sep="\n")
+
+
 def simulate(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file; see benchmarks/configs.")],
     json_file: Annotated[
@@ -146,12 +152,11 @@ def simulate(
     if not results:
         raise ConfigError(failed)
     model = bundle.model()
-    records = {
-        label: report.simulated(r, make_method({"name": label, **checked.methods[label]}), model)
-        for label, r in results.items()
-    }
+    made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
+    records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
     title = f"{checked.data.name}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")
