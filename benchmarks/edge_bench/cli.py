@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from edge_bench import curves, datasets, histogram, provenance, report
 from edge_bench.curves import mean, shown
-from edge_bench.demo import BUNDLES, SETTINGS, choose_data, compaction, fleet
+from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
 from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all, starting_scores
 from edge_client.backends import DEFAULT_BACKEND
@@ -102,9 +103,9 @@ def _outcome(r: Round) -> str:
 
 
 def _warn(console: Console, sentences: list[str]) -> None:
-    """One line each, after the table."""
+    """A paragraph each, after the table."""
     if sentences:
-        console.print("", *(f"warning: {sentence}" for sentence in sentences), sep="\n")
+        console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
 
 
 def simulate(
@@ -174,7 +175,7 @@ def demo(
         str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
     ] = None,
     devices: Annotated[int, typer.Option(min=2, max=100, help="Client processes.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Rounds of each method.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, max=1000, help="Rounds of each method.")] = 15,
     seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
     methods: Annotated[
         str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
@@ -196,8 +197,8 @@ def demo(
     if plot is not None:
         curves.check_plot(plot)
     chosen = choose_data(data, devices)
-    settings = {n: {"name": n, **SETTINGS[chosen.name].get(n, {})} for n in names}
-    made = {n: make_method(table) for n, table in settings.items()}
+    tables = {n: settings(n, chosen.name, rounds) for n in names}
+    made = {n: make_method(table) for n, table in tables.items()}
     bundle = find_bundle(BUNDLES[chosen.name])
     parts = datasets.load(chosen, seed, bundle.manifest)
     start = starting_scores(bundle, open_trainer(DEFAULT_BACKEND, bundle), parts)
@@ -223,7 +224,7 @@ def demo(
                         outcome = _outcome(done[-1]) if done else "devices are joining"
                         console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
 
-                    ended = running.run(name, settings[name], rounds, len(parts), seed, watch)
+                    ended = running.run(name, tables[name], rounds, len(parts), seed, watch)
                     records[name] = report.federation(ended, start)
                     if not compact:
                         compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
@@ -261,7 +262,7 @@ def demo(
             "rounds": rounds,
             "seed": seed,
         }
-        run |= {"cohort": len(parts), "methods": settings}
+        run |= {"cohort": len(parts), "methods": tables}
         write_json(
             json_file,
             {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},

@@ -149,6 +149,14 @@ def fleet(folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> It
         yield running
 
 
+def settings(method: str, data: str, rounds: int) -> dict[str, Any]:
+    """A method's table for so many rounds, at least 2: pruning leaves the smaller network half of them or more."""
+    table = {"name": method, **SETTINGS[data].get(method, {})}
+    if "prune_after" in table:
+        table["prune_after"] = min(table["prune_after"], rounds // 2)
+    return table
+
+
 def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[str, float]:
     """Dense against compact, medians over devices: parameters as reported, latency measured again in turns.
 
