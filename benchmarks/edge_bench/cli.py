@@ -244,10 +244,10 @@ def demo(
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
     share = compact["parameters_compact"] / compact["parameters_dense"]
     console.print(
-        f"{first}'s models on the devices (medians): {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%});\none sample takes "
-        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, with the whole network "
-        f"{compact['latency_dense_ms']:.3f} ms ({ratio:.1f}x)"
+        f"{first}'s models on the devices: {compact['parameters_compact']:,.0f} of "
+        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%}, median);\none sample takes "
+        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, the whole network "
+        f"{compact['latency_dense_ms']:.3f} ms:\n{ratio:.1f} times as fast"
     )
     if plot is not None:
         curves.draw(lines, plot, title)
