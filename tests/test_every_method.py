@@ -1,6 +1,7 @@
 """What every method must do, whatever it is: each installed method is found by its entry point and tried here.
 
-A method that needs settings of its own on a network as small as this one has them in SETTINGS.
+A method that needs settings of its own on a network as small as this one has them in SETTINGS. VARIANTS are further
+methods with settings under which much of their code differs.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
     "stc": {"keep": 0.05},
 }
-every_method = pytest.mark.parametrize("name", NAMES)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
+}
+every_method = pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 
 
 def table(name: str) -> dict[str, Any]:
     """The configuration of a method under test: one epoch a round where it has epochs."""
-    made = make_method({"name": name, **SETTINGS.get(name, {})})
-    epochs = {"epochs": 1} if "epochs" in type(made).model_fields else {}
-    return {"name": name, **epochs, **SETTINGS.get(name, {})}
+    settings = VARIANTS.get(name, {"name": name, **SETTINGS.get(name, {})})
+    epochs = {"epochs": 1} if "epochs" in type(make_method(settings)).model_fields else {}
+    return {**epochs, **settings}
 
 
 @cache

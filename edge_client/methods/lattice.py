@@ -107,7 +107,7 @@ class Lattice(Settings):
 
     def start(self, course: Course) -> State:
         if self.prune is not None:
-            check(course, self.prune_after, self.prune_keep)
+            check(course, self.prune, self.prune_after, self.prune_keep)
         part = grid(course.model.manifest)
         none = History(np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.int32))
         return State(
@@ -152,13 +152,6 @@ class Lattice(Settings):
     def known_up(self, net: Network, a: Assignment, held: Counts) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
         return lattice.up(dither(a, net.part.size), spans(net.part), held)
-
-    def weights(self, net: Network, counts: Counts, each: F32, halvings: int) -> F32:
-        """The parameters of N, float32[d]; they may be infinite."""
-        parameters, unit = net.model.parameters.copy(), self.unit(net.course, each, halvings)
-        with np.errstate(over="ignore"):
-            net.part.scatter(net.part.gather(parameters) + spread(net.part, unit) * counts, parameters)
-        return parameters
 
     def exchanged(self, model: Model) -> int:
         return grid(model.manifest).size
@@ -262,14 +255,15 @@ class Lattice(Settings):
             units=state.units,
         )
         if self.prune is not None and round_ == self.prune_after:
-            state = self.pruned(net, state, self.prune)
+            state = self.pruned(course, state, self.prune)
         return state, {}
 
-    def pruned(self, net: Network, state: State, prune: float) -> State:
+    def pruned(self, course: Course, state: State, prune: float) -> State:
         """The state of the smaller network."""
-        weights = self.weights(net, state.counts, state.steps, state.halvings)
-        units = choose(net.model.manifest, weights, prune, self.prune_keep)
-        net = network(net.course, units)
+        whole = network(course, None)
+        weights = whole.weights(self.unit(course, state.steps, state.halvings), state.counts)
+        units = choose(course.model.manifest, weights, prune, self.prune_keep)
+        net = network(course, units)
         return replace(
             state,
             counts=state.counts[net.live],
@@ -314,7 +308,7 @@ class Lattice(Settings):
         counts = read_counts(a, base, head.crc, data, held, self.known_down(net, base, a.round, held))
         if self.statistics == "mean":
             own = received_statistics(net.model, difference(downlink, "statistics", self.buffers(net.model)))
-        parameters = self.weights(net, counts, each, head.halvings)
+        parameters = net.weights(self.unit(a.course, each, head.halvings), counts)
         if not np.isfinite(parameters).all():
             raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
         return Received(net, counts, each, head.halvings, head.samples, own, parameters)

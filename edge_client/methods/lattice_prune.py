@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest, Model, views
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods.lattice_grid import U32, History, grid, nearest
+from edge_client.methods.lattice_grid import U32, Counts, History, grid, nearest, spread
 from edge_client.methods.units import Packed, Units, unpacked, whole
-from edge_client.narrow import Narrow, narrow
+from edge_client.narrow import Kept, Narrow, narrow
 from edge_client.parts import Part
 from edge_client.task import Assignment, Course, Personal, Task
 
@@ -66,13 +66,21 @@ class Network:
         part.scatter(np.arange(part.size), place)
         return self.part.gather(place[self.small.parameters])
 
+    def weights(self, unit: F32, counts: Counts) -> F32:
+        """The parameters of these counts, float32[d]; they may be infinite. `unit` is float32[tensors]."""
+        parameters: F32 = self.model.parameters.copy()
+        with np.errstate(over="ignore"):
+            moved = self.part.gather(parameters) + spread(self.part, unit) * counts
+            self.part.scatter(moved.astype(np.float32), parameters)
+        return parameters
+
     def assignment(self, a: Assignment) -> Assignment:
         """The same one, of this network."""
         return replace(a, course=self.course)
 
     def task(self, task: Task) -> Task:
         """The same one, of this network."""
-        return task if self.units is None else task.narrow(self.units.channels)
+        return task if self.units is None else task.narrow(_fewer(self.units))
 
     def buffers(self, whole: F32) -> F32:
         """Statistics of the whole network as this one's."""
@@ -84,7 +92,9 @@ class Network:
             return Personal(parameters, buffers)
         values, statistics = np.zeros(self.units.manifest.d, np.float32), self.origin.model.buffers.copy()
         values[self.small.parameters], statistics[self.small.buffers] = parameters, buffers
-        return self.units.applied(values, statistics)
+        mask = np.zeros(values.size, np.bool_)
+        mask[self.small.parameters] = True
+        return Personal(values, statistics, mask)
 
     def nearest(self, base: int, round_: int, pruned: int | None) -> tuple[U32, U32]:
         """How near the dither of the rounds base .. round_ - 1 came to 0 and 1; the whole network's until `pruned`."""
@@ -113,11 +123,17 @@ def network(course: Course, packed: Packed | None) -> Network:
         units = unpacked(course.model.manifest, packed)
     except ValueError as error:
         raise PayloadError(f"array 'units': {error}") from None
-    small = narrow(units.manifest, units.channels)
+    small = narrow(units.manifest, _fewer(units))
     return Network(course, replace(course, model=small.model(course.model)), units, small)
 
 
-def check(course: Course, prune_after: int, prune_keep: Mapping[str, float]) -> None:
+def _fewer(units: Units) -> Kept:
+    """The channels of the groups that lose some."""
+    sizes = {g.name: g.size for g in units.manifest.groups}
+    return {name: kept for name, kept in units.channels.items() if len(kept) < sizes[name]}
+
+
+def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[str, float]) -> None:
     """Raise ConfigError for a federation that cannot be pruned like this."""
     m = course.model.manifest
     whole(m)
@@ -128,6 +144,7 @@ def check(course: Course, prune_after: int, prune_keep: Mapping[str, float]) -> 
             f"prune_after = {prune_after}, but the federation has {course.rounds} rounds; the smaller network needs at "
             "least one of its own"
         )
+    network(course, choose(m, course.model.parameters, prune, prune_keep))
 
 
 def choose(manifest: Manifest, parameters: F32, prune: float, prune_keep: Mapping[str, float]) -> Packed:
