@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      a coordinator and ten devices on this machine: FedMask, Coupled, FedAvg, Standalone compared"
+	@echo "make demo      a coordinator and ten devices on this machine: Lattice, FedAvg and training alone compared"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"
 	@echo "               coverage (MUTATIONS=n SECONDS_GUIDED=s for others)"
