@@ -24,6 +24,7 @@ from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.protocol.messages import Enrolled, Report, Wait
 from edge_client.protocol.metrics import apart
 from edge_client.protocol.payload import decode
+from edge_client.task import Task
 
 
 def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Path) -> None:
@@ -98,6 +99,18 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
         join(URL, "good", tmp_path / "mine.npz")
     assert ended.value.exit_code == ExitCode.COMPACTION
     assert "not compacted: logits differ by 1" in capsys.readouterr().err
+
+
+def test_a_device_says_when_its_model_is_worse_than_the_bundles_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start, warned in ((-1e5, False), (1.0, True)):
+        monkeypatch.setattr(Task, "score_start", lambda _, start=start: start)
+        said = list[Event]()
+        device(tmp_path / str(warned), Coordinator(rounds=1)).run(on_event=said.append)
+        (last,) = [e.text for e in said[-2:] if e.text.startswith("warning")] or [""]
+        assert ("below the bundle's own start (1.000)" in last) is warned
+        assert ("what most often helps: lr" in last) is warned
 
 
 def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class DeltaMask(BernoulliMasks):
     """Bernoulli masks: filtered changes up, probabilities down."""
 
     name: ClassVar[str] = "deltamask"
+    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "fuse8-png"
     sampling: Literal["independent", "common", "device"] = "device"
