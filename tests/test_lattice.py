@@ -15,6 +15,7 @@ from lattice_fleet import NORMED, D, Fleet, M, Pull, pull, samples
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, model
 
+from coord_server import guard
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
@@ -358,3 +359,25 @@ def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
         losses.append(float(np.mean([fleet.local[d].loss for d in "abc"])))
     assert losses[-1] < 0.4 * losses[0]
     assert sum(len(fleet.local[d].update.arrays[MOVES]) for d in "abc") < 3 * D
+
+
+@pytest.mark.parametrize("few", [4, 10, 20])
+def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_moves(few: int) -> None:
+    fleet = Fleet(Lattice(quantum=2), {d: samples(i, 8) for i, d in enumerate("abc")})
+    fleet.play(*"abc")
+    state = replace(fleet.state, samples=100.0)
+    a, moves = fleet.task("a").assignment, np.zeros(D, np.int32)
+    each = {}
+    for name, n in {"few": few, "b": 100, "c": 100, "d": 110}.items():
+        own = moves.copy()
+        own[: n // 10] = 1  # far fewer than `FEW`
+        update = method_module.Update(own, None, state.statistics, float(n), 0.0)
+        each[name] = fleet.method.influence(a, state, update)
+    assert guard.limits(each, "clip") == {}
+
+
+def test_what_is_kept_back_stays_a_whole_number_when_a_sum_is_huge() -> None:
+    fleet = Fleet(Lattice(residual=True), {d: samples(i, 8) for i, d in enumerate("abc")})
+    fleet.play(*"abc")
+    change, _ = fleet.method.rounded(fleet.course, 2, fleet.state, np.full(D, 1e12))
+    assert (change > 0).all()

@@ -186,3 +186,12 @@ def test_the_papers_bytes_are_golomb_positions_and_a_sign() -> None:
     gaps = np.arange(20_000)
     golomb = (0.01 * 0.99**gaps * (gaps // 64 + 1 + 6)).sum()  # the best Golomb parameter at p = 0.01 is 64
     assert STC(keep=0.01).paper_bytes(model(m)) == (int(4 + 100 * (golomb + 1) / 8),) * 2
+
+
+def test_a_change_that_could_make_the_model_infinite_is_refused() -> None:
+    fleet = Rounds(STC(keep=0.1))
+    a = Assignment(fleet.course, 1, "a")
+    change = replace(sparse.ternary(np.ones(M.d), 0.1, fleet.method.ends(M)), magnitudes=np.array([3e38], np.float32))
+    data = fleet.method.write(fleet.course.model, fleet.state.model, change, np.zeros(M.buffers_d, np.float32))
+    with pytest.raises(PayloadError, match="lower the learning rate"):
+        fleet.method.read_update(a, fleet.state, None, Payload({UPDATE: np.frombuffer(data, np.uint8)}, {"samples": 1}))

@@ -86,7 +86,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 MOST_HALVINGS = 16
 BAD_ROUNDS = 2  # in a row that halve the steps
-FEW = 64  # moves below which updates are not told apart by their size
+FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
 MOVES, CHANGE, UNITS = "moves", "change", "units"
@@ -182,10 +182,12 @@ class Lattice(Settings):
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
         size = float(np.abs(self.moved(a, update)).sum())
+        few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
         statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
         if update.rms is not None:
-            return Influence(size, update.samples, statistics)
-        return Influence(max(size, FEW) / update.samples, update.samples, statistics)
+            own = spread(grid(a.model.manifest), self.own_steps(a, update.rms)).mean()
+            return Influence(max(size, FEW * float(own)), update.samples, statistics)
+        return Influence(max(size, few) / update.samples, update.samples, statistics)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
@@ -198,9 +200,12 @@ class Lattice(Settings):
         """The moves as numbers, in round 1 in units of the weights."""
         moves: NDArray[np.float64] = update.moves * np.float64(update.scale)
         if update.rms is not None:
-            part = grid(a.model.manifest)
-            moves *= spread(part, steps(part, update.rms, self.quantum, a.course.cohort))
+            moves *= spread(grid(a.model.manifest), self.own_steps(a, update.rms))
         return moves
+
+    def own_steps(self, a: Assignment, rms: F32) -> F32:
+        """The steps of round 1, from the device's own figures."""
+        return steps(grid(a.model.manifest), rms, self.quantum, a.course.cohort)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
@@ -282,6 +287,7 @@ class Lattice(Settings):
             return rounded(course, round_, moved), None
         left = state.residual + moved
         change = np.sign(left) * np.floor(np.abs(left) / COARSER + UPWARD)
+        change = np.clip(change, -MOST, MOST)
         return change.astype(np.int32), (left - COARSER * change).astype(np.float32)
 
     # --- client half

@@ -44,6 +44,7 @@ from edge_client.protocol.payload import Payload, coded, count, u8
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 UPDATE, UPDATES, MODEL = "update", "updates", "model"
+MOST = 1e30  # of a change, so that no sum of a few is infinite in float32
 LEVELS = 8  # contexts of a tensor: not moved, or one of seven powers of two of the distance
 TENSORS = 512  # tensors with contexts of their own
 HALF = 65504.0  # the largest float16
@@ -196,6 +197,8 @@ class STC(Method):
             change, statistics = self.read(a.model, state.model, coded(payload, UPDATE))
         except CodecError as error:
             raise PayloadError(f"the update of device {a.device!r} in round {a.round}: {error}") from None
+        if np.abs(change.magnitudes).max(initial=0) > MOST:
+            raise PayloadError(f"a change of device {a.device!r} is beyond {MOST:g}; lower the learning rate")
         return Update(change, statistics, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
