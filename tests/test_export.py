@@ -337,9 +337,7 @@ def test_a_model_that_slices_with_a_stride_trains_on_devices_with_the_gradients_
             return self.out(torch.relu(self.conv(x))[:, :, ::3, 1:-1:2].flatten(1))
 
     module, x, y = Strided(), torch.randn(4, 2, 7, 8), torch.arange(4) % 3
-    bundle = export_bundle(
-        module, x, tmp_path / "b", name="b", target=Classification(classes=3), torch_part=False
-    )
+    bundle = export_bundle(module, x, tmp_path / "b", name="b", target=Classification(classes=3), torch_part=False)
     model = bundle.model()
     got = open_trainer("onnxruntime", bundle).gradient(model.parameters, model.buffers, x.numpy(), y.numpy())
     nn.functional.cross_entropy(module(x), y).backward()
