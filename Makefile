@@ -10,11 +10,11 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      a coordinator and ten devices on this machine: FedMask, Coupled, FedAvg, Standalone compared"
+	@echo "make demo      a coordinator and ten devices on this machine: Lattice, FedAvg and training alone compared"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"
 	@echo "               coverage (MUTATIONS=n SECONDS_GUIDED=s for others)"
-	@echo "make bundles   rebuild the demo's two bundles (needs torch: uses the test environment)"
+	@echo "make bundles   rebuild the packaged bundles (needs torch: uses the test environment)"
 	@echo "make clean     remove .venv and caches"
 
 demo: $(VENV)/.demo
@@ -44,7 +44,7 @@ fuzz: $(VENV)/.test
 	$(FUZZ) codecs --mutations $(MUTATIONS) $(GUIDED)
 
 bundles: $(VENV)/.test
-	for name in digits har; do $(BIN)/python -m edge_bench.pretrain $$name benchmarks/edge_bench/bundles/$$name || exit 1; done
+	for name in digits digits-wide har; do $(BIN)/python -m edge_bench.pretrain $$name benchmarks/edge_bench/bundles/$$name || exit 1; done
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
 
 from coord_server import guard
-from edge_client.errors import MaskfleetError, PayloadError, StateError, first_fault
+from edge_client.errors import MaskfleetError, PayloadError, StateError
 from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods import Influence, Method, origin
+from edge_client.methods import Influence, Method
 from edge_client.protocol import payload
 from edge_client.protocol.messages import DeviceMetrics, Round, Scores, Traffic
+from edge_client.protocol.metrics import apart
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 
@@ -116,31 +116,15 @@ def sum_kinds(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def downlink(method: Method, course: Course, round_: int, state: Any, record: Any) -> Encoded:
     """The payload of one audience in `round_` (``rounds + 1`` after the last); `record` is that of any member."""
     content = method.downlink(course, round_, state, record)
-    content = Payload(content.arrays, {**content.meta, **origin(method, round_)})
     data = payload.encode(content)
     return Encoded(data, sizes(data, content))
-
-
-def metrics(content: Payload) -> DeviceMetrics:
-    """The figures in an update's metadata. Raises PayloadError."""
-    said = {k: content.meta[k] for k in DeviceMetrics.model_fields if k in content.meta}
-    try:
-        return DeviceMetrics.model_validate(said)
-    except ValidationError as error:
-        raise PayloadError(f"the update's metadata, {first_fault(error)}; train the round again") from None
 
 
 def check_update(method: Method, a: Assignment, state: Any, record: Any, data: bytes) -> Checked:
     """Decode an update and check everything that can be wrong with it. Raises PayloadError."""
     content = payload.decode(data)
-    for key, due in {**origin(method, a.round), "device": a.device}.items():
-        said = content.meta.get(key)
-        if said != due:
-            raise PayloadError(
-                f"the update's metadata says {key} {said!r}, due is {due!r}; send the one that was asked for"
-            )
-    figures = metrics(content)
-    update = method.read_update(a, state, record, content)
+    own, figures = apart(content)
+    update = method.read_update(a, state, record, own)
     return Checked(update, figures, sizes(data, content), method.influence(a, state, update))
 
 

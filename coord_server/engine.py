@@ -19,7 +19,7 @@ The rules
   asked may still report.
 * After `max_attempts` attempts the federation pauses with a fault. Resuming starts the count of attempts anew.
 * A device has a place in the round's cohort, the same in all attempts: those of the first attempt in the order of
-  their names, then those that later attempts add, modulo the cohort.
+  their names; devices that later attempts add take the places of those that have not reported.
 * A device that reports a failure is not waited for in this attempt. The same round draws it again only when the other
   devices do not suffice, and at the earliest RETRY seconds after the last attempt ended or once the operator resumes;
   so a device that always fails cannot use up the attempts at once. The next round draws it like any other.
@@ -65,11 +65,11 @@ from typing import Any, Literal
 
 from coord_server import events
 from coord_server.events import Acknowledge, Aggregate, Decision, Draw, Event, Finish, GiveUp, OpenRound, Refuse
-from coord_server.state import Stage, State, choose_cohort, dump, lease, left, load, missing, place, usable
+from coord_server.state import Stage, State, choose_cohort, dump, lease, left, load, missing, usable
 from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
 __all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "apply", "choose_cohort", "dump", "lease", "left", "load",
-           "missing", "pending", "place", "usable"]  # fmt: skip
+           "missing", "pending", "usable"]  # fmt: skip
 
 Signal = Literal["begin", "open", "close", "retry", "give_up", "advance", "end", "pause", "resume", "stop"]
 
@@ -136,11 +136,12 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
         cohort += choose_cohort(config, pool, state.round, attempt, config.cohort - in_ - len(cohort))
     if not cohort or len(cohort) + in_ < config.min_updates:
         return state, ()
-    turn = 1 + max(state.asked.values(), default=-1)
-    turns = {d: i for i, d in enumerate(sorted(set(cohort) - state.asked.keys()), turn)}
+    taken = {state.asked[d] for d in (*usable(state), *cohort) if d in state.asked}
+    free = iter(sorted(set(range(config.cohort)) - taken))
+    places = {d: next(free) for d in sorted(set(cohort) - state.asked.keys())}
     opened = _move(
         state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
-        deadline=deadline, asked={**state.asked, **turns}, opened=now if attempt == 1 else state.opened,
+        deadline=deadline, asked={**state.asked, **places}, opened=now if attempt == 1 else state.opened,
     )  # fmt: skip
     return opened, (OpenRound(state.round, attempt, opened.cohort, deadline),)
 
@@ -210,7 +211,7 @@ def _started(config: FederationConfig, state: State, event: events.Started) -> S
 def _removed(config: FederationConfig, state: State, event: events.Removed) -> Step:
     device = event.device
     if device not in state.received:
-        state = replace(state, asked={d: turn for d, turn in state.asked.items() if d != device})
+        state = replace(state, asked={d: place for d, place in state.asked.items() if d != device})
     return _proceed(config, _excuse(state, device), event.now)
 
 

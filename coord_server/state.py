@@ -31,7 +31,7 @@ class State:
     cohort: tuple[str, ...] = ()
     """Devices this attempt asked."""
     asked: Mapping[str, int] = field(default_factory=dict)
-    """Devices asked by any attempt of this round, with their turn, from 0: their updates are accepted."""
+    """Devices asked by any attempt of this round, with their place, 0 .. cohort - 1: their updates are accepted."""
     received: Mapping[str, str] = field(default_factory=dict)
     """Acknowledged updates of this round: device -> SHA-256."""
     unusable: tuple[str, ...] = ()
@@ -55,11 +55,6 @@ class State:
 def lease(config: FederationConfig, round_: int, device: str) -> str:
     """The name of one device's turn in one round, the same in every attempt: 16 hex digits."""
     return f"{counter.key(config.seed, 'lease', config.name, round_, device):016x}"
-
-
-def place(config: FederationConfig, state: State, device: str) -> int:
-    """The place of an asked device in the round's cohort, the same in every attempt. Raises KeyError."""
-    return state.asked[device] % config.cohort
 
 
 def choose_cohort(

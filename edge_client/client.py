@@ -38,6 +38,7 @@ from edge_client.errors import (
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal, Pending, Secret
 from edge_client.local import Outcome, failure_of, personal, run_round
+from edge_client.methods import below
 from edge_client.protocol.messages import Enrolled, Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote import Remote
@@ -359,6 +360,12 @@ class _Run:
         self.journal.finish(report)
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
+        if report.test_samples:
+            poor = below(
+                session.method.name, report.score, task.score_start(), "the bundle's own start", session.method.hint
+            )
+            if poor is not None:
+                self.say(Event("info", f"warning: {poor}"))
         self.say(Event("done", f"finished: the personal model is {self.client.model}"))
         return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,8 @@ from rich.table import Table
 
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest
 from edge_client.errors import PayloadError
-from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, decode
+from edge_client.protocol.metrics import METRICS, apart
+from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
 
 HEAD = 8  # values of an array that are shown
 
@@ -69,19 +71,17 @@ def payload(
 
 
 def _words(meta: dict[str, Meta]) -> list[str]:
-    """The metadata: sentences for what every payload and update has, the rest as it is."""
+    """The metadata: sentences for an update's metrics and a reference, the rest as it is."""
     lines = []
-    if "method" in meta or "round" in meta:
-        whose = f", device {meta.pop('device')}" if "device" in meta else ", the same for every device"
-        lines.append(f"method {meta.pop('method', 'not given')}, round {meta.pop('round', 'not given')}{whose}")
-    if "samples" in meta:
-        trained = f"trained on {meta.pop('samples')} samples"
-        lines.append(f"{trained}, mean loss {meta.pop('loss')}" if "loss" in meta else trained)
+    with suppress(PayloadError):
+        _, m = apart(Payload({}, meta))
+        lines.append(f"trained on {m.samples} samples, mean loss {m.loss:g}")
+        if m.test_samples:
+            scores = f"score {m.score_before:g} before training, {m.score_after:g} after"
+            lines.append(f"{scores}, on {m.test_samples} test samples")
+        del meta[METRICS]
     if "reference" in meta:
         lines.append(f"changes to the reference mask {meta.pop('reference')} (start of the SHA-256 of its bits)")
-    if {"score_before", "score_after", "test_samples"} <= meta.keys():
-        before, after, of = (meta.pop(name) for name in ("score_before", "score_after", "test_samples"))
-        lines.append(f"score {before} before training, {after} after, on {of} test samples")
     return [*lines, *(f"{key} = {value}" for key, value in sorted(meta.items()))]
 
 

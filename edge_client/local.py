@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError, first_fault
 from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods import Method, origin
+from edge_client.methods import Method
 from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind
+from edge_client.protocol.metrics import short, with_metrics
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Personal, Task
 
@@ -60,12 +61,13 @@ def run_round(method: Method, task: Task, kept: Mapping[str, Any], downlink: Pay
     value, received = understand(method, task.assignment, kept, downlink)
     before = task.score(method.personal(task, value, received))
     local = method.local_round(task, value, received)
+    loss, before, after = short(local.loss, before, task.score(local.trained))
     try:
         metrics = DeviceMetrics(
             samples=task.samples,
-            loss=_short(local.loss),
-            score_before=_short(before),
-            score_after=_short(task.score(local.trained)),
+            loss=loss,
+            score_before=before,
+            score_after=after,
             test_samples=len(task.data.y_test),
         )
     except ValidationError as error:
@@ -74,14 +76,7 @@ def run_round(method: Method, task: Task, kept: Mapping[str, Any], downlink: Pay
             f"operator should lower the learning rate of {method.name!r}",
             at_start=False,
         ) from None
-    a = task.assignment
-    meta = {**local.update.meta, **origin(method, a.round), "device": a.device, **metrics.model_dump()}
-    return Outcome(to_arrays(local.kept), replace(local.update, meta=meta), metrics, local.trained)
-
-
-def _short(value: float) -> float:
-    """A figure as it travels, to six significant digits."""
-    return float(f"{value:.6g}")
+    return Outcome(to_arrays(local.kept), with_metrics(local.update, metrics), metrics, local.trained)
 
 
 def failure_of(error: Exception, other: FailureKind | None = None) -> Failure | None:

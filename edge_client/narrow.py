@@ -82,7 +82,8 @@ def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
                     f"{shape} is not theirs alone, {group.size} channels of {repeat} entries; export the bundle again"
                 )
             axes[axis] = np.repeat(stays, repeat)
-    if any(layer.kind == "lstm" for g in manifest.groups if g.name in kept for layer in _layers(g)):
+    partly = (g for name, g in groups.items() if name in kept and len(kept[name]) < g.size)
+    if any(layer.kind == "lstm" for g in partly for layer in _layers(g)):
         raise ConfigError("the units of a recurrent layer cannot be cut; keep its groups whole")
     return {name: tuple(axes) for name, axes in found.items()}
 

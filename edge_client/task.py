@@ -173,6 +173,11 @@ class Task:
         outputs = [self.trainer.logits(model.parameters, model.buffers, x[low : low + SCORE_BATCH]) for low in chunks]
         return self.trainer.manifest.target.score(np.concatenate(outputs), y)
 
+    def score_start(self) -> float:
+        """The score of the bundle's own values on the device's test samples: what any method has to beat."""
+        model = self.assignment.model
+        return self.score(Personal(model.parameters, model.buffers))
+
     def narrow(self, kept: Kept) -> Task:
         """The same device, data and streams with the smaller network of the channels `kept`.
 

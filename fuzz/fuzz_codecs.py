@@ -33,7 +33,7 @@ SLOWEST = 5.0  # processor seconds per payload, thousands of times what a small 
 STUCK = 300.0  # seconds after which the process ends if compiled code does not return
 CONSTANT = 256 << 10  # bytes that a decoder may allocate beside four times its result, at small d
 CONSTANT_LARGE = 2 << 20  # the same at large d, where its tiles are full
-SEGMENT = 16 << 20  # the same for `counts`, which decodes up to 2**20 values at once
+SEGMENT = 16 << 20  # the same for `counts`, which decodes up to 2**20 values at once, and for `qsgd`, which uses it
 _LARGE = 2000  # one payload in so many goes to a large target
 _MEASURED = 16  # one payload in so many is decoded under the memory tracer, and all crafted and large ones
 
@@ -120,7 +120,7 @@ def allowance(target: Target, result: Any) -> int:
     decoded = max(target.decoded, int(getattr(result, "nbytes", 0)))
     if target.decoded < fuzz_targets.LARGE:
         return 4 * decoded + CONSTANT
-    return 4 * decoded + (SEGMENT if target.name.startswith("counts") else CONSTANT_LARGE)
+    return 4 * decoded + (SEGMENT if target.name.startswith(("counts", "qsgd")) else CONSTANT_LARGE)
 
 
 def run_mutations(group: str, count: int, seed: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from edge_client.protocol import payload as container
 
 SMALL = ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001))
 LARGE = 1_000_000
+PARAMETERS = ("eden:4", "eden:0.0001", "eden:0.9", "drive:mse", "qsgd:255", "topk:1", "stc:1")
 
 Craft = Callable[[random.Random], bytes]
 
@@ -64,10 +65,11 @@ def codec_targets(large: bool = False) -> list[Target]:
         out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), now.nbytes))
         plain = partial(counts.decode, d=d, top=top)
         out.append(Target(f"counts d={d} plain", plain, counts.encode(now, top), now.nbytes))
-    d = LARGE if large else 77
-    for name in values.VALUES:
-        payload = values.encode(name, counter.uniform(4, d), 3)
-        out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
+    for d in (LARGE,) if large else (77, 1300):
+        for name in (*values.VALUES, *PARAMETERS):
+            payload = values.encode(name, counter.uniform(4, d) - 0.5, 3)
+            out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
+    out += [_set_target(name, counter.uniform(6, d) < 0.1, None) for name in ("bloom:0.5", "bloom:0.000001")]
     return out
 
 
@@ -120,7 +122,7 @@ def lattice_targets(large: bool = False) -> list[Target]:
 
 def container_targets(large: bool = False) -> list[Target]:
     """The payload container with no arrays, with every dtype, and with the arrays of methods."""
-    meta = {"samples": 40, "loss": 0.25, "structure": "00ff00ff", "round": 3}
+    meta = {"m": [40, 0.25, 0, 0.5, 10], "structure": "00ff00ff", "since": 3, "share": 0.25}
     every = {
         d: (np.arange(6) % 2).astype(d).reshape(2, 3) for d in ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "u8", "?")
     }
@@ -141,10 +143,11 @@ def container_targets(large: bool = False) -> list[Target]:
 
 def _foreign(meta: dict[str, Any]) -> bytes:
     """A payload as another language's writer spells it: spaces, other number formats, unescaped text, no padding."""
-    words = json.dumps({**meta, "text": "h\u00e9"}, indent=1, ensure_ascii=False).replace("0.25", "2.50E-1")
+    words = {key: json.dumps(value, indent=1).replace("0.25", "2.50E-1") for key, value in meta.items()}
     entry = {"shape": [3], "dtype": "U8", "data_offsets": [0, 3]}
-    header = json.dumps({"a": entry, "__metadata__": {container.FORMAT: words}}, ensure_ascii=False).encode()
-    return len(header).to_bytes(8, "little") + header + b"abc"
+    header = {"a": entry, "__metadata__": {**words, "text": '"h\u00e9"'}}
+    data = json.dumps(header, ensure_ascii=False).encode()
+    return len(data).to_bytes(8, "little") + data + b"abc"
 
 
 GROUPS: dict[str, Callable[[bool], list[Target]]] = {

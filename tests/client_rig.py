@@ -23,9 +23,10 @@ from edge_client.client import Client
 from edge_client.data import DeviceData
 from edge_client.events import Event
 from edge_client.files import write_whole
-from edge_client.methods import make_method, origin
+from edge_client.methods import make_method
 from edge_client.protocol.messages import Failure, Receipt, Report
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.metrics import apart
+from edge_client.protocol.payload import decode, encode
 from edge_client.remote import Remote
 from edge_client.retry import Retry
 from edge_client.targets import Classification
@@ -117,8 +118,7 @@ class Coordinator:
 
     def downlink(self) -> bytes:
         """The payload of the round under way."""
-        content = self.made.downlink(self.course, self.round, self.state, self.record)
-        return encode(Payload(content.arrays, {**content.meta, **origin(self.made, self.round)}))
+        return encode(self.made.downlink(self.course, self.round, self.state, self.record))
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         """The answer to one request."""
@@ -172,7 +172,7 @@ class Coordinator:
         if known is None:
             self.updates[round_] = body
             a = Assignment(self.course, round_, "dev")
-            update = self.made.read_update(a, self.state, self.record, decode(body))
+            update = self.made.read_update(a, self.state, self.record, apart(decode(body))[0])
             total, self.record = self.made.fold(a, self.state, None, update, self.record)
             self.state, records = self.made.finish(self.course, round_, ["dev"], self.state, total)
             self.record = records.get("dev", self.record)

@@ -5,7 +5,9 @@ The tests compare the fast codecs with them. A port to another language can star
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 
 M64 = (1 << 64) - 1
@@ -220,3 +222,163 @@ def fuse(data: bytes, d: int, width: int) -> list[int]:
         if (h ^ h >> 32) & ((1 << width) - 1) == cell(h0) ^ cell(h1) ^ cell(h2):
             out.append(key)
     return out
+
+
+def auto(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[int]:
+    if data[0] == 0:
+        bits = BitReader(data[1:])
+        return [i for i in range(d) if bits.bit()]
+    return rice(data[1:], d) if data[0] == 1 else entropy(data[1:], d, contexts)
+
+
+def mix(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
+    return z ^ z >> 31
+
+
+def key(*words: int | str) -> int:
+    out = 0
+    for word in words:
+        number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little") if isinstance(word, str) else word
+        out = mix((out ^ number & M64) + 0x9E3779B97F4A7C15 & M64)
+    return out
+
+
+def number(stream: int, i: int) -> int:
+    return mix(stream + (i + 1) * 0x9E3779B97F4A7C15 & M64)
+
+
+def bloom(data: bytes, d: int) -> list[int]:
+    hashes = data[0]
+    _, at = varint(data, 1)
+    cells, at = varint(data, at)
+    stream = key("bloom")
+
+    def held(position: int) -> bool:
+        h, g = number(stream, position) & 0xFFFFFFFF, number(stream, position) >> 32 | 1
+        where = [((h + j * g) % 2**32) * cells >> 32 for j in range(hashes)]
+        return all(data[at + cell // 8] >> cell % 8 & 1 for cell in where)
+
+    return [position for position in range(d) if cells and held(position)]
+
+
+def floats(data: bytes, at: int, count: int) -> tuple[list[float], int]:
+    return list(struct.unpack_from(f"<{count}f", data, at)), at + 4 * count
+
+
+def float32(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    return floats(data, 0, d)[0]
+
+
+def float16(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    return list(struct.unpack(f"<{d}e", data))
+
+
+def stochastic8(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    scales, at = floats(data, 0, -(-d // 512))
+    return [scales[i // 512] * level / 127 for i, level in enumerate(struct.unpack_from(f"<{d}b", data, at))]
+
+
+CENTROIDS = {
+    1: [0.79788],
+    2: [0.45278, 1.51042],
+    3: [0.24509, 0.75601, 1.34391, 2.15195],
+    4: [0.12840, 0.38805, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259],
+}
+
+
+def blocks(d: int) -> list[int]:
+    out, rest = [8192] * (d // 8192), -(-(d % 8192) // 64)
+    return out + [64 << j for j in reversed(range(8)) if rest >> j & 1]
+
+
+def hadamard(x: list[float]) -> list[float]:
+    if len(x) == 1:
+        return x
+    a, b = hadamard(x[: len(x) // 2]), hadamard(x[len(x) // 2 :])
+    return [p + q for p, q in zip(a, b, strict=True)] + [p - q for p, q in zip(a, b, strict=True)]
+
+
+def rotated(data: bytes, d: int, stream: int, bits: float, centroids: list[float]) -> list[float]:
+    width, sizes = max(1, int(bits)), blocks(d)
+    factors, at = floats(data, 0, len(sizes))
+    sent: list[int] = []
+    low = 0
+    for n in sizes:
+        order = sorted(range(low, low + n), key=lambda i: number(key(stream, "subsample"), i))
+        sent += sorted(order[: n if bits >= 1 else max(1, round(bits * n))])
+        low += n
+    reader, levels = BitReader(data[at:]), [0] * len(sent)
+    for j in range(width):
+        for i in range(len(sent)):
+            levels[i] |= reader.bit() << j
+    c = [0.0] * low
+    for i, level in zip(sent, levels, strict=True):
+        size = centroids[level % 2 ** (width - 1)]
+        c[i] = -size if level >> (width - 1) else size
+
+    def flipped(x: list[float], start: int, which: int) -> list[float]:
+        signs = key(stream, "signs", which)
+        return [-v if number(signs, (start + i) // 64) >> (start + i) % 64 & 1 else v for i, v in enumerate(x)]
+
+    out: list[float] = []
+    for n, factor in zip(sizes, factors, strict=True):
+        start = len(out)
+        x = flipped(hadamard(flipped(hadamard(c[start : start + n]), start, 1)), start, 0)
+        out += [factor * v for v in x]
+    return out[:d]
+
+
+def eden(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    bits = float(parameter or 1)
+    return rotated(data, d, stream, bits, CENTROIDS[max(1, int(bits))])
+
+
+def drive(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    return rotated(data, d, stream, 1, [1.0])
+
+
+def signed(reader: BitReader, magnitudes: Sequence[float]) -> list[float]:
+    return [-m if reader.bit() else m for m in magnitudes]
+
+
+def qsgd(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    top = int(parameter or 7)
+    norms, at = floats(data, 0, -(-d // 512))
+    length, at = varint(data, at)
+    levels = counts(data[at : at + length], d, top, None)
+    bits = BitReader(data[at + length :])
+    signs = [-1 if level and bits.bit() else 1 for level in levels]
+    return [signs[i] * norms[i // 512] * level / top for i, level in enumerate(levels)]
+
+
+def sign(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    (magnitude,), at = floats(data, 0, 1)
+    return signed(BitReader(data[at:]), [magnitude] * d)
+
+
+def placed(d: int, positions: Sequence[int], values: Sequence[float]) -> list[float]:
+    out = [0.0] * d
+    for position, value in zip(positions, values, strict=True):
+        out[position] = value
+    return out
+
+
+def topk(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    length, at = varint(data, 0)
+    positions = auto(data[at : at + length], d)
+    return placed(d, positions, floats(data, at + length, len(positions))[0])
+
+
+def stc(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    (magnitude,), at = floats(data, 0, 1)
+    length, at = varint(data, at)
+    positions = auto(data[at : at + length], d)
+    return placed(d, positions, signed(BitReader(data[at + length :]), [magnitude] * len(positions)))
+
+
+VALUES = {
+    "float32": float32, "float16": float16, "stochastic8": stochastic8, "eden": eden, "drive": drive, "qsgd": qsgd,
+    "topk": topk, "stc": stc, "sign": sign,
+}  # fmt: skip

@@ -21,6 +21,7 @@ from coord_server.problems import PROBLEMS
 from coord_server.store import Store, open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.protocol.messages import Problem
+from edge_client.protocol.metrics import METRICS
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.targets import Classification
 
@@ -59,14 +60,16 @@ def settings(**more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def update(
-    values: np.ndarray[Any, Any], samples: int = 10, *, device: str = "a", round_: int = 1, **meta: Any
-) -> bytes:
-    """An update of FedAvg."""
-    of = {"method": "fedavg", "round": round_, "device": device}
-    figures = {"samples": samples, "loss": 0.5, "score_before": 0.25, "score_after": 0.75, "test_samples": 4}
+def update(values: np.ndarray[Any, Any], samples: int = 10, **more: Any) -> bytes:
+    """An update of FedAvg; `more` are metrics."""
     arrays = {"parameters": values.astype(np.float32), "buffers": np.zeros(0, np.float32)}
-    return encode(Payload(arrays, {**of, **figures, **meta}))
+    return encode(Payload(arrays, said(samples, **more)))
+
+
+def said(samples: int = 10, **more: Any) -> dict[str, Any]:
+    """The metadata of an update's metrics, right or wrong."""
+    metrics = {"samples": samples, "loss": 0.5, "score_before": 0.25, "score_after": 0.75, "test_samples": 4}
+    return {METRICS: list({**metrics, **more}.values())}
 
 
 def trained(down: bytes, device: str) -> bytes:
@@ -74,7 +77,7 @@ def trained(down: bytes, device: str) -> bytes:
     content = decode(down)
     start = content.arrays["parameters"]
     moved = start + np.float32(0.1) * len(device) + np.arange(len(start), dtype=np.float32)
-    return update(moved, len(device), device=device, round_=int(content.meta["round"]))
+    return update(moved, len(device))
 
 
 def content_digest(data: bytes) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coordination import D, manifest, update
+from coordination import D, manifest, said, update
 
 from coord_server import aggregation
 from coord_server.aggregation import Contribution, UnusableUpdate
@@ -20,6 +20,7 @@ from edge_client.methods.coupled import State as CoupledState
 from edge_client.methods.fedavg import FedAvg, State
 from edge_client.methods.standalone import Nothing, Standalone
 from edge_client.protocol.messages import MAX_LOSS, MAX_SAMPLES, Round
+from edge_client.protocol.metrics import METRICS
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course
 
@@ -36,7 +37,7 @@ def close(updates: Iterable[tuple[str, bytes]], method: Method | None = None, **
 
 
 def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None:
-    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, device="b", score_after=0.5)
+    one, three = update(np.full(D, 1.0), 1), update(np.full(D, 3.0), 3, score_after=0.5)
     closed = close([("a", one), ("b", three)])
     assert closed.state.parameters.tolist() == [2.5] * D
     record = closed.round
@@ -61,7 +62,7 @@ def test_the_mean_score_is_weighted_by_test_samples_and_ignores_devices_without_
 def test_no_device_outweighs_the_others_in_the_means_of_a_record() -> None:
     most = {"samples": MAX_SAMPLES, "test_samples": MAX_SAMPLES, "loss": 9.0, "score_after": 0.0}
     claims = [("a", {}), ("b", {}), ("c", {}), ("evil", most)]
-    record = close([(d, update(np.ones(D), **{"device": d, **more})) for d, more in claims]).round
+    record = close([(d, update(np.ones(D), **more)) for d, more in claims]).round
     assert record.loss == pytest.approx((3 * 10 * 0.5 + 100 * 9.0) / 130)
     assert record.score_after is not None
     assert record.score_after.mean == pytest.approx(3 * 4 * 0.75 / (3 * 4 + 40))
@@ -69,14 +70,13 @@ def test_no_device_outweighs_the_others_in_the_means_of_a_record() -> None:
 
 
 def test_a_round_without_samples_has_no_loss_and_no_score() -> None:
-    nothing = {"method": "standalone", "round": 1, "samples": 0, "loss": 0.0}
-    record = close([(d, encode(Payload({}, {**nothing, "device": d}))) for d in "ab"], Standalone()).round
+    nothing = encode(Payload({}, said(0, loss=0.0, score_before=0.0, score_after=0.0, test_samples=0)))
+    record = close([(d, nothing) for d in "ab"], Standalone()).round
     assert (record.loss, record.score_before, record.score_after) == (None, None, None)
     assert record.traffic.up["header"] > 0
     assert Round.model_validate_json(record.model_dump_json()) == record
-    some = {**nothing, "device": "b", "samples": 4, "loss": 0.5, "score_after": 1.0, "test_samples": 2}
-    mixed = [("a", encode(Payload({}, {**nothing, "device": "a"}))), ("b", encode(Payload({}, some)))]
-    record = close(mixed, Standalone()).round
+    some = encode(Payload({}, said(4, score_before=0.0, score_after=1.0, test_samples=2)))
+    record = close([("a", nothing), ("b", some)], Standalone()).round
     assert record.score_after is not None
     assert (record.loss, record.score_after.worst) == (0.5, 1.0)
 
@@ -91,7 +91,7 @@ def test_scores_of_a_regression_may_be_negative() -> None:
 def test_devices_out_of_order_or_twice_are_a_mistake_of_the_caller() -> None:
     for names in ("ba", "aa"):
         with pytest.raises(ValueError, match="sort"):
-            close([(n, update(np.ones(D), device=n)) for n in names])
+            close([(n, update(np.ones(D))) for n in names])
     with pytest.raises(ValueError, match="no update"):
         close([])
 
@@ -122,7 +122,7 @@ def test_updates_are_read_one_at_a_time_and_finish_may_replace_records() -> None
     def lazily() -> Iterable[tuple[str, bytes]]:
         for device in "abc":
             alive.append(device)
-            yield device, update(np.ones(D), device=device)
+            yield device, update(np.ones(D))
 
     class Spy(FedAvg):
         def fold(self, a: Assignment, state: Any, total: Any, update: Any, record: Any) -> tuple[Any, Any]:
@@ -147,8 +147,6 @@ def test_updates_are_read_one_at_a_time_and_finish_may_replace_records() -> None
         (update(np.ones(D))[:-3], "not a maskfleet payload"),
         (update(np.ones(D), score_after=1.5), "score_after = 1.5"),
         (update(np.ones(D), score_before=-1e7), "score_before"),
-        (update(np.ones(D), score_before="high"), "score_before"),
-        (update(np.ones(D), loss="high"), "loss"),
         (update(np.ones(D), -1), "samples"),
         (update(np.ones(D), 2**31), "samples"),
         (update(np.ones(D), 2**53 - 1), "samples"),
@@ -157,11 +155,12 @@ def test_updates_are_read_one_at_a_time_and_finish_may_replace_records() -> None
         (update(np.ones(D), loss=-1e308), "loss"),
         (update(np.ones(D), loss=2**53 - 1), "loss"),
         (update(np.ones(D), test_samples=-1), "test_samples"),
-        (encode(Payload({"parameters": np.ones(D, np.float32)})), "method None, due is 'fedavg'"),
-        (encode(Payload({}, {"method": "fedavg", "round": 1, "device": "a"})), "Field required"),
-        (update(np.ones(D), method="fedpm"), "method 'fedpm', due is 'fedavg'"),
-        (update(np.ones(D), round_=2), "round 2, due is 1"),
-        (update(np.ones(D), device="b"), "device 'b', due is 'a'"),
+        (encode(Payload({"parameters": np.ones(D, np.float32)})), "m = None; the list samples, loss"),
+        (encode(Payload({}, {METRICS: 3})), "m = 3"),
+        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75]})), "is due"),
+        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75, 4, 4]})), "is due"),
+        (update(np.ones(D), 1.5), "samples"),  # type: ignore[arg-type]
+        (encode(Payload({"buffers": np.zeros(0, np.float32)}, said())), "parameters"),
         (b"", "not a maskfleet payload"),
     ],
 )
@@ -182,16 +181,16 @@ def test_a_checked_update_has_its_influence_and_its_bytes_by_kind() -> None:
 
 def test_the_largest_figures_that_are_taken_leave_a_finite_record() -> None:
     figures = {"samples": MAX_SAMPLES, "test_samples": MAX_SAMPLES, "score_after": 1.0, "loss": MAX_LOSS}
-    record = close([(d, update(np.ones(D), device=d, **figures)) for d in "ab"]).round
+    record = close([(d, update(np.ones(D), **figures)) for d in "ab"]).round
     assert record.score_after is not None
     assert (record.loss, record.score_after.mean) == (MAX_LOSS, 1.0)
     assert Round.model_validate_json(record.model_dump_json()) == record
 
 
-def test_a_downlink_names_its_method_and_round_and_no_device() -> None:
+def test_a_downlink_is_what_the_method_says_and_nothing_else() -> None:
     c = course()
     encoded = aggregation.downlink(FedAvg(), c, 2, FedAvg().start(c), None)
-    assert decode(encoded.data).meta == {"method": "fedavg", "round": 2}
+    assert decode(encoded.data).meta == {}
     assert encoded.sizes["parameters"] == 4 * D
     assert sum(encoded.sizes.values()) == len(encoded.data)
 

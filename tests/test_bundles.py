@@ -15,7 +15,7 @@ from edge_bench import pretrain  # noqa: E402
 
 
 def test_every_name_has_a_builder_and_the_demos_are_the_only_others() -> None:
-    assert {*pretrain.DRAWN, *pretrain.TRAINED} == {*bundles.NAMES, "digits", "har"}
+    assert {*pretrain.DRAWN, *pretrain.TRAINED} == {*bundles.NAMES, "digits", "digits-wide", "har"}
 
 
 def test_a_bundle_is_built_once_to_the_same_bytes_and_found_again(

@@ -22,7 +22,9 @@ from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetErr
 from edge_client.events import Event
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.protocol.messages import Enrolled, Report, Wait
+from edge_client.protocol.metrics import apart
 from edge_client.protocol.payload import decode
+from edge_client.task import Task
 
 
 def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Path) -> None:
@@ -33,9 +35,8 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert Report.model_validate_json(coordinator.report) == result.report
     assert (tmp_path / "personal.onnx").read_bytes() == coordinator.state.parameters.tobytes()
     assert [e.round for e in said if e.kind == "sent"] == [1, 2, 3]
-    labels = [decode(coordinator.updates[r]).meta for r in (1, 2, 3)]
-    assert [(m["method"], m["round"], m["device"]) for m in labels] == [("fedavg", r, "dev") for r in (1, 2, 3)]
-    assert all(float(f"{m['loss']:.6g}") == m["loss"] for m in labels)
+    losses = [apart(decode(coordinator.updates[r]))[1].loss for r in (1, 2, 3)]
+    assert all(0 < loss == float(f"{loss:.4g}") for loss in losses)
     assert not list(tmp_path.glob("pending-*"))
     # A second run of the same command asks the coordinator nothing.
     before = len(coordinator.requests)
@@ -98,6 +99,18 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
         join(URL, "good", tmp_path / "mine.npz")
     assert ended.value.exit_code == ExitCode.COMPACTION
     assert "not compacted: logits differ by 1" in capsys.readouterr().err
+
+
+def test_a_device_says_when_its_model_is_worse_than_the_bundles_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start, warned in ((-1e5, False), (1.0, True)):
+        monkeypatch.setattr(Task, "score_start", lambda _, start=start: start)
+        said = list[Event]()
+        device(tmp_path / str(warned), Coordinator(rounds=1)).run(on_event=said.append)
+        (last,) = [e.text for e in said[-2:] if e.text.startswith("warning")] or [""]
+        assert ("below the bundle's own start (1.000)" in last) is warned
+        assert ("what most often helps: lr" in last) is warned
 
 
 def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> None:

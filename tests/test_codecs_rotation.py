@@ -74,6 +74,16 @@ def test_the_mean_over_many_rotations_approaches_the_vector(name: str) -> None:
     assert (mean @ v) / (v @ v) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["eden:1", "eden:2", "drive"])
+def test_few_large_values_come_back_without_bias(name: str) -> None:
+    v = np.zeros(256, np.float32)
+    v[[3, 77]] = 1, 0.5  # one rotation gives the mean (1, 0.5) of only a few vectors
+    runs = 600
+    found = np.array([decoded(name, v, s) for s in range(runs)], np.float64)
+    noise = np.square(found - v).sum(axis=1).mean() / runs
+    assert np.square(found.mean(axis=0) - v).sum() < 1.6 * noise
+
+
 @pytest.mark.parametrize(
     ("name", "due"),
     [

@@ -43,6 +43,7 @@ from edge_client.protocol.messages import (
     Failure,
     Federation,
     FederationConfig,
+    Report,
     Round,
     Scores,
     TokenRequest,
@@ -157,6 +158,30 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
     assert digest[:12] in shown["show har"].split()
     (silent,) = (line for line in shown["rounds har"].splitlines() if line.split()[:2] == ["121", "100"])
     assert silent.split()[2:5] == ["-", "-", "-"]  # loss, score, worst
+
+
+def test_show_says_when_a_federation_is_below_its_start() -> None:
+    same = {"worst": 0.0, "p10": 0.0, "best": 1.0}
+    first, last = (
+        Round(round=i, devices=["a"], traffic=Traffic(), bits_per_parameter_up=0, bits_per_parameter_down=0, loss=1,
+              score_before=Scores(mean=mean, **same), score_after=None, seconds=1)
+        for i, mean in ((1, 0.75), (2, 0.5))
+    )  # fmt: skip
+    federation = Federation(
+        id="f",
+        config=FederationConfig(**settings(method={"name": "fedpm"})),
+        phase="running",
+        round=3,
+        devices=1,
+        updates=0,
+    )
+    (said,) = operator_cli.warnings(federation, [first, last], [])
+    assert "fedpm ends at 0.500, below the model that round 1 started from (0.750)" in said.plain
+    assert "what most often helps: theta0" in said.plain
+    report = Report(score=0.8, test_samples=4, parameters_dense=6, parameters_compact=6)
+    ended = Device(device="a", enrolled_at=0, last_seen_at=0, updates=2, bytes_up=0, bytes_down=0, report=report)
+    assert operator_cli.warnings(federation, [first, last], [ended]) == []  # the personal models are better
+    assert operator_cli.warnings(federation, [], []) == []
 
 
 def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:

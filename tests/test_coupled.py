@@ -17,9 +17,9 @@ from mask_fleet import DEVICES, MASKED, Fleet, own_mask
 from numpy_mlp import assignment, mlp
 
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods.bernoulli import Posterior
 from edge_client.methods.coupled import Coupled, Held, Kept, scaled
 from edge_client.methods.fedpm import FedPM
+from edge_client.methods.theta import Posterior
 from edge_client.protocol.payload import Payload, encode
 
 

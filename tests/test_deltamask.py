@@ -15,6 +15,7 @@ from numpy_mlp import assignment, course, mlp, secret
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
+from edge_client.methods.bernoulli import Votes
 from edge_client.methods.deltamask import DeltaMask, most_telling
 from edge_client.protocol.payload import Payload
 from edge_client.training.gates import sigmoid
@@ -42,12 +43,12 @@ def test_kappa_goes_along_half_a_cosine() -> None:
     assert DeltaMask().kappa_at(assignment(M, round_=5)) == 0.8
 
 
-def masks(*bit: int) -> Tally:
+def masks(*bit: int) -> Votes:
     """Masks that are all ones or all zeros."""
     found = Tally(MASKED)
     for b in bit:
         found.add(bits.pack(np.full(MASKED, b)))
-    return found
+    return Votes(found, np.zeros(MASKED, np.int64))
 
 
 def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
@@ -95,7 +96,7 @@ def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any
 @pytest.mark.parametrize("codec", ["fuse8", "fuse8-png"])
 def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
     big = mlp(300, 100, 3)
-    fleet = Fleet(DeltaMask(codec=codec), big)
+    fleet = Fleet(DeltaMask(codec=codec, sampling="independent"), big)
     fleet.play("a")
     fleet.play("a")
     wrong = fleet.masks["a"] != own_mask(fleet, "a")
@@ -130,7 +131,7 @@ def one_update(method: DeltaMask, device: str, round_: int = 2) -> Payload:
 
 
 def test_independent_devices_draw_with_their_secret_randomness() -> None:
-    method = DeltaMask(codec="bits", kappa=1.0)
+    method = DeltaMask(sampling="independent", codec="bits", kappa=1.0)
     theta = np.full(MASKED, np.float32(0.7), np.float64)
     reference = counter.uniform(counter.key(3, "uniforms", 2), MASKED) < theta
     own = sigmoid(np.log(theta / (1 - theta)).astype(np.float32))
@@ -147,7 +148,7 @@ def test_independent_devices_draw_with_their_secret_randomness() -> None:
 def test_contexts_are_what_both_sides_know_of_a_change() -> None:
     theta, u = np.array([0.5, 0.5, 0.99, 0.03]), np.array([0.2, 0.9, 0.2, 0.5])
     # The sixteenth of theta twice, and one more where the reference bit is one: which way the change would go.
-    assert DeltaMask().contexts(theta, u).tolist() == [17, 16, 31, 0]
+    assert DeltaMask(sampling="independent").contexts(theta, u).tolist() == [17, 16, 31, 0]
     for sampling in ("common", "device"):
         method = DeltaMask(sampling=sampling)
         assert (method.contexts(theta, u) == coupling_contexts(theta, u)).all()

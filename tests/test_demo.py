@@ -17,13 +17,15 @@ import psutil
 import pytest
 from edge_bench import cli, demo
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
-from edge_bench.demo import choose_data
+from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.processes import ProcessError, children
+from edge_bench.report import CHOICE, warnings
 from edge_bench.simulate import BUNDLES
 
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
+from edge_client.methods import make_method
 from edge_client.protocol.messages import Device, Report, Round, Scores, Traffic
 
 pytest.importorskip("sklearn")
@@ -40,30 +42,42 @@ FIGURES = {
 
 def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, folder, plot = tmp_path / "demo.json", tmp_path / "files", tmp_path / "plot.png"
-    methods = "fedmask,coupled,standalone"
+    methods = "lattice,fedavg,standalone"
     cli.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
     written = json.loads(out.read_text())
     assert set(written) == {"methods", "compaction", "settings", "machine"}
-    assert set(written["methods"]) == {"fedmask", "coupled", "standalone"}
+    assert set(written["methods"]) == {"lattice", "fedavg", "standalone"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     for record in written["methods"].values():
         assert record.keys() >= FIGURES
         assert 0 < record["score_worst"] <= record["score_mean"] <= 1
-    fedmask = written["methods"]["fedmask"]
-    assert fedmask["bits_per_parameter_up"] < 32 * 0.06
-    assert fedmask["bytes_up_per_device_round"] > written["methods"]["standalone"]["bytes_up_per_device_round"]
+    starts = {record["score_start"] for record in written["methods"].values()}
+    assert len(starts) == 1
+    assert 0 <= starts.pop() < 0.5
+    lattice, fedavg = written["methods"]["lattice"], written["methods"]["fedavg"]
+    assert lattice["bytes_per_device"] < fedavg["bytes_per_device"] / 30
+    assert lattice["bytes_up_per_device_round"] > written["methods"]["standalone"]["bytes_up_per_device_round"]
     compact = written["compaction"]
-    assert compact["parameters_compact"] <= compact["parameters_dense"] == 6570
+    assert compact["parameters_compact"] < 0.4 * compact["parameters_dense"]
+    assert compact["parameters_dense"] == 249_930
+    assert written["settings"]["methods"]["lattice"]["prune_after"] == 1  # of two rounds
     assert compact["latency_dense_ms"] > 0
     assert compact["latency_compact_ms"] > 0
     assert compact["max_abs_diff"] <= 1e-5
     assert written["settings"]["rounds"] == 2
-    assert len(list(folder.glob("fedmask/*/personal.onnx"))) == 2
+    assert len(list(folder.glob("lattice/*/personal.onnx"))) == 2
     said = capsys.readouterr().out.splitlines()
     table = said[[line.startswith("digits: every device") for line in said].index(True) :]
     for name in written["methods"]:
         assert any(line.startswith(name + " ") for line in table)
     assert max(len(line) for line in table if str(tmp_path) not in line) <= 80
+    text = " ".join(" ".join(table).split())
+    assert "which to choose" in text
+    assert "when devices have no network" in text
+    times = fedavg["bytes_per_device"] / lattice["bytes_per_device"]
+    assert f"points against fedavg, at 1/{times:,.0f} of its bytes" in text
+    bases = lattice["score_start"], written["methods"]["standalone"]["score_mean"]
+    assert text.count("warning: lattice") == sum(lattice["score_mean"] < base for base in bases)
 
 
 def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_model_s(
@@ -94,9 +108,32 @@ def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_
     assert (tmp_path / "dense.onnx").is_file()
 
 
-def test_the_demo_compares_ours_with_fedmask_fedavg_and_standalone() -> None:
+def test_the_demo_compares_ours_with_fedavg_and_training_alone() -> None:
     default = inspect.signature(cli.demo).parameters["methods"].default
-    assert default == "fedmask,coupled,fedavg,standalone"
+    assert default == "lattice,fedavg,standalone"
+    assert all(name in CHOICE for name in default.split(","))
+
+
+@pytest.mark.parametrize(("rounds", "after"), [(2, 1), (5, 2), (100, 4)])
+def test_a_short_demo_prunes_early_enough(rounds: int, after: int) -> None:
+    for data in SETTINGS:
+        assert settings("lattice", data, rounds)["prune_after"] == after
+        assert make_method(settings("lattice", data, rounds)).name == "lattice"
+    assert settings("fedpm", "har", rounds) == {"name": "fedpm"}
+
+
+def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_helps() -> None:
+    methods = {"mine": make_method({"name": "coupled"}), "standalone": make_method({"name": "standalone"})}
+    good, bad = {"score_mean": 0.9, "score_start": 0.1}, {"score_mean": 0.05, "score_start": 0.1}
+    assert warnings({"mine": {**good, "score_mean": 0.95}, "standalone": good}, methods) == []
+    (alone,) = warnings({"mine": {**good, "score_mean": 0.5}, "standalone": good}, methods)
+    hint = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
+    assert alone == f"mine ends at 0.500, below training alone (0.900); what most often helps: {hint}"
+    start, alone = warnings({"mine": bad, "standalone": good}, methods)
+    assert "below the bundle's own start (0.100)" in start
+    assert "below training alone (0.900)" in alone
+    assert len(warnings({"mine": bad}, methods)) == 1  # without Standalone only the start is known
+    assert warnings({"mine": {"score_mean": None, "score_start": None}}, methods) == []
 
 
 def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:

@@ -315,6 +315,38 @@ def test_an_adaptive_average_pool_that_divides_its_input_equals_autograd_and_ano
 
 
 @pytest.mark.parametrize(
+    ("axis", "start", "end", "step"),
+    [(1, 0, 9, 2), (1, 1, 9, 3), (-1, 2, 8, 4), (2, -5, 2**63 - 1, 2), (1, 3, -2, 1), (2, 0, 1, 7), (1, 6, 6, 2)],
+)
+def test_the_backward_of_a_slice_equals_autograd(axis: int, start: int, end: int, step: int) -> None:
+    x = torch.randn(3, 9, 8, dtype=torch.float64, requires_grad=True)
+    made = aten.slice.Tensor(x, axis, start, end, step)
+    g = torch.randn_like(made)
+    (expected,) = torch.autograd.grad(made, x, g)
+    got = table()[aten.slice_backward.default](g, x.shape, axis, start, end, step)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_model_that_slices_with_a_stride_trains_on_devices_with_the_gradients_of_autograd(tmp_path: Path) -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4 * 3 * 3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.conv(x))[:, :, ::3, 1:-1:2].flatten(1))
+
+    module, x, y = Strided(), torch.randn(4, 2, 7, 8), torch.arange(4) % 3
+    bundle = export_bundle(module, x, tmp_path / "b", name="b", target=Classification(classes=3), torch_part=False)
+    model = bundle.model()
+    got = open_trainer("onnxruntime", bundle).gradient(model.parameters, model.buffers, x.numpy(), y.numpy())
+    nn.functional.cross_entropy(module(x), y).backward()
+    for name, value in views(bundle.manifest.parameters, got.parameters).items():
+        expected = module.get_parameter(name).grad.numpy()
+        np.testing.assert_allclose(value, expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
     "settings", [{}, {"batch_first": True, "bias": False}, {"num_layers": 2, "bidirectional": True}]
 )
 def test_a_rewritten_lstm_equals_pytorchs_and_so_do_its_gradients(settings: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from edge_client.bundle import Bundle
 from edge_client.errors import ServerError
 from edge_client.exit_codes import ExitCode
 from edge_client.protocol.messages import Receipt
+from edge_client.protocol.metrics import METRICS
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.remote import Remote
 from edge_client.retry import Retry
@@ -222,9 +223,8 @@ def test_damaged_foreign_and_repeated_uploads_are_problems_and_the_round_goes_on
         work = http.get(f"{base}/work?wait=30").json()
         assert work["status"] == "train", work
         downlink = decode(http.get(f"{base}/payloads/{work['downlink']}").content)
-        scores = {"score_before": 0.2, "score_after": 0.4, "test_samples": 5}
-        figures = {**downlink.meta, "device": "hand", "samples": 5, "loss": 1.0, **scores}
-        good = encode(Payload(downlink.arrays, figures))
+        metrics = {METRICS: [5, 1.0, 0.2, 0.4, 5]}
+        good = encode(Payload(downlink.arrays, metrics))
 
         def put(
             body: bytes, round_: int = 1, lease: str = work["lease"], device: str = "hand", of: bytes | None = None
@@ -238,8 +238,8 @@ def test_damaged_foreign_and_repeated_uploads_are_problems_and_the_round_goes_on
             "bit-flipped": (put(flipped, of=good), 422, "bad-digest"),
             "truncated": (put(good[:-100]), 422, "bad-payload"),
             "rubbish": (put(b"rubbish"), 422, "bad-payload"),
-            "NaN": (put(encode(Payload(nan, figures))), 422, "bad-payload"),
-            "shape": (put(encode(Payload({"parameters": np.zeros(3, np.float32)}, figures))), 422, "bad-payload"),
+            "NaN": (put(encode(Payload(nan, metrics))), 422, "bad-payload"),
+            "shape": (put(encode(Payload({"parameters": np.zeros(3, np.float32)}, metrics))), 422, "bad-payload"),
             "oversized": (put(good + bytes(100_000)), 413, "too-large"),
             "foreign round": (put(good, round_=2), 409, "wrong-round"),
             "foreign lease": (put(good, lease="0" * 16), 409, "wrong-lease"),

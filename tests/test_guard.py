@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from coordination import D, manifest
+from coordination import D, manifest, said
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, clusters, mlp, model
@@ -124,10 +124,9 @@ def course() -> Course:
     return Course(Model(m, np.zeros(D, np.float32), np.ones(4, np.float32)), 7, 2, 5)
 
 
-def update(parameters: Any, buffers: Any, samples: int, device: str) -> bytes:
+def update(parameters: Any, buffers: Any, samples: int) -> bytes:
     arrays = {"parameters": np.float32(parameters), "buffers": np.float32(buffers)}
-    meta = {"method": "fedavg", "round": 1, "device": device, "samples": samples, "loss": 0.5}
-    return encode(Payload(arrays, meta))
+    return encode(Payload(arrays, said(samples)))
 
 
 def close(method: Method, updates: dict[str, bytes], how: Any) -> aggregation.Closed:
@@ -139,7 +138,7 @@ def close(method: Method, updates: dict[str, bytes], how: Any) -> aggregation.Cl
     return aggregation.close_round(method, c, 1, state, parts, influences, how)
 
 
-HONEST = {d: update(np.full(D, 0.1 * i), np.full(4, 1 + 0.01 * i), 10 * i, d) for i, d in enumerate("abcd", 1)}
+HONEST = {d: update(np.full(D, 0.1 * i), np.full(4, 1 + 0.01 * i), 10 * i) for i, d in enumerate("abcd", 1)}
 HUGE = {
     "a huge change": (np.full(D, TOP), np.ones(4), 10),
     "huge statistics": (np.zeros(D), np.full(4, TOP), 10),
@@ -152,7 +151,7 @@ HUGE = {
 @pytest.mark.parametrize("how", ["clip", "drop"])
 def test_one_device_cannot_move_the_model_beyond_a_bound(attack: str, how: How) -> None:
     parameters, buffers, samples = HUGE[attack]
-    closed = close(FedAvg(), {**HONEST, "evil": update(parameters, buffers, samples, "evil")}, how)
+    closed = close(FedAvg(), {**HONEST, "evil": update(parameters, buffers, samples)}, how)
     honest = close(FedAvg(), HONEST, how)
     assert honest.round.guarded == {}
     norms = sorted(0.1 * i * D**0.5 for i in range(1, 5))
@@ -173,13 +172,13 @@ def test_one_device_cannot_move_the_model_beyond_a_bound(attack: str, how: How) 
 
 def test_without_the_guard_it_does() -> None:
     parameters, buffers, samples = HUGE["a huge weight"]
-    closed = close(FedAvg(), {**HONEST, "evil": update(parameters, buffers, samples, "evil")}, "none")
+    closed = close(FedAvg(), {**HONEST, "evil": update(parameters, buffers, samples)}, "none")
     assert np.allclose(closed.state.parameters, 0.4, atol=1e-5)
     assert closed.round.guarded == {}
 
 
 def test_an_absurd_claim_comes_down_to_the_limit() -> None:
-    closed = close(FedAvg(), {**HONEST, "evil": update(np.full(D, 0.4), np.ones(4), MAX_SAMPLES, "evil")}, "clip")
+    closed = close(FedAvg(), {**HONEST, "evil": update(np.full(D, 0.4), np.ones(4), MAX_SAMPLES)}, "clip")
     # Norm x weight of the others is 1, 4, 9 and 16 times the root of D; the median of all five is 9.
     weight = MOST_PRODUCT * 9 / 0.4
     expected = np.average([0.1, 0.2, 0.3, 0.4, 0.4], weights=[10, 20, 30, 40, weight])
@@ -189,10 +188,10 @@ def test_an_absurd_claim_comes_down_to_the_limit() -> None:
 def test_a_round_whose_every_update_is_left_out_keeps_the_state() -> None:
     # Two of four have a huge change, the other two a huge weight: under "drop" nothing remains.
     updates = {
-        "a": update(np.full(D, 0.1), np.ones(4), MAX_SAMPLES, "a"),
-        "b": update(np.full(D, 0.1), np.ones(4), MAX_SAMPLES, "b"),
-        "c": update(np.full(D, 100.0), np.ones(4), 1, "c"),
-        "d": update(np.full(D, 100.0), np.ones(4), 1, "d"),
+        "a": update(np.full(D, 0.1), np.ones(4), MAX_SAMPLES),
+        "b": update(np.full(D, 0.1), np.ones(4), MAX_SAMPLES),
+        "c": update(np.full(D, 100.0), np.ones(4), 1),
+        "d": update(np.full(D, 100.0), np.ones(4), 1),
     }
     closed = close(FedAvg(), updates, "drop")
     assert closed.state.parameters.tolist() == [0.0] * D
@@ -209,8 +208,7 @@ def test_the_heads_of_a_probing_round_are_guarded_and_masks_need_not_be() -> Non
     c, method = Course(Model(two, np.ones(D + 12, np.float32), np.zeros(0, np.float32)), 7, 3, 5), FedPM()
     state, checked = method.start(c), {}
     for device, value, samples in (("a", 1.1, 5), ("b", 1.2, 5), ("c", 1.3, 5), ("evil", TOP, MAX_SAMPLES)):
-        meta = {"method": "fedpm", "round": 1, "device": device, "samples": samples, "loss": 0.5}
-        data = encode(Payload({"head": np.full(12, value, np.float32)}, meta))
+        data = encode(Payload({"head": np.full(12, value, np.float32)}, said(samples)))
         checked[device] = aggregation.check_update(method, Assignment(c, 1, device), state, None, data)
     influences = {d: x.influence for d, x in checked.items() if x.influence is not None}
     assert set(influences) == set(checked)

@@ -131,8 +131,9 @@ def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None
     assert Hermes(threshold=0).local_round(blind, None, start).kept.units.tobytes() == start.units.packed.tobytes()
 
 
-def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_again() -> None:
-    method, t = Hermes(threshold=-1, target=0.4, rate=0.2, epochs=1), validated()
+@pytest.mark.parametrize(("target", "rate"), [(0.4, 0.2), (0.7, 0.6)])
+def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_again(target: float, rate: float) -> None:
+    method, t = Hermes(threshold=-1, target=target, rate=rate, epochs=1), validated()
     now, ratios, sets = received(), [1.0], [np.ones(18, np.bool_)]
     for _ in range(8):
         local = method.local_round(t, None, now)
@@ -142,9 +143,9 @@ def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_agai
         now = Received(own, local.trained.parameters, NONE, own.digest)
     one_unit = 18 / M.d  # the most parameters that a unit of M has: 6 + 1 inputs, 8 outputs; 10 + 1, 3
     for before, after in pairwise(ratios):
-        due = max(0.4, 0.8 * before) if before > 0.4 else before
+        due = max(target, (1 - rate) * before) if before > target else before
         assert due - one_unit < after <= due
-    assert ratios[-1] == ratios[-2] > 0.4 - one_unit
+    assert ratios[-1] == ratios[-2] > target - one_unit
     for before, after in pairwise(sets):
         assert not (after & ~before).any()
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, course, mlp
 from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
 
+from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method, signs
-from edge_client.methods.hidenseek import UNITS, HideNseek, channels, packed
+from edge_client.methods.hidenseek import UNITS, HideNseek, Kept, Received, channels, packed, widened
 from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment
+from edge_client.task import Assignment, Personal
 
 DOWNS = ("sign", "count")
 ALL = {"keep": 1.0, "epochs": 1}
@@ -226,6 +227,23 @@ def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
         assert model.mask is not None
         assert np.array_equal(model.mask[M.tensors["0.w"].span].reshape(8, 6).any(axis=1), rows.any(axis=1))
         assert not model.parameters[~model.mask].any()
+
+
+def test_a_model_of_the_smaller_network_keeps_its_statistics_and_what_fits_other_units_is_not_used() -> None:
+    statistic = Tensor(name="mean", shape=(3,), offset=0, init=Init(kind="constant", scale=0))
+    m = M.model_copy(update={"buffers": (statistic,)})
+    kept = {"0": np.array([1, 4])}
+    n, units = narrow(m, kept), packed(m, kept)
+    values, statistics = np.arange(1, n.manifest.d + 1, dtype=np.float32), np.array([1, 2, 3], np.float32)
+    whole = widened(first_model(m), units, Personal(values, statistics))
+    assert whole.buffers.tolist() == [1, 2, 3]
+    assert whole.parameters[n.parameters].tolist() == values.tolist()
+    assert np.count_nonzero(whole.parameters) == n.manifest.d
+    own = signs.Kept(np.zeros(2, np.float32), statistics)
+    received = Received(signs.Received(np.zeros(2, np.uint8), 1), units)
+    assert HideNseek().own(Kept(own, units), received) is own
+    assert HideNseek().own(Kept(own, packed(m, {})), received) is None
+    assert HideNseek().own(None, received) is None
 
 
 def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> None:

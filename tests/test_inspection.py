@@ -23,7 +23,8 @@ from edge_client.bundle import MANIFEST, Manifest
 from edge_client.errors import PayloadError
 from edge_client.inspection import bundle, payload
 from edge_client.local import run_round
-from edge_client.methods import Method, make_method, origin
+from edge_client.methods import Method, make_method
+from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 
 SMALL, LARGE = mlp(20, 16, 12, 3), mlp(30, 60, 40, 3)
@@ -55,25 +56,17 @@ def test_a_payload_is_explained(explained: Callable[..., str]) -> None:
             "none": np.zeros((0, 2)),
         },
         {
-            "round": 7,
-            "method": "fedavg",
-            "device": "a[b]",
-            "samples": 40,
-            "loss": 0.5,
-            "score_before": 0.3,
-            "score_after": 0.9,
-            "test_samples": 10,
-            "more": 1,
+            METRICS: [40, 0.5, 0.3, 0.9, 10],
+            "more": "a[b]",
         },
     )
     data = encode(content)
     said = explained(content, 100)
     assert f"{len(data)} bytes: 16 in 3 arrays, {len(data) - 16} of header" in said
     assert f"{8 * len(data) / 100:.4f} bits for each of 100 parameters" in said
-    assert "method fedavg, round 7, device a[b]" in said
     assert "trained on 40 samples, mean loss 0.5" in said
     assert "score 0.3 before training, 0.9 after, on 10 test samples" in said
-    assert "more = 1" in said
+    assert "more = a[b]" in said
     assert re.search(rf"mask +│ uint8 +│ 4 +│ 4 +│ {4 / len(data):.1%} +│ 0.3200", said)
     assert re.search(rf"head +│ float32 +│ 3 +│ 12 +│ {12 / len(data):.1%} +│ 0.9600", said)
     assert line_of(said, "mask") == "mask: 0f 0f 0f 0f; 50.0% of the bits are ones"
@@ -81,10 +74,9 @@ def test_a_payload_is_explained(explained: Callable[..., str]) -> None:
     assert line_of(said, "none") == "none: empty"
 
 
-def test_words_without_their_companions_are_shown_as_they_are(explained: Callable[..., str]) -> None:
-    assert explained(Payload({}, {"score_after": 1, "loss": 2.5})).splitlines()[2:] == ["loss = 2.5", "score_after = 1"]
-    assert "round 3, the same for every device" in explained(Payload({}, {"method": "coupled", "round": 3}))
-    assert "trained on 4 samples\n" in explained(Payload({}, {"samples": 4}))
+@pytest.mark.parametrize("metrics", [3, [], [40, 0.5, 0.3, 0.9], [40, 0.5, 0.3, 1.9, 10]])
+def test_metrics_of_another_form_are_shown_as_they_are(explained: Callable[..., str], metrics: Any) -> None:
+    assert explained(Payload({}, {METRICS: metrics})).splitlines()[2:] == [f"m = {metrics}"]
 
 
 def test_bytes_that_are_not_of_their_codec_are_explained_as_such(explained: Callable[..., str]) -> None:
@@ -139,11 +131,10 @@ class Run:
             for index, device in enumerate(("b", "a")):
                 t = task(self.m, device, self.round, clusters(self.m, index))
                 record = self.records.get(device)
-                content = self.method.downlink(course(self.m), self.round, self.state, record)
-                self.down = decode(encode(Payload(content.arrays, {**content.meta, **origin(self.method, self.round)})))
+                self.down = decode(encode(self.method.downlink(course(self.m), self.round, self.state, record)))
                 outcome = run_round(self.method, t, self.kept.get(device, {}), self.down)
                 self.kept[device], self.up = outcome.kept, decode(encode(outcome.update))
-                read = self.method.read_update(t.assignment, self.state, record, self.up)
+                read = self.method.read_update(t.assignment, self.state, record, apart(self.up)[0])
                 total, self.records[device] = self.method.fold(t.assignment, self.state, total, read, record)
             self.state, changed = self.method.finish(course(self.m), self.round, ("a", "b"), self.state, total)
             self.records |= changed
@@ -199,10 +190,9 @@ def test_a_mask_of_fedpm(explained: Callable[..., str], written: list[tuple[str,
     assert (codec, d) == ("entropy", run.d)
     check_set(said, "mask.entropy", "entropy", n, d, run.up.arrays["mask.entropy"].nbytes)
     assert "contexts none" in line_of(said, "mask.entropy")
-    assert "method fedpm, round 3, device a" in said
     assert "trained on 40 samples" in said
-    meta = run.up.meta
-    assert f"score {meta['score_before']} before training, {meta['score_after']} after, on 40 test samples" in said
+    _, metrics = apart(run.up)
+    assert f"score {metrics.score_before:g} before training, {metrics.score_after:g} after, on 40 test samples" in said
 
 
 def test_counts_of_fedpm_and_of_coupled(explained: Callable[..., str]) -> None:
@@ -293,4 +283,4 @@ def test_parameters_of_fedavg_and_nothing_of_standalone(explained: Callable[...,
     assert "32.0000" in said
     said = explained(play({"name": "standalone"}, 1).up)
     assert "0 in 0 arrays" in said
-    assert "method standalone, round 1, device a" in said
+    assert "trained on 40 samples, mean loss " in said

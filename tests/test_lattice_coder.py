@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from edge_kernels import counter, lattice
@@ -192,10 +190,8 @@ def test_a_small_payload_cannot_cost_much_work() -> None:
     spans = spans_of((1000, 1000))
     for guess in (0, 50, 100):  # one lane whose state says member, member, ...
         for state in (b"\0\0\0\1", b"\0\0\0\xff"):
-            began = time.process_time()
-            with pytest.raises(CodecError):
+            with pytest.raises(CodecError, match="more than 4096 steps"):
                 lattice.decode(bytes([0, guess, 0]) + state + bytes(60_000), lattice.whole(spans))
-            assert time.process_time() - began < 3
 
 
 def test_values_and_knowledge_of_another_size_or_type_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from numpy_mlp import assignment, model, task
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError
-from edge_client.methods.bernoulli import BernoulliMasks, Posterior
+from edge_client.methods.bernoulli import BernoulliMasks
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
+from edge_client.methods.theta import Posterior, steps
 from edge_client.task import Assignment
 
 TRAINED = M.model_copy(update={"seed": None})
@@ -63,10 +65,11 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
         FedPM().masked(model(only))
 
 
-def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior() -> None:
+@pytest.mark.parametrize("make", [Coupled, partial(DeltaMask, codec="rice")])
+def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior(make: Any) -> None:
     thetas: dict[str, Any] = {}
-    for how in ("difference", "posterior"):
-        method = Coupled(aggregate=how)
+    methods = {how: make(aggregate=how) for how in ("difference", "posterior")}
+    for how, method in methods.items():
         fleet = Fleet(method, TRAINED)
         trainer = steady(TRAINED)
         for round_ in range(1, 5):
@@ -119,12 +122,14 @@ def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
 
 def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
     method, c = Coupled(aggregate="difference"), Fleet(Coupled(), TRAINED).course
-    net = np.ones(20_000, np.int32)
-    before = Posterior(np.zeros(net.size, np.uint32), method.steps(c)[1])
+    net = np.ones(20_000, np.int64)
+    before = Posterior(np.zeros(net.size, np.uint32), steps(0.95, c.cohort)[1])
     after = method.advanced(c, 1, before, np.zeros(net.size, np.int64), net, 2)  # two of three devices, both up once
     assert abs(after.ones.mean() - 1.5) < 0.02
 
 
-def test_differences_need_one_first_theta() -> None:
+def test_differences_need_a_reference_and_one_first_theta() -> None:
+    with pytest.raises(ValueError, match="needs a reference mask"):
+        FedPM(aggregate="difference")
     with pytest.raises(ValueError, match="set spread = 0"):
         Coupled(aggregate="difference", spread=1.0)

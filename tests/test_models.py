@@ -1,4 +1,4 @@
-"""The benchmarks' models: their counts of parameters, and that some train on ONNX Runtime with PyTorch's gradients."""
+"""The benchmarks' models: their counts of parameters, and that each trains on ONNX Runtime with PyTorch's gradients."""
 
 from __future__ import annotations
 
@@ -44,12 +44,29 @@ def test_a_model_has_the_parameters_its_docstring_says(name: str) -> None:
 
 
 IMAGE, TEN = (3, 32, 32), Classification(classes=10)
+# Small relatives of the deep ones where depth only repeats blocks.
 TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Target, tuple[str, ...]]] = {
     "lenet": (models.lenet, IMAGE, TEN, ()),
     "emnist cnn": (models.emnist_cnn, (1, 28, 28), Classification(classes=62), ()),
     "mnist cnn": (models.mnist_cnn, (1, 28, 28), TEN, ()),
     "femnist cnn": (lambda: models.image_cnn(62), (1, 28, 28), Classification(classes=62), ()),
     "vgg9": (lambda: models.vgg9(3, 10), IMAGE, TEN, ()),
+    "resnet of depth 8": (lambda: models.Resnet(8, 10), IMAGE, TEN, ()),
+    "lstm": (lambda: models.NextCharacter(73, hidden=16), (12,), Sequence(steps=12, classes=73), ()),
+    "vit of depth 1": (lambda: models.VisionTransformer(10, 1, width=24, heads=3), IMAGE, TEN, ()),
+    "mobilenetv2": (models.MobileNetV2, IMAGE, TEN, ("blocks.0.", "blocks.12.", "blocks.13.", "linear.")),
+    "mobilenetv2 backbone": (
+        lambda: models.MobileNetBackbone(10),
+        IMAGE,
+        TEN,
+        ("features.16.", "features.17.", "head."),
+    ),
+    "squeezenet backbone": (
+        lambda: models.SqueezeNetBackbone(10),
+        IMAGE,
+        TEN,
+        ("features.11.", "features.12.", "head."),
+    ),
 }
 
 

@@ -19,31 +19,11 @@ from edge_client.training import Trainer, open_trainer
 from edge_client.training.cut import cut, cut_graphs
 
 torch = pytest.importorskip("torch")
-from edge_bench import models  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
+from exported import SHARED, exported  # noqa: E402
 from torch import nn  # noqa: E402
 
 BACKENDS = ["onnxruntime", "torch"]
-
-
-def _mlp(a: int, b: int) -> nn.Sequential:
-    return models.mlp(20, a, b, 5)
-
-
-def _max_pool_cnn(a: int, b: int) -> nn.Sequential:
-    """Tiling and strided max-pools, a convolution with and one without bias, a flatten of 9 entries a channel."""
-    return nn.Sequential(
-        nn.Conv2d(1, a, 3, padding=1, bias=False),
-        nn.BatchNorm2d(a),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(a, b, 3, padding=1),
-        nn.BatchNorm2d(b, momentum=0.3),
-        nn.ReLU(),
-        nn.MaxPool2d((1, 3), stride=2, padding=(0, 1)),
-        nn.Flatten(),
-        nn.Linear(b * 9, 5),
-    )
 
 
 def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
@@ -64,22 +44,18 @@ def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
 
 
 Make = Callable[[int, int], nn.Sequential]
-CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, int]]] = {
-    "mlp": (_mlp, (20,), (12, 9)),
-    "cnn, max-pool": (_max_pool_cnn, (1, 10, 10), (9, 9)),  # the channels are as many as a channel's entries
-    "cnn, average pool": (_avg_pool_cnn, (2, 14, 14), (10, 8)),
-}
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=["mlp", "max-pool cnn", "average pool cnn"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Make, Bundle]:
-    make, sample, sizes = CASES[request.param]
-    target = Classification(classes=5)
-    folder, module, x = tmp_path_factory.mktemp("bundle") / "b", make(*sizes), torch.zeros(2, *sample)
-    if request.param == "cnn, average pool":
-        module[0].requires_grad_(False)  # a frozen layer is cut as any other
-    return make, export_bundle(module, x, folder, name="b", target=target, seed=1)
+    if request.param in SHARED:
+        return SHARED[request.param].of_size, exported(request.param).bundle
+    module = _avg_pool_cnn(10, 8)
+    module[0].requires_grad_(False)  # a frozen layer is cut as any other
+    x, target = torch.zeros(2, 2, 14, 14), Classification(classes=5)
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    return _avg_pool_cnn, export_bundle(module, x, folder, name="b", target=target, seed=1)
 
 
 def _choice(m: Manifest, name: str) -> Kept:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from edge_client.errors import PayloadError
+from edge_client.protocol.messages import DeviceMetrics
+from edge_client.protocol.metrics import with_metrics
 from edge_client.protocol.payload import FILE_HEADER_BYTES, HEADER_BYTES, Payload, decode, encode
 
 EXAMPLE = Payload(
@@ -70,23 +72,31 @@ def test_a_flipped_bit_is_refused_or_still_a_payload_of_the_same_size(bit: int) 
 
 
 @pytest.mark.parametrize(
-    "meta", [{"nested": {}}, {"list": ["text"]}, {"list": [1.5]}, {"list": [True]}, {"none": None}, {"yes": True},
-             {"large": 2**53}, {"large": [-(2**53)]}, [], 7, None, "text"]
+    "value", [{}, {"a": 1}, ["text"], [None], [True], [[1]], None, True, 2**53, [-(2**53)]]
 )  # fmt: skip
-def test_foreign_metadata_is_refused(meta: object) -> None:
+def test_foreign_metadata_is_refused(value: object) -> None:
     with pytest.raises(PayloadError, match="metadata"):
-        decode(worded(json.dumps(meta, separators=(",", ":"))))
+        decode(worded(json.dumps(value)))
 
 
-@pytest.mark.parametrize("keys", [{}, {"maskfleet/2": "{}"}, {"maskfleet/1": "{}", "more": "x"}, {"maskfleet/1": 7}, 3])
-def test_a_foreign_format_is_refused(keys: object) -> None:
-    with pytest.raises(PayloadError, match="not of format maskfleet/1"):
-        decode(crafted({"__metadata__": keys}))
+@pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {}}, {"a": None}, [], "{}", 7, None])
+def test_metadata_is_an_object_of_texts(metadata: object) -> None:
+    with pytest.raises(PayloadError, match="not an object of texts"):
+        decode(crafted({"__metadata__": metadata}))
 
 
-def test_a_payload_without_metadata_is_refused() -> None:
-    with pytest.raises(PayloadError, match="not of format maskfleet/1"):
-        decode(crafted({}))
+def test_metadata_may_be_missing_or_empty_and_is_then_not_written() -> None:
+    for header in ({}, {"__metadata__": {}}):
+        assert decode(crafted(header)) == Payload()
+    assert encode(Payload()) == b"\x02" + bytes(7) + b"{}"
+
+
+def test_a_short_payload_has_a_short_header() -> None:
+    """Some updates are 200 bytes: the header of one array may cost 80 bytes, with metrics 120."""
+    arrays = {"up": np.zeros(200, np.uint8)}
+    assert len(encode(Payload(arrays))) - 200 <= 80
+    metrics = DeviceMetrics(samples=600, loss=0.1235, score_before=0.9123, score_after=0.9456, test_samples=100)
+    assert len(encode(with_metrics(Payload(arrays, {"samples": 600}), metrics))) - 200 <= 120
 
 
 def crafted(header: object, arrays: bytes = b"") -> bytes:
@@ -96,16 +106,15 @@ def crafted(header: object, arrays: bytes = b"") -> bytes:
 
 
 def worded(text: str) -> bytes:
-    """A container of no arrays whose metadata is this text."""
-    return crafted({"__metadata__": {"maskfleet/1": text}})
+    """A container of no arrays whose metadata `a` has this text."""
+    return crafted({"__metadata__": {"a": text}})
 
 
-META = {"maskfleet/1": "{}"}
+META = {"word": "1"}
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lambda name: name != "__metadata__")
 INTEGERS = st.integers(-(2**53) + 1, 2**53 - 1)
-WORDS = st.dictionaries(
-    NAMES, st.one_of(NAMES, INTEGERS, st.floats(allow_nan=False, allow_infinity=False), st.lists(INTEGERS, max_size=3))
-)
+NUMBERS = st.one_of(INTEGERS, st.floats(allow_nan=False, allow_infinity=False))
+WORDS = st.dictionaries(NAMES, st.one_of(NAMES, NUMBERS, st.lists(NUMBERS, max_size=3)))
 DTYPES = ("f2", "f4", "f8", "u1", "i1", "u2", "u4", "i4", "u8", "i8", "?")
 ARRAYS = st.dictionaries(
     NAMES,
@@ -141,9 +150,17 @@ def test_what_may_be_written_is_read_back_with_dtypes_and_shapes_and_written_aga
     assert encode(back, FILE_HEADER_BYTES) == data
 
 
+@given(PAYLOADS)
+def test_arrays_begin_at_a_multiple_of_the_widest_of_their_types(content: Payload) -> None:
+    data = encode(content, FILE_HEADER_BYTES)
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert start % max((a.itemsize for a in content.arrays.values()), default=1) == 0
+    assert all(a.flags.aligned for a in decode(data, FILE_HEADER_BYTES).arrays.values())
+
+
 @given(st.integers(-(2**53) + 1, 2**53 - 1), st.sampled_from(["{}", "{}.0", "{}.00e0", "{}E0", "{}0e-1"]))
 def test_an_integral_number_is_an_integer_however_it_is_written(value: int, form: str) -> None:
-    back = decode(worded(f'{{"a":{form.format(value)}}}')).meta["a"]
+    back = decode(worded(form.format(value))).meta["a"]
     assert type(back) is int or abs(value) > 2**53 // 10  # value * 10 in a double
     assert back == value
     assert encode(Payload({}, {"a": float(value)})) == encode(Payload({}, {"a": value}))
@@ -161,7 +178,7 @@ def test_another_writer_may_order_and_space_the_header_as_it_likes(
     assert same(decode(crafted(text, arrays), FILE_HEADER_BYTES), content)
 
 
-@given(st.sampled_from(["a", "__metadata__", "dtype", "shape", "data_offsets", "maskfleet/1"]), st.booleans())
+@given(st.sampled_from(["a", "__metadata__", "dtype", "shape", "data_offsets", "word"]), st.booleans())
 def test_no_key_of_the_header_is_there_twice(key: str, other: bool) -> None:
     """Not even with an equal value: readers differ in which of two they take."""
     header = {"__metadata__": META, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
@@ -169,18 +186,10 @@ def test_no_key_of_the_header_is_there_twice(key: str, other: bool) -> None:
     start = text.index(json.dumps(key) + ": ")
     _, end = json.JSONDecoder().raw_decode(text, start + len(json.dumps(key)) + 2)
     entry = text[start:end]
-    again = entry.replace("U8", "I8").replace("{}", '{\\"z\\":1}') if other else entry
+    again = entry.replace("U8", "I8").replace('"1"', '"2"') if other else entry
     assert decode(crafted(text, b"\1"))
     with pytest.raises(PayloadError, match=f"the key '{key}' is there twice"):
         decode(crafted(text[:end] + ", " + again + text[end:], b"\1"))
-
-
-@given(WORDS.filter(bool), INTEGERS)
-def test_no_key_of_the_metadata_is_there_twice(meta: dict[str, Any], value: int) -> None:
-    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
-    key = max(meta)
-    with pytest.raises(PayloadError, match="is there twice"):
-        decode(worded(f"{text[:-1]},{json.dumps(key)}:{value}}}"), FILE_HEADER_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +197,7 @@ def test_no_key_of_the_metadata_is_there_twice(meta: dict[str, Any], value: int)
 )
 def test_only_finite_numbers_that_are_not_booleans_are_metadata(number: str) -> None:
     with pytest.raises(PayloadError, match="not a maskfleet payload"):
-        decode(worded(f'{{"x":{number}}}'))
+        decode(worded(number))
     value = json.loads(number)
     with pytest.raises(PayloadError, match="cannot be written"):
         encode(Payload({}, {"x": value}))
@@ -200,8 +209,9 @@ def test_another_writer_may_order_space_and_escape_the_metadata_as_it_likes(
 ) -> None:
     keys = list(meta)
     order.shuffle(keys)
-    text = json.dumps({key: meta[key] for key in keys}, indent=order.choice((None, 1)), ensure_ascii=ascii_only)
-    back = decode(worded(" " + text + "\n"), FILE_HEADER_BYTES)
+    indent = order.choice((None, 1))
+    texts = {key: f" {json.dumps(meta[key], indent=indent, ensure_ascii=ascii_only)}\n" for key in keys}
+    back = decode(crafted({"__metadata__": texts}), FILE_HEADER_BYTES)
     assert back.meta == meta
     assert encode(back, FILE_HEADER_BYTES) == encode(Payload({}, meta), FILE_HEADER_BYTES)
 
@@ -216,18 +226,18 @@ def test_another_writer_may_order_space_and_escape_the_metadata_as_it_likes(
     ],
 )  # fmt: skip
 def test_any_json_text_of_a_value_is_read(text: str, value: object) -> None:
-    assert decode(worded(f'{{"a" : {text}}}')).meta == {"a": value}
+    assert decode(worded(f" {text}\n")).meta == {"a": value}
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a":"\\ud800"}', '{"\\udc00":1}', '{"a":01}', '{"a":.5}', "{'a':1}", '{"a":1,}', ""]
-)
+@pytest.mark.parametrize("text", ['"\\ud800"', "01", ".5", "'a'", "[1,]", "1 1", "", "\ufeff1"])
 def test_metadata_that_is_not_json_or_not_unicode_is_refused(text: str) -> None:
     with pytest.raises(PayloadError, match="not a maskfleet payload"):
         decode(worded(text))
 
 
-@pytest.mark.parametrize("text", ['{"a":1}', "\ufeff{}", " {}", "[]", "{", '{"\ud800":{}}'])
+@pytest.mark.parametrize(
+    "text", ['{"a":1}', "\ufeff{}", " {}", "[]", "{", '{"\ud800":{}}', '{"__metadata__":{"\\ud800":"1"}}']
+)
 def test_a_header_that_is_not_a_json_object_in_utf8_is_refused(text: str) -> None:
     with pytest.raises(PayloadError, match="not a maskfleet payload"):
         decode(crafted(text))
@@ -365,11 +375,10 @@ def test_a_header_over_its_limit_is_refused_before_it_is_parsed() -> None:
 
 def test_the_largest_header_is_sent_and_one_byte_more_is_not_but_may_lie_in_a_file() -> None:
     empty = HEADER_BYTES - len(encode(Payload({}, {"pad": ""})))
-    # The format rounds a header up to a multiple of 8 bytes.
-    most = Payload({}, {"pad": "x" * (empty - empty % 8)})
-    assert len(encode(most)) <= HEADER_BYTES
+    most = Payload({}, {"pad": "x" * empty})
+    assert len(encode(most)) == HEADER_BYTES
     assert decode(encode(most)) == most
-    more = Payload({}, {"pad": "x" * (empty + 8)})
+    more = Payload({}, {"pad": "x" * (empty + 1)})
     with pytest.raises(PayloadError, match="use fewer arrays"):
         encode(more)
     file = encode(more, FILE_HEADER_BYTES)

@@ -148,6 +148,22 @@ def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path)
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
 
 
+def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        '[methods.idle]\nname = "fedavg"\nlr = 1e-9\nepochs = 1\n[methods.standalone]\nlr = 0.05\n'
+    )
+    cli.simulate(file, json_file=out)
+    said, written = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())["methods"]
+    start = written["idle"]["score_start"]
+    assert start == written["standalone"]["score_start"] == pytest.approx(written["idle"]["score_mean"])
+    assert f"warning: idle ends at {start:.3f}, below training alone (" in said
+    assert "warning: standalone" not in said
+
+
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there

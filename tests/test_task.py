@@ -16,6 +16,7 @@ from edge_client.errors import DivergedError
 from edge_client.local import run_round, understand
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.fedpm import FedPM
+from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Payload
 from edge_client.task import SCORE_BATCH, Batch, EpochLoss, Personal, Task
 from edge_client.training import Gradient
@@ -139,16 +140,16 @@ def test_the_loss_is_the_last_epochs_mean_weighted_by_samples() -> None:
 # --- a whole round of a device
 
 
-def test_an_update_carries_where_it_belongs_and_the_devices_figures() -> None:
+def test_an_update_carries_its_devices_metrics_at_few_digits() -> None:
     t, method = task(M, "b", 2), FedAvg(epochs=1)
     down = Payload({"parameters": model(M).parameters, "buffers": NONE})
     outcome = run_round(method, t, {}, down)
-    meta = outcome.update.meta
-    assert (meta["method"], meta["round"], meta["device"], meta["samples"]) == ("fedavg", 2, "b", 40)
-    before = t.score(Personal(model(M).parameters, NONE))
-    assert (meta["score_before"], meta["test_samples"]) == (before, 40)
-    assert meta["score_after"] == float(f"{t.score(outcome.trained):.6g}")
-    assert outcome.metrics.loss == meta["loss"]
+    before, after = t.score(Personal(model(M).parameters, NONE)), t.score(outcome.trained)
+    loss = method.local_round(t, None, method.receive(t.assignment, None, down)).loss
+    due = [40, float(f"{loss:.4g}"), round(before, 4), round(after, 4), 40]
+    assert outcome.update.meta == {METRICS: due}
+    content, metrics = apart(outcome.update)
+    assert (content.meta, metrics) == ({"samples": 40}, outcome.metrics)
     assert outcome.kept == {}
 
 

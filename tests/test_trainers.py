@@ -19,6 +19,8 @@ from edge_client.training.sgd import Sgd
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
+from exported import SHARED, spread  # noqa: E402
+from exported import exported as exported_once  # noqa: E402
 from torch import nn  # noqa: E402
 
 BACKENDS = ["onnxruntime", "torch"]
@@ -36,21 +38,6 @@ def _avg_pool_cnn() -> nn.Module:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(8, 4),
-    )
-
-
-def _max_pool_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 12, 3, padding=1),
-        nn.BatchNorm2d(12),
-        nn.ReLU(),
-        nn.MaxPool2d(3, stride=2, padding=1),
-        nn.Flatten(),
-        nn.Linear(12 * 9, 5),
     )
 
 
@@ -116,8 +103,7 @@ class Case:
 
 
 CASES = {
-    "mlp": Case(lambda: models.mlp(40, 24, 16, 6), (40,), Classification(classes=6)),
-    "max-pool cnn": Case(_max_pool_cnn, (1, 10, 10), Classification(classes=5)),
+    **{name: Case(n.make, n.sample, Classification(classes=n.classes)) for name, n in SHARED.items()},
     "avg-pool cnn": Case(_avg_pool_cnn, (2, 14, 14), Classification(classes=4)),
     "sensor lstm": Case(lambda: _SensorLstm(9, 6, 4), (16, 9), Classification(classes=4)),
     "mean over time": Case(_MeanOverTime, (6, 5), Classification(classes=3)),
@@ -137,14 +123,12 @@ class Exported:
 @pytest.fixture(scope="module", params=list(CASES))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     case = CASES[request.param]
+    if request.param in SHARED:
+        shared = exported_once(request.param)
+        return Exported(case, shared.module, shared.bundle)
     torch.manual_seed(5)
     module = case.make()
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):  # statistics and affine away from their trivial start
-            nn.init.uniform_(part.weight, 0.5, 1.5)
-            nn.init.uniform_(part.bias, -0.5, 0.5)
-            nn.init.uniform_(part.running_mean, -0.2, 0.2)
-            nn.init.uniform_(part.running_var, 0.5, 2.0)
+    spread(module)
     x, _ = _batch(case, 2, 0)
     folder = tmp_path_factory.mktemp("bundle") / "b"
     return Exported(case, module, export_bundle(module, torch.from_numpy(x), folder, name="c", target=case.target))

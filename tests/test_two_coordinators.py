@@ -42,7 +42,7 @@ from coord_server.store.values import INLINE
 from edge_client import methods
 from edge_client.methods import fedavg
 from edge_client.protocol.messages import FederationConfig, TokenRequest
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
 
 DEVICES = ("a", "bb", "ccc", "dddd", "eeeee")
@@ -110,17 +110,11 @@ async def join(first: Fleet, second: Fleet, *devices: str, **more: Any) -> None:
         await at.work(device)
 
 
-def moved(down: bytes, device: str) -> bytes:
-    """What a device sends that moves every parameter by an amount of its own, in the downlink's own method."""
-    update = decode(trained(down, device))
-    return encode(replace(update, meta={**update.meta, "method": decode(down).meta["method"]}))
-
-
 async def trained_at(asked: Fleet, fetched: Fleet, sent: Fleet, device: str) -> int:
     """One round of a device that speaks to any coordinator; the round's number."""
     work = await asked.work(device, LIMIT)
     assert work["status"] == "train", work
-    body = moved(await fetched.fetch(device, work), device)
+    body = trained(await fetched.fetch(device, work), device)
     answer = await sent.upload(device, work["round"], work["lease"], body)
     assert answer.status_code == 201, answer.text
     return int(work["round"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,15 +17,17 @@ from rich.console import Console
 
 from edge_bench import curves, datasets, histogram, provenance, report
 from edge_bench.curves import mean, shown
-from edge_bench.demo import SETTINGS, choose_data, compaction, fleet
+from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
-from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all
+from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all, starting_scores
+from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Round
 from edge_client.targets import Classification
+from edge_client.training import open_trainer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,6 +102,12 @@ def _outcome(r: Round) -> str:
     return f"loss {shown(r.loss, '.3f')}  score {before}, after local epochs {after}"
 
 
+def _warn(console: Console, sentences: list[str]) -> None:
+    """A paragraph each, after the table."""
+    if sentences:
+        console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
+
+
 def simulate(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file; see benchmarks/configs.")],
     json_file: Annotated[
@@ -146,12 +155,11 @@ def simulate(
     if not results:
         raise ConfigError(failed)
     model = bundle.model()
-    records = {
-        label: report.simulated(r, make_method({"name": label, **checked.methods[label]}), model)
-        for label, r in results.items()
-    }
+    made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
+    records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
     title = f"{checked.data.name}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")
@@ -167,11 +175,11 @@ def demo(
         str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
     ] = None,
     devices: Annotated[int, typer.Option(min=2, max=100, help="Client processes.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Rounds of each method.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, max=1000, help="Rounds of each method.")] = 15,
     seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
     methods: Annotated[
         str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
-    ] = "fedmask,coupled,fedavg,standalone",
+    ] = "lattice,fedavg,standalone",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
     keep_files: Annotated[
@@ -189,11 +197,11 @@ def demo(
     if plot is not None:
         curves.check_plot(plot)
     chosen = choose_data(data, devices)
-    settings = {n: {"name": n, **SETTINGS[chosen.name].get(n, {})} for n in names}
-    for table in settings.values():
-        make_method(table)
-    bundle = find_bundle(chosen.name)
+    tables = {n: settings(n, chosen.name, rounds) for n in names}
+    made = {n: make_method(table) for n, table in tables.items()}
+    bundle = find_bundle(BUNDLES[chosen.name])
     parts = datasets.load(chosen, seed, bundle.manifest)
+    start = starting_scores(bundle, open_trainer(DEFAULT_BACKEND, bundle), parts)
     console = plain_console()
     console.print(
         f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
@@ -216,25 +224,30 @@ def demo(
                         outcome = _outcome(done[-1]) if done else "devices are joining"
                         console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
 
-                    ended = running.run(name, settings[name], rounds, len(parts), seed, watch)
-                    records[name] = report.federation(ended)
+                    ended = running.run(name, tables[name], rounds, len(parts), seed, watch)
+                    records[name] = report.federation(ended, start)
                     if not compact:
                         compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
         except KeyboardInterrupt:
             console.print("stopped; every process of the demo has ended")
             raise typer.Exit(130) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
-    console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    console.print("", report.table(records, title), report.choices(made), sep="\n")
+    _warn(console, report.warnings(records, made))
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
+    first = names[0]
+    if "fedavg" in records and first != "fedavg":
+        console.print("\n" + report.headline(first, records[first], records["fedavg"]))
     ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
+    share = compact["parameters_compact"] / compact["parameters_dense"]
     console.print(
-        f"\n{names[0]}'s compact models: {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters (median device);\none sample takes "
-        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, dense {compact['latency_dense_ms']:.3f} ms "
-        f"({ratio:.2f}x);\noutputs of the compact and the masked model differ by at most {compact['max_abs_diff']:.1e}"
+        f"{first}'s models on the devices: {compact['parameters_compact']:,.0f} of "
+        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%}, median);\none sample takes "
+        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, the whole network "
+        f"{compact['latency_dense_ms']:.3f} ms:\n{ratio:.1f} times as fast"
     )
     if plot is not None:
         curves.draw(lines, plot, title)
@@ -249,7 +262,7 @@ def demo(
             "rounds": rounds,
             "seed": seed,
         }
-        run |= {"cohort": len(parts), "methods": settings}
+        run |= {"cohort": len(parts), "methods": tables}
         write_json(
             json_file,
             {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},

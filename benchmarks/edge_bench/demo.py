@@ -25,14 +25,22 @@ from edge_client.measure.latency import latency
 from edge_client.protocol.messages import Device, FederationConfig, Report, Round, Scores, TokenRequest
 from edge_client.task import Personal
 
+BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
+"""The packaged bundle of each data set."""
 # Settings of each method on each data set, chosen on the validation part (for FedMask on HAR: `chosen` in
-# benchmarks/results/har_fedmask.json); other methods run with their defaults. FedMask's group_lasso on HAR is above its
-# default because the demo shows small models: a larger value makes them smaller and less accurate.
+# benchmarks/results/har_fedmask.json); other methods run with their defaults. Lattice's small personal models are these
+# settings alone: without them it trains the whole network.
+_SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "prune_epochs": 5, "personal_epochs": 3}
+_ALL: Mapping[str, Mapping[str, Any]] = {
+    "lattice": {"lr": 0.03, "epochs": 5, **_SMALL},
+    "fedavg": {"lr": 0.03},
+    "standalone": {"lr": 0.03},
+    "coupled": {"head": "mask", "theta0": 0.5, "epochs": 5, "batch": 32, "evaluate": "threshold"},
+}
 _FEDMASK: Mapping[str, Any] = {"keep": 0.8, "restart": "latent"}
-_COUPLED: Mapping[str, Any] = {"head": "mask", "theta0": 0.5, "epochs": 5, "batch": 32, "evaluate": "threshold"}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "har": {"fedmask": {**_FEDMASK, "lr": 30.0, "group_lasso": 5e-4}, "coupled": _COUPLED},
-    "digits": {"fedmask": {**_FEDMASK, "lr": 10.0}, "coupled": _COUPLED},
+    "har": {**_ALL, "fedmask": {**_FEDMASK, "lr": 30.0}},
+    "digits": {**_ALL, "fedmask": {**_FEDMASK, "lr": 10.0}},
 }
 GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
 POLL = 0.25  # seconds between two looks at a federation
@@ -139,6 +147,14 @@ def fleet(folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> It
         running = Fleet(stack.enter_context(children()), folder, bundle, devices)
         stack.callback(running.operator.close)
         yield running
+
+
+def settings(method: str, data: str, rounds: int) -> dict[str, Any]:
+    """A method's table for so many rounds, at least 2: pruning leaves the smaller network half of them or more."""
+    table = {"name": method, **SETTINGS[data].get(method, {})}
+    if "prune_after" in table:
+        table["prune_after"] = min(table["prune_after"], rounds // 2)
+    return table
 
 
 def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[str, float]:

@@ -34,7 +34,9 @@ from edge_bench.cli import write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
-from edge_client.protocol.payload import MEDIA_TYPE, Payload, decode, encode
+from edge_client.protocol.messages import DeviceMetrics
+from edge_client.protocol.metrics import with_metrics
+from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.transport import content_digest
 
 KIND, D, COHORT = "mask", 1000, 50
@@ -169,8 +171,7 @@ class Fleet:
 
     async def _round(self, device: Device, where: str, work: dict[str, Any]) -> dict[str, Any] | None:
         content = decode(await self.message(device, "GET", f"{where}/payloads/{work['downlink']}"))
-        meta = {"method": "idle", "round": work["round"], "device": device.name, "samples": 1, "loss": 0.0}
-        update = encode(Payload(dict(content.arrays), meta))
+        update = encode(with_metrics(content, DeviceMetrics(samples=1, loss=0.0)))
         headers = (
             f"Maskfleet-Lease: {work['lease']}\r\nContent-Type: {MEDIA_TYPE}\r\n"
             f"Content-Digest: {content_digest(update)}\r\n"

@@ -1,6 +1,6 @@
 """Builds the benchmarks' bundles: those of the demo, and those that `bundles.NAMES` lists.
 
-    python -m edge_bench.pretrain digits benchmarks/edge_bench/bundles/digits   (and har: `make bundles`)
+    python -m edge_bench.pretrain digits benchmarks/edge_bench/bundles/digits   (also digits-wide, har: `make bundles`)
     python -m edge_bench.pretrain cnn-fashion build/bundles/cnn-fashion
 
 Weights of networks that start from nothing are drawn by a seed and take no space. New heads are zero. The pre-trained
@@ -170,6 +170,7 @@ _NEXT = Sequence(steps=WINDOW, classes=len(CHARACTERS))
 # Networks drawn by a seed: module, example, target, rule. Networks whose masks are trained need the scale of `he`.
 DRAWN: Mapping[str, Recipe] = {
     "digits": (partial(models.mlp, *models.DIGITS), lambda: torch.zeros(2, 64), _TEN, "he"),
+    "digits-wide": (partial(models.mlp, *models.DIGITS_WIDE), lambda: torch.zeros(2, 64), _TEN, "he"),
     "har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
     "mlp-har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
     "mlp-mnist": (partial(models.mlp, 784, 300, 100, 10), lambda: torch.zeros(2, 784), _TEN, "he"),

@@ -20,10 +20,11 @@ from edge_bench.curves import amount, curve, mean, moved, shown
 from edge_bench.demo import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
-from edge_client.methods import Method
+from edge_client.methods import Method, below
 from edge_client.protocol.messages import Round, Scores, Traffic
 
 Record = dict[str, Any]
+ALONE = "standalone"  # the method of devices that train for themselves
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices
   (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
@@ -31,6 +32,17 @@ CAPTION = """score: each device's own model on its own test samples, mean over d
 up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
   rounds and the last downlink, with what is sent only once (bundle apart)"""
+
+CHOICE: Mapping[str, str] = {
+    "lattice": "first: FedAvg's score at few bytes; `prune` leaves small fast models",
+    "fedavg": "when bytes cost nothing, and as the score to compare with",
+    "coupled": "to learn masks of a good pre-trained network in few bytes",
+    "fedmask": "to learn masks of frozen weights, each device its own structure",
+    "hermes": "when each device shall prune as far as its own score allows",
+    "federated_pruning": "for one smaller network of all devices, in float32",
+    "standalone": "when devices have no network; what any other method has to beat",
+}
+"""When to choose a method, in a few words; docs/choosing.md has all."""
 
 
 def traffic(rounds: Sequence[Round], devices: int) -> Record:
@@ -65,16 +77,16 @@ def _spread(scores: Scores | None, suffix: str = "") -> Record:
     return {f"score_{k}{suffix}": None if scores is None else getattr(scores, k) for k in Scores.model_fields}
 
 
-def _measured(rounds: Sequence[Round], devices: int, final: Scores | None) -> Record:
+def _measured(rounds: Sequence[Round], devices: int, final: Scores | None, start: Scores | None) -> Record:
     """What the record of a federation has, simulated or real."""
     points = [vars(p) for p in curve(rounds, devices, mean(final))]
-    return {**_spread(final), **traffic(rounds, devices), "curve": points}
+    return {**_spread(final), "score_start": mean(start), **traffic(rounds, devices), "curve": points}
 
 
 def simulated(result: Simulated, method: Method, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
-    record = _measured(rounds, result.devices, result.final)
+    record = _measured(rounds, result.devices, result.final, result.start)
     if result.final_after is not None:
         record |= _spread(result.final_after, "_after_local_epochs")
     measured = [(r.score_after.mean, r) for r in rounds if r.score_after is not None]
@@ -104,13 +116,13 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     return record
 
 
-def federation(ended: Ended) -> Record:
-    """The record of one real federation.
+def federation(ended: Ended, start: Scores | None = None) -> Record:
+    """The record of one real federation; `start` is what the bundle's own values score on its devices.
 
     Uncounted bytes are those of downlinks fetched again or in vain (the round was over, the update was left out) and of
     such updates. When every device was in the last cohort, the record also has its score after that round's epochs.
     """
-    record = _measured(ended.rounds, len(ended.devices), ended.scores())
+    record = _measured(ended.rounds, len(ended.devices), ended.scores(), start)
     counted = {side: sum(moved(r.traffic, side) for r in ended.rounds) for side in ("up", "down", "last")}
     record["uncounted_bytes_per_device"] = {
         "up": (sum(d.bytes_up for d in ended.devices) - counted["up"]) / len(ended.devices),
@@ -126,6 +138,36 @@ def federation(ended: Ended) -> Record:
     if len(ended.rounds[-1].devices) == len(ended.devices):
         record |= _spread(ended.rounds[-1].score_after, "_after_local_epochs")
     return record
+
+
+def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> list[str]:
+    """A sentence for each method that ends below the bundle's own start or, when Standalone ran, below training alone.
+
+    Both mappings have the same labels.
+    """
+    alone = [r["score_mean"] for label, r in records.items() if methods[label].name == ALONE]
+    bases = {"training alone": alone[0] if alone else None}
+    found = []
+    for label, r in records.items():
+        score = r["score_mean"]
+        for than, base in {"the bundle's own start": r["score_start"], **bases}.items():
+            if score is not None and base is not None:
+                found.append(below(label, score, base, than, methods[label].hint))
+    return [sentence for sentence in found if sentence is not None]
+
+
+def choices(methods: Mapping[str, Method]) -> str:
+    """When to choose each of these methods, a line each."""
+    width = max(map(len, methods))
+    lines = [f"  {label:{width}}  {CHOICE[m.name]}" for label, m in methods.items() if m.name in CHOICE]
+    return "\n".join(["which to choose (docs/choosing.md has all)", *lines])
+
+
+def headline(label: str, r: Record, reference: Record) -> str:
+    """A method beside FedAvg in one sentence."""
+    points = 100 * (r["score_mean"] - reference["score_mean"])
+    share = reference["bytes_per_device"] / r["bytes_per_device"]
+    return f"{label}: {points:+.1f} points against fedavg, at 1/{share:,.0f} of its bytes"
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:

@@ -32,7 +32,7 @@ from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fau
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import FederationConfig, Round, Scores
 from edge_client.protocol.payload import Arrays
-from edge_client.task import Assignment, Course, Personal
+from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
 
 BUNDLES = Path(__file__).parent / "bundles"
@@ -88,6 +88,8 @@ class Simulated:
     state_sha256: str
     personal_sha256: str
     seconds: float
+    start: Scores | None = None
+    """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
 
 
 def read_config(data: Mapping[str, Any]) -> SimulationConfig:
@@ -287,7 +289,7 @@ def _rounds(
             happen(events.Present(0.0, sim.mishaps.present(names, decision.round)))
         elif isinstance(decision, events.OpenRound):
             opened, round_ = time.perf_counter(), decision.round
-            places = {d: engine.place(config, status, d) for d in decision.cohort}
+            places = {d: status.asked[d] for d in decision.cohort}
             for device, outcome in sim.train(round_, places):
                 lease = engine.lease(config, round_, device)
                 if isinstance(outcome, Lost):
@@ -295,7 +297,7 @@ def _rounds(
                 else:
                     happen(events.Updated(0.0, round_, device, lease, outcome))
         elif isinstance(decision, events.Aggregate):
-            places = {d: engine.place(config, status, d) for d in decision.devices}
+            places = {d: status.asked[d] for d in decision.devices}
             record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
@@ -358,4 +360,12 @@ def run_all(
             if failed is None:
                 raise
             failed(label, error)
-    return results
+    start = starting_scores(bundle, trainer, devices) if results else None
+    return {label: replace(result, start=start) for label, result in results.items()}
+
+
+def starting_scores(bundle: Bundle, trainer: Trainer, devices: Mapping[str, DeviceData]) -> Scores | None:
+    """What the bundle's own values score on every device's test samples; None when no device has any."""
+    course = Course(bundle.model(), seed=0, rounds=1, cohort=1)
+    tasks = [Task(Assignment(course, 1, name), trainer, data, 0) for name, data in devices.items()]
+    return aggregation.scores([t.score_start() for t in tasks], [len(t.data.y_test) for t in tasks])

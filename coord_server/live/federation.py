@@ -219,7 +219,7 @@ class LiveFederation:
             return Train(
                 round=round_,
                 lease=engine.lease(self.config, round_, device),
-                place=engine.place(self.config, s, device),
+                place=s.asked[device],
                 downlink=down.sha256,
                 downlink_size=down.size,
                 deadline_in=left or 0.0,

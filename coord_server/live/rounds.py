@@ -114,7 +114,7 @@ class Rounds:
         if values.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
         down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
-        places = {d: engine.place(self.config, state, d) for d in decision.devices}
+        places = {d: state.asked[d] for d in decision.devices}
         closed, left_out = await asyncio.to_thread(self._close, values, decision, down, places, dict(self._fresh))
         now = self._commits.clock()
         if closed is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from coord_server import aggregation, engine
+from coord_server import aggregation
 from coord_server.aggregation import Checked
 from coord_server.events import Acknowledge, Updated
 from coord_server.live.commits import Commits
@@ -119,9 +119,7 @@ class Uploads:
             return None
         data = incoming.content() if small is None else small
         try:
-            assignment = Assignment(
-                values.course, e.round, e.device, engine.place(self._commits.config, state, e.device)
-            )
+            assignment = Assignment(values.course, e.round, e.device, state.asked[e.device])
             record = self._values.record(e.device, e.round)
             checked = aggregation.check_update(self._values.method, assignment, values.state, record, data)
         except StaleError:

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, first_fault
+from edge_client.methods import below, make_method
 from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Phase, Round, TokenRequest
 
 if sys.version_info >= (3, 11):
@@ -174,7 +176,33 @@ def _federations(found: Sequence[Federation]) -> list[Table | Text]:
 @app.command()
 def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """Show a federation: phase, round, updates, deadline, fault, and its settings (--json: the whole digest)."""
-    _show(lambda operator: operator.federation(id_), _federation, url, token_file, as_json)
+    if as_json:
+        _show(lambda operator: operator.federation(id_), _federation, url, token_file, as_json)
+        return
+    with _operator(url, token_file) as operator:
+        found = operator.federation(id_)
+        rounds, devices = (operator.rounds(id_), operator.devices(id_)) if found.round > 1 else ([], [])
+    Console().print(*_federation(found), *warnings(found, rounds, devices), sep="\n")
+
+
+def warnings(found: Federation, rounds: Sequence[Round], devices: Sequence[Device]) -> list[Text]:
+    """A sentence when the federation scores below where it started, on its devices' test samples.
+
+    It started with what the cohort of round 1 received. It ends with the personal models that devices reported; before
+    that, with what the cohort of the last closed round received.
+    """
+    scores = [s.mean for s in (r.score_before for r in rounds) if s is not None]
+    reports = [d.report for d in devices if d.report is not None]
+    final = aggregation.scores([r.score for r in reports], [r.test_samples for r in reports])
+    if found.config is None or not scores:
+        return []
+    end = scores[-1] if final is None else final.mean
+    try:
+        method = make_method(found.config.method)
+    except ConfigError:
+        return []  # its package is not installed here
+    sentence = below(method.name, end, scores[0], "the model that round 1 started from", method.hint)
+    return [] if sentence is None else [Text(f"warning: {sentence}")]
 
 
 def _federation(found: Federation) -> list[Table]:

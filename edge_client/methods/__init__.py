@@ -71,11 +71,13 @@ class Method(BaseModel):
     """Base of every method: its fields are the configuration, `extra` keys are refused.
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
-    that stays): they are reported apart from the rounds' bytes.
+    that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
+    ends badly, the likeliest first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
+    hint: ClassVar[str] = "lr, then more rounds"
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
     kept_type: ClassVar[type[Any] | None] = None
@@ -114,7 +116,10 @@ class Method(BaseModel):
 
     @abstractmethod
     def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Any:
-        """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError."""
+        """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError.
+
+        Metadata `samples` is the device's number of training samples, whatever the method itself sent.
+        """
         ...
 
     def influence(self, a: Assignment, state: Any, update: Any) -> Influence | None:
@@ -164,9 +169,11 @@ class Method(BaseModel):
         ...
 
 
-def origin(method: Method, round_: int) -> dict[str, str | int]:
-    """The metadata of every payload: the method and the round it belongs to. An update also names its device."""
-    return {"method": method.name, "round": round_}
+def below(label: str, score: float, base: float, than: str, hint: str) -> str | None:
+    """A sentence when a method ends with a `score` below `base`, which is that of `than`; None when it does not."""
+    if score >= base:
+        return None
+    return f"{label} ends at {score:.3f}, below {than} ({base:.3f}); what most often helps: {hint}"
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

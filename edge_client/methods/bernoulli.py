@@ -17,6 +17,9 @@ round. The common parts are here.
 - **Aggregation** is Bayesian: Beta(prior, prior) receives the ones and zeros of the round's masks and is reset every
   `reset_every` rounds (1 / rho). theta is its mode (with prior 1: the share of ones) or its mean, clipped to
   [clip, 1 - clip]. The server therefore holds integers.
+- **By differences** (a pre-trained bundle, when the server knows the reference mask beside which a device draws its
+  own): theta moves by the cohort's mean of mask less reference. Where devices learn nothing, mask and reference agree
+  and theta stays; the share of ones in K masks would drift to 0 or 1. `theta` counts steps of 1 / K around theta0.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ import numpy as np
 from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Influence, Method
 from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -46,19 +50,7 @@ from edge_client.training.steps import masked_step
 
 Bits = NDArray[np.bool_]
 Packed = NDArray[np.uint8]
-F64 = NDArray[np.float64]
 MOST_MASKS = 2**32 - 1  # of one posterior
-
-
-@dataclass(frozen=True)
-class Posterior:
-    """The masks counted since the last reset: `masks` of them, of which `ones` uint32[masked] have this entry set.
-
-    `ones` is float64 where a round does not count whole masks (DeltaMask with ``tally="mean"``).
-    """
-
-    ones: NDArray[Any]
-    masks: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +92,14 @@ class Received:
 
     theta: F64
     head: F32
+
+
+@dataclass
+class Votes:
+    """A round's masks, counted, and the sum int64[masked] of their references; 0 where there are none."""
+
+    masks: Tally
+    reference: Ints
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,31 @@ class BernoulliMasks(Method):
     posterior: Literal["mode", "mean"] = "mode"
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
+    aggregate: Literal["auto", "posterior", "difference"] = "auto"
+    """`auto`: by differences for a pre-trained bundle when masks have a reference, else by the posterior."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
     rescale: bool = True
     """Divide the masked weights of a pre-trained bundle by theta0."""
     evaluate: Literal["auto", "sample", "threshold", "expected"] = "auto"
     """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta. `auto`: `expected` of a
     pre-trained bundle, else `sample`."""
+
+    @model_validator(mode="after")
+    def _can_aggregate(self) -> BernoulliMasks:
+        if self.aggregate == "difference" and not self.referenced:
+            raise ValueError("aggregate='difference' needs a reference mask that the server knows; this one has none")
+        if self.aggregate == "difference" and self.spread:
+            raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
+        return self
+
+    @property
+    def referenced(self) -> bool:
+        """Whether the server knows a reference mask drawn with the uniforms of the device's own mask."""
+        return False
+
+    def reference(self, a: Assignment, state: Any) -> Bits:
+        """That mask, bool[masked], when `referenced`."""
+        raise NotImplementedError
 
     # --- parts of the model
 
@@ -189,37 +208,40 @@ class BernoulliMasks(Method):
 
     def first_theta(self, course: Course) -> F64:
         """theta before the first masks, float64[masked]."""
-        n = self.exchanged(course.model)
-        if not self.spread:
-            return np.full(n, self.theta0)
-        # Twelve uniforms make a normal number (Irwin-Hall) without a logarithm. Machines may round the exponential
-        # differently, so its result is put on a grid.
-        z = np.full(n, -6.0)
-        for i in range(12):
-            z += counter.uniform(counter.key(course.seed, "first scores", i), n)
-        theta = 1 / (1 + np.exp(-self.spread * z) * ((1 - self.theta0) / self.theta0))
-        on_grid: F64 = np.clip(np.round(theta * 4096) / 4096, self.clip, 1 - self.clip)
-        return on_grid
+        return drawn(course.seed, self.exchanged(course.model), self.theta0, self.spread, self.clip)
 
     def theta(self, course: Course, posterior: Posterior) -> F64:
         """The global probabilities, float64[masked]; exact IEEE arithmetic, the same on every machine."""
         if not posterior.masks:
             return self.first_theta(course)
+        if self.by_difference(course.model):
+            moved = posterior.ones.astype(np.float64) - steps(self.theta0, course.cohort)[0]
+            return self._clipped(self.theta0 + moved / course.cohort)
         alpha, total = self.prior + posterior.ones.astype(np.float64), 2 * self.prior + posterior.masks
-        theta = alpha / total if self.posterior == "mean" else (alpha - 1) / (total - 2)
-        clipped: F64 = np.clip(theta, self.clip, 1 - self.clip)
-        return clipped
+        return self._clipped(alpha / total if self.posterior == "mean" else (alpha - 1) / (total - 2))
+
+    def _clipped(self, theta: F64) -> F64:
+        inside: F64 = np.clip(theta, self.clip, 1 - self.clip)
+        return inside
+
+    def by_difference(self, model: Model) -> bool:
+        """Whether theta moves by differences."""
+        automatic = self.referenced and pretrained(model) and not self.spread and self.posterior == "mode"
+        return self.aggregate == "difference" or (self.aggregate == "auto" and automatic)
+
+    def advanced(
+        self, course: Course, round_: int, before: Posterior, reference: Ints, net: Ints, masks: int
+    ) -> Posterior:
+        """The posterior after a round of `masks` masks, whose ones are ``reference + net`` at each element."""
+        if self.by_difference(course.model):
+            stream = counter.key(course.seed, "partial cohort", round_)
+            return stepped(before, self.theta0, course.cohort, net, masks, stream)
+        new = Posterior(self.counted(reference + net, masks), masks)
+        return new if self.resets(course, round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
     def resets(self, course: Course, round_: int) -> bool:
         """Whether the posterior begins anew with the masks of this round."""
         return (round_ - self.probing(course.model) - 1) % self.reset_every == 0
-
-    def tallied(
-        self, course: Course, round_: int, before: Posterior, ones: NDArray[np.integer[Any]], masks: int
-    ) -> Posterior:
-        """The posterior after a round of `masks` masks with `ones` ones at each element."""
-        new = Posterior(self.counted(ones, masks), masks)
-        return new if self.resets(course, round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         """What a round of `masks` masks adds to the posterior's ones."""
@@ -277,8 +299,12 @@ class BernoulliMasks(Method):
             total = total or Mean(update.head.size)
             total.add(update.samples, update.head)
         else:
-            total = Tally(self.exchanged(a.model)) if total is None else total
-            total.add(update)
+            if total is None:
+                n = self.exchanged(a.model)
+                total = Votes(Tally(n), np.zeros(n, np.int64))
+            total.masks.add(update)
+            if self.referenced:
+                total.reference += self.reference(a, state)
         return total, record
 
     def finish(
@@ -287,7 +313,8 @@ class BernoulliMasks(Method):
         """The averaged head, or the posterior with the round's masks in it."""
         if isinstance(total, Mean):
             return replace(state, head=total.value), {}
-        return replace(state, posterior=self.tallied(course, round_, state.posterior, total.counts(), total.total)), {}
+        net, masks = total.masks.counts().astype(np.int64) - total.reference, total.masks.total
+        return replace(state, posterior=self.advanced(course, round_, state.posterior, total.reference, net, masks)), {}
 
     # --- client half
 

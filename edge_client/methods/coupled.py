@@ -12,10 +12,6 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
   cohort's *net flips* against the sum of the references, so the sampling noise of the round costs nothing. Any other
   device receives the counts themselves, at most log2(masks + 1) bits each. Before the first masks nothing is sent.
 - A probed head goes down once to each device.
-- **Aggregation** of a pre-trained bundle is by differences: theta moves by the cohort's mean of mask less reference,
-  ``theta <- clip(theta + net / K)``. Where devices learn nothing, mask and reference agree and theta stays; the share
-  of ones in K masks, the posterior of `bernoulli`, would drift to 0 or 1. The counts are then steps of 1 / K around
-  theta0, K being the federation's cohort.
 
 There is one downlink for each audience: "short" (net flips), "long" (net flips coded with those of the round before,
 for a device that received them), "change" (counts coded against the last counts, when the cohort was larger than
@@ -30,10 +26,9 @@ every device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter, coupling
@@ -41,22 +36,14 @@ from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bernoulli, changes
-from edge_client.methods.bernoulli import (
-    F64,
-    MOST_MASKS,
-    BernoulliMasks,
-    Bits,
-    HeadUpdate,
-    Packed,
-    Posterior,
-    pretrained,
-)
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, HeadUpdate, Packed
 from edge_client.methods.fedavg import Mean
+from edge_client.methods.theta import F64, Ints, Posterior
 from edge_client.protocol.payload import Arrays, Payload, coded, count, u8
 from edge_client.task import Assignment, Course, Local, Task
 
@@ -66,7 +53,6 @@ SHORT, LONG = "net_short.coupled-net", "net_long.coupled-net"
 COUNTS, CHANGE = "counts.counts", "change.counts"
 
 Flips = NDArray[np.int32]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -146,6 +132,7 @@ class Coupled(BernoulliMasks):
     """Bernoulli masks drawn from uniforms that both sides know."""
 
     name: ClassVar[str] = "coupled"
+    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
     one_time_down: ClassVar[frozenset[str]] = frozenset({"head"})
     state_type: ClassVar[type[Any]] = State
     record_type: ClassVar[type[Any]] = Record
@@ -153,52 +140,12 @@ class Coupled(BernoulliMasks):
 
     references: Annotated[int, Field(ge=0, le=250)] = 64
     """The largest cohort whose reference masks a device draws to decode a downlink."""
-    aggregate: Literal["auto", "posterior", "difference"] = "auto"
-    """`auto`: by differences for a pre-trained bundle, by the posterior for random weights."""
-
-    @model_validator(mode="after")
-    def _one_first_theta(self) -> Coupled:
-        if self.aggregate == "difference" and self.spread:
-            raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
-        return self
 
     # --- what both sides know
 
-    def by_difference(self, model: Model) -> bool:
-        """Whether theta moves by differences."""
-        return self.aggregate == "difference" or (self.aggregate == "auto" and pretrained(model) and not self.spread)
-
-    def steps(self, course: Course) -> tuple[int, int]:
-        """By differences: how many steps of 1 / K theta0 lies above the lowest theta, and the number of steps."""
-        below = math.ceil(self.theta0 * course.cohort)
-        return below, below + math.ceil((1 - self.theta0) * course.cohort)
-
-    def theta(self, course: Course, posterior: Posterior) -> F64:
-        """The global probabilities, float64[masked]; exact IEEE arithmetic, the same on every machine."""
-        if not (posterior.masks and self.by_difference(course.model)):
-            return super().theta(course, posterior)
-        below, _ = self.steps(course)
-        moved = (posterior.ones.astype(np.float64) - below) / course.cohort
-        clipped: F64 = np.clip(self.theta0 + moved, self.clip, 1 - self.clip)
-        return clipped
-
-    def advanced(
-        self, course: Course, round_: int, before: Posterior, reference: Ints, net: Flips, masks: int
-    ) -> Posterior:
-        """The posterior after a round of `masks` masks whose ones are ``reference + net``.
-
-        By differences a round with fewer masks than the cohort moves theta by ``net / masks`` all the same, rounded at
-        random with uniforms that both sides draw.
-        """
-        if not self.by_difference(course.model):
-            return self.tallied(course, round_, before, reference + net, masks)
-        below, top = self.steps(course)
-        step: Ints = net.astype(np.int64)
-        if masks != course.cohort:
-            u = counter.uniform(counter.key(course.seed, "partial cohort", round_), net.size)
-            step = (step * course.cohort + np.floor(u * masks).astype(np.int64)) // masks
-        start = before.ones.astype(np.int64) if before.masks else below
-        return Posterior(np.clip(start + step, 0, top).astype(np.uint32), top)
+    @property
+    def referenced(self) -> bool:
+        return True
 
     def stream(self, a: Assignment) -> int:
         """The key of a device's uniforms in a round."""
@@ -288,8 +235,8 @@ class Coupled(BernoulliMasks):
         if isinstance(total, Mean):
             return super().finish(course, round_, took_part, state, total)
         reference, masks = total.cohort.reference, total.masks.total
-        flips = (total.masks.counts().astype(np.int64) - reference).astype(np.int32)
-        posterior = self.advanced(course, round_, state.posterior, reference, flips, masks)
+        net = total.masks.counts().astype(np.int64) - reference
+        posterior, flips = self.advanced(course, round_, state.posterior, reference, net, masks), net.astype(np.int32)
         if len(total.streams) > self.references:
             record = Record(round_, "change" if state.posterior.masks else "whole")
             return State(posterior, state.head, Step(state.posterior, None)), dict.fromkeys(took_part, record)
@@ -310,7 +257,8 @@ class Coupled(BernoulliMasks):
                 known = required(a, held, size, LONG in arrays)
                 reference, net = self._net(a, known, downlink)
                 masks = len(arrays["streams"])
-                posterior = self.advanced(a.course, a.round - 1, known.posterior, reference, net, masks)
+                wide = net.astype(np.int64)
+                posterior = self.advanced(a.course, a.round - 1, known.posterior, reference, wide, masks)
                 return Received(self.theta(a.course, posterior), head, posterior, net)
             if CHANGE in arrays:
                 posterior = self._changed(a, required(a, held, size).posterior, downlink)

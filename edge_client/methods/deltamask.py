@@ -9,9 +9,9 @@ Algorithm 2 as printed is ``tally="mean", posterior="mean"``.
   positions where m_k differs from m_g it keeps the share kappa with the largest KL(theta_k || theta) (eq. 4). `codec`
   writes them: a binary fuse filter, by default inside a grayscale image as in the paper. A filter has false positives;
   the server flips these too.
-- `sampling`: ``independent`` draws m_k with the device's secret randomness (Algorithm 1 as written). ``common`` takes
-  the uniforms of m_g, the same for every device, which correlates all masks. ``device`` gives each device and round
-  uniforms of its own, for both masks.
+- `sampling`: ``device``, the default, gives each device and round uniforms of its own, for both masks: only then do so
+  few bits change as the paper reports. ``independent`` draws m_k with the device's secret randomness (Algorithm 1 as
+  written). ``common`` takes the uniforms of m_g, the same for every device, which correlates all masks.
 - The update names m_g by a hash (`reference`), which reveals two sides with different reference masks.
 - Down: theta and the head as float32, every round. The paper does not count them; a round's record does.
 """
@@ -29,7 +29,8 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32
 from edge_client.methods import SetCodecName, changes
-from edge_client.methods.bernoulli import F64, BernoulliMasks, Bits, Received, State
+from edge_client.methods.bernoulli import BernoulliMasks, Bits, Received, State
+from edge_client.methods.theta import F64
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Task
 
@@ -38,9 +39,10 @@ class DeltaMask(BernoulliMasks):
     """Bernoulli masks: filtered changes up, probabilities down."""
 
     name: ClassVar[str] = "deltamask"
+    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "fuse8-png"
-    sampling: Literal["independent", "common", "device"] = "independent"
+    sampling: Literal["independent", "common", "device"] = "device"
     kappa: Annotated[float, Field(gt=0, le=1)] = 0.8
     """The share of the changes that is sent."""
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -57,6 +59,15 @@ class DeltaMask(BernoulliMasks):
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         return ones / masks if self.tally == "mean" else super().counted(ones, masks)
+
+    @property
+    def referenced(self) -> bool:
+        """With uniforms of their own two masks agree where devices learn nothing; with other ones they do not."""
+        return self.sampling == "device"
+
+    def reference(self, a: Assignment, state: State) -> Bits:
+        theta = self.theta(a.course, state.posterior).astype(np.float32)  # as it travels
+        return self.uniforms(a, theta.size) < theta
 
     def kappa_at(self, a: Assignment) -> float:
         """The share of round `a.round`."""

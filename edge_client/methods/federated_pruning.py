@@ -76,6 +76,7 @@ class FederatedPruning(Method):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
+    hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
     kept_type: ClassVar[type[Holds]] = Holds

@@ -150,6 +150,7 @@ class FedMap(Method):
     """Iterative magnitude pruning of the global model, derived alike by all devices."""
 
     name: ClassVar[str] = "fedmap"
+    hint: ClassVar[str] = "a larger floor, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

@@ -63,6 +63,7 @@ class FedMask(PrunedMasks):
     """Personal binary masks on frozen weights."""
 
     name: ClassVar[str] = "fedmask"
+    hint: ClassVar[str] = "keep = 0.8, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

@@ -24,7 +24,8 @@ from edge_kernels.codecs import CodecError, counts
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods import SetCodecName
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, Kept, Posterior, Received, State
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, Kept, Received, State
+from edge_client.methods.theta import Posterior
 from edge_client.protocol.payload import Payload, allow_only, coded, count, u8
 from edge_client.task import Assignment, Course, Task
 
@@ -35,6 +36,7 @@ class FedPM(BernoulliMasks):
     """Bernoulli masks: one sample up, probabilities down."""
 
     name: ClassVar[str] = "fedpm"
+    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "entropy"
     down: Literal["float32", "counts"] = "float32"

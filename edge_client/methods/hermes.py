@@ -94,6 +94,7 @@ class Hermes(Method):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
+    hint: ClassVar[str] = "a larger target, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
     kept_type: ClassVar[type[Kept]] = Kept

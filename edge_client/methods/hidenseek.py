@@ -73,6 +73,7 @@ class HideNseek(SignMasks):
     """Signs on the frozen magnitudes of a network pruned by SynFlow."""
 
     name: ClassVar[str] = "hidenseek"
+    hint: ClassVar[str] = "lr, then a larger keep"
     state_type: ClassVar[type[Any]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Any]] = Kept

@@ -20,6 +20,11 @@ tensor, the federation's cohort K. Whole numbers merge without error, so a devic
 - **Statistics** of batch-norm travel as float16 differences, up from the received ones, down from the bundle's, and
   are averaged by samples; or they stay local.
 
+- **Pruning**, with `prune`. After `prune_after` rounds the server chooses the units that stay (`lattice_prune`). From
+  then on counts, history, statistics and dither are those of the smaller network. Devices train it for more epochs,
+  with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
+- **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
+
 With `residual` the server keeps what is left: R += K / S * sum of m; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
 N += q, with a unit of 2.5 step / K. That sends fewer bits down, and is safe only when few devices of many take part.
 
@@ -31,20 +36,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from statistics import median_low
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from edge_kernels import coupling, lattice
-from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
-from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.errors import PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.errors import DivergedError, PayloadError
+from edge_client.methods import Influence
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
     HISTORY,
@@ -53,150 +57,57 @@ from edge_client.methods.lattice_grid import (
     History,
     dither,
     grid,
-    nearest,
     rms,
     rounded,
     spans,
     spread,
     steps,
 )
+from edge_client.methods.lattice_prune import Network, check, choose, network
+from edge_client.methods.lattice_settings import COARSER, Settings
+from edge_client.methods.lattice_train import train
+from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update, cut
 from edge_client.methods.lattice_wire import (
+    MOST_MOVE,
     DownHead,
     UpHead,
     difference,
     down_head,
-    fault,
     halved,
     packed,
+    read_counts,
+    read_moves,
     received_statistics,
     stale,
-    up_head,
 )
-from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
-from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
-from edge_client.training.sgd import Sgd
+from edge_client.task import Assignment, Course, Local, Personal, Task
 
-MOST_MOVE = (1 << 15) - 1  # of a device's number
 MOST_HALVINGS = 16
 BAD_ROUNDS = 2  # in a row that halve the steps
 FEW = 64  # moves below which updates are not told apart by their size
-COARSER, UPWARD = 2.5, 0.3  # of the variant with a residual: its unit, and what is added before rounding down
-LOWEST_RATE = 0.05  # of the cosine schedule, relative to the first
-RATE, CAREFUL_RATE = 0.01, 0.003
+UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
-MOVES, CHANGE = "moves", "change"
+MOVES, CHANGE, UNITS = "moves", "change", "units"
 
 
-@dataclass(frozen=True)
-class State:
-    """The global model and what it takes to go on.
-
-    `counts` int32[n] is N. `steps` float32[tensors] are as at first, to be divided by 2**halvings; zeros before round
-    1 is over. `statistics` float32[buffers_d] are exact. `samples` is the mean over `reports` updates. `bad` counts
-    the bad rounds in a row. `residual` float32[n], in units of step / K, only in that variant.
-    """
-
-    counts: Counts
-    steps: F32
-    statistics: F32
-    history: History
-    samples: float = 0.0
-    reports: int = 0
-    halvings: int = 0
-    bad: int = 0
-    residual: F32 | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """The last round in which an update of the device was counted: it holds N as at the start of that."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a device received at the start of its last round, and its own statistics when they stay local."""
-
-    round: int
-    counts: Counts
-    steps: F32
-    halvings: int
-    statistics: F32
-
-
-@dataclass(frozen=True)
-class Received:
-    """A downlink decoded: N, the steps as at first, and the model float32[d]. `samples` is 0 in round 1."""
-
-    counts: Counts
-    steps: F32
-    halvings: int
-    samples: float
-    statistics: F32
-    parameters: F32
-
-
-@dataclass(frozen=True)
-class Update:
-    """A device's moves int32[n], to be multiplied by `scale`; in round 1 also its rms. `statistics` are changes."""
-
-    moves: Counts
-    rms: F32 | None
-    statistics: F32
-    samples: float
-    gain: float
-    scale: float = 1.0
-
-
-@dataclass
-class Total:
-    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain and rms."""
-
-    moves: NDArray[np.float64]
-    statistics: Mean
-    samples: list[float] = field(default_factory=list)
-    gains: list[float] = field(default_factory=list)
-    rms: list[F32] = field(default_factory=list)
-
-
-class Lattice(Method):
+class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
+    hint: ClassVar[str] = "lr, then a smaller quantum"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"rms"})
-    one_time_down: ClassVar[frozenset[str]] = frozenset({"steps"})
-
-    quantum: Annotated[float, Field(gt=0, le=10_000)] = 10.0
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 25 is thrifty."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """None: 0.003 for a bundle with trained weights and batch-norm statistics, else 0.01."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    cosine: bool = False
-    """The rate falls within each round, by a cosine to 5 %."""
-    statistics: Literal["mean", "local"] = "mean"
-    guard: bool = True
-    residual: bool = False
-
-    def unit(self, course: Course, each: F32, halvings: int) -> F32:
-        """What one count moves a weight of each tensor, float32[tensors]."""
-        share = (COARSER if self.residual else 1.0) * 0.5**halvings / course.cohort
-        return (each.astype(np.float64) * share).astype(np.float32)
-
-    def buffers(self, model: Model) -> int:
-        """Number of statistics that travel."""
-        return model.manifest.buffers_d if self.statistics == "mean" else 0
+    one_time_down: ClassVar[frozenset[str]] = frozenset({"steps", UNITS})
 
     # --- server half
 
     def start(self, course: Course) -> State:
+        if self.prune is not None:
+            check(course, self.prune, self.prune_after, self.prune_keep)
         part = grid(course.model.manifest)
         none = History(np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.int32))
         return State(
@@ -218,23 +129,29 @@ class Lattice(Method):
         """Nothing in round 1; then how N changed, and the steps for a device that never received them."""
         if round_ == 1:
             return Payload()
-        part, base = grid(course.model.manifest), self.base(round_, record)
+        net, base = network(course, state.units), self.base(round_, record)
         held = np.zeros_like(state.counts) if base == 1 else state.history.before(state.counts, round_ - base)
         missed = 0 if base == 1 else round_ - base
         head = DownHead(coupling.checksum([state.counts]), missed, state.halvings, state.samples)
-        coded = lattice.encode(state.counts - held, self.known_down(course, part, base, round_, held))
-        arrays: Arrays = {CHANGE: u8(head.pack() + coded)}
+        known = self.known_down(net, base, round_, held)
+        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode(state.counts - held, known))}
         if base == 1:
             arrays["steps"] = state.steps
+        if state.units is not None and base <= self.prune_after:
+            arrays[UNITS] = state.units
         if len(state.statistics):
-            arrays["statistics"] = halved(state.statistics - course.model.buffers)
+            arrays["statistics"] = halved(state.statistics - net.model.buffers)
         return Payload(arrays)
 
-    def known_down(self, course: Course, part: Part, base: int, round_: int, held: Counts) -> Known:
+    def known_down(self, net: Network, base: int, round_: int, held: Counts) -> Known:
         """What both sides know of the change of N from the start of round `base` to that of `round_`."""
         if round_ - base > HISTORY:
-            return lattice.whole(spans(part))
-        return lattice.down(*nearest(course, range(base, round_), part.size), spans(part), held)
+            return lattice.whole(spans(net.part))
+        return lattice.down(*net.nearest(base, round_, self.prune_after), spans(net.part), held)
+
+    def known_up(self, net: Network, a: Assignment, held: Counts) -> Known:
+        """What both sides know of the moves of a device whose N is `held`."""
+        return lattice.up(dither(a, net.part.size), spans(net.part), held)
 
     def exchanged(self, model: Model) -> int:
         return grid(model.manifest).size
@@ -246,32 +163,21 @@ class Lattice(Method):
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The moves decoded with the device's dither. Raises PayloadError."""
-        part = grid(a.model.manifest)
-        first = ("rms",) if a.round == 1 else ()
+        net, first = network(a.course, state.units), ("rms",) if a.round == 1 else ()
         allow_only(payload, MOVES, "statistics", *first)
-        head, data = up_head(packed(payload, MOVES))
-        try:
-            moves = lattice.decode(data, lattice.up(dither(a, part.size), spans(part), state.counts))
-        except CodecError as error:
-            raise PayloadError(f"the moves of {a.device!r} in round {a.round} cannot be decoded: {error}") from None
-        if coupling.checksum([moves]) != head.crc:
-            raise PayloadError(
-                f"the moves of {a.device!r} in round {a.round} do not match their checksum: they were coded against "
-                "another model or place; restart the client to repeat the round"
-            )
-        if int(moves.max(initial=0)) > MOST_MOVE or int(moves.min(initial=0)) < -MOST_MOVE:
-            raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate")
-        each = vector(payload, "rms", len(part.blocks)) if first else None
+        a = net.assignment(a)
+        gain, moves = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
+        each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
-                step = steps(part, each, self.quantum, a.course.cohort)
+                step = steps(net.part, each, self.quantum, a.course.cohort)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
-        statistics = difference(payload, "statistics", self.buffers(a.model))
+        statistics = difference(payload, "statistics", self.buffers(net.model))
         with np.errstate(over="ignore"):
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        return Update(moves, each, statistics, count(payload, "samples", MAX_SAMPLES), head.gain)
+        return Update(moves, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
@@ -313,19 +219,19 @@ class Lattice(Method):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        """N with the round's moves in it; finer steps after bad rounds."""
+        """N with the round's moves in it; finer steps after bad rounds; the pruning after the last dense round."""
+        net = network(course, state.units)
         reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
         if round_ == 1:
-            part = grid(course.model.manifest)
             middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
-            each = steps(part, middle, self.quantum, course.cohort)
-            moved = total.moves * (course.cohort / weight) / spread(part, each)
+            each = steps(net.part, middle, self.quantum, course.cohort)
+            moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
             moved = total.moves * (course.cohort / reports)
         change, residual = self.rounded(course, round_, state, moved)
         counts = np.clip(state.counts.astype(np.int64) + change, -MOST, MOST).astype(np.int32)
         history = state.history.then(counts - state.counts)
-        bad = state.bad + 1 if self.guard and median_low(total.gains) > 0 else 0
+        bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         finer = bad >= BAD_ROUNDS and state.halvings < MOST_HALVINGS
         if finer:
             counts = np.clip(2 * counts.astype(np.int64), -MOST, MOST).astype(np.int32)
@@ -334,9 +240,9 @@ class Lattice(Method):
         seen = state.reports + reports
         statistics = state.statistics
         if len(statistics):
-            received = received_statistics(course.model, halved(statistics - course.model.buffers))
+            received = received_statistics(net.model, halved(statistics - net.model.buffers))
             statistics = received + total.statistics.value
-        return State(
+        state = State(
             counts=counts,
             steps=each,
             statistics=statistics,
@@ -346,7 +252,27 @@ class Lattice(Method):
             halvings=state.halvings + finer,
             bad=0 if finer else bad,
             residual=residual,
-        ), {}
+            units=state.units,
+        )
+        if self.prune is not None and round_ == self.prune_after:
+            state = self.pruned(course, state, self.prune)
+        return state, {}
+
+    def pruned(self, course: Course, state: State, prune: float) -> State:
+        """The state of the smaller network."""
+        whole = network(course, None)
+        weights = whole.weights(self.unit(course, state.steps, state.halvings), state.counts)
+        units = choose(course.model.manifest, weights, prune, self.prune_keep)
+        net = network(course, units)
+        return replace(
+            state,
+            counts=state.counts[net.live],
+            statistics=net.buffers(state.statistics) if len(state.statistics) else state.statistics,
+            history=net.history(state.history),
+            bad=0,
+            residual=None if state.residual is None else state.residual[net.live],
+            units=units,
+        )
 
     def rounded(
         self, course: Course, round_: int, state: State, moved: NDArray[np.float64]
@@ -362,51 +288,60 @@ class Lattice(Method):
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """N, from what the device kept and how it changed. Raises LostError, PayloadError."""
-        allow_only(downlink, CHANGE, "steps", "statistics")
-        part, model = grid(a.model.manifest), a.model
-        own = model.buffers if kept is None or kept.statistics.size != model.buffers.size else kept.statistics
+        allow_only(downlink, *(() if a.round == 1 else (CHANGE, "steps", "statistics", UNITS)))
+        net = self.network(a, kept, downlink)
+        kept = cut(kept, net)
+        own = net.model.buffers
+        if kept is not None and kept.statistics.size == own.size:
+            own = kept.statistics
         if a.round == 1:
-            allow_only(downlink)
-            zeros = np.zeros(part.size, np.int32)
-            return Received(zeros, np.zeros(len(part.blocks), np.float32), 0, 0.0, own, model.parameters)
+            zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
+            return Received(net, zeros, none, 0, 0.0, own, net.model.parameters)
         head, data = down_head(packed(downlink, CHANGE))
         base = a.round - head.missed if head.missed else 1
         if not head.missed:
-            each, held = vector(downlink, "steps", len(part.blocks)), np.zeros(part.size, np.int32)
+            each, held = vector(downlink, "steps", len(net.part.blocks)), np.zeros(net.part.size, np.int32)
             if not (each > 0).all():
                 raise PayloadError("a step of the downlink is not above 0")
         else:
-            each, held = self.held(a, kept, base, head.halvings, part)
-        try:
-            change = lattice.decode(data, self.known_down(a.course, part, base, a.round, held))
-        except CodecError as error:
-            raise fault(a, base, str(error)) from None
-        counts = (held.astype(np.int64) + change).astype(np.int32)
-        if coupling.checksum([counts]) != head.crc:
-            raise fault(a, base, "the counts do not match their checksum")
+            each, held = self.held(net, a, kept, base, head.halvings)
+        counts = read_counts(a, base, head.crc, data, held, self.known_down(net, base, a.round, held))
         if self.statistics == "mean":
-            own = received_statistics(model, difference(downlink, "statistics", self.buffers(model)))
-        parameters, unit = model.parameters.copy(), self.unit(a.course, each, head.halvings)
-        with np.errstate(over="ignore"):
-            part.scatter(part.gather(parameters) + spread(part, unit) * counts, parameters)
+            own = received_statistics(net.model, difference(downlink, "statistics", self.buffers(net.model)))
+        parameters = net.weights(self.unit(a.course, each, head.halvings), counts)
         if not np.isfinite(parameters).all():
             raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
-        return Received(counts, each, head.halvings, head.samples, own, parameters)
+        return Received(net, counts, each, head.halvings, head.samples, own, parameters)
 
-    def held(self, a: Assignment, kept: Kept | None, base: int, halvings: int, part: Part) -> tuple[F32, Counts]:
+    def network(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Network:
+        """The network of this round. Raises LostError when the device should know its units and does not."""
+        if self.prune is None or a.round <= self.prune_after:
+            return network(a.course, None)
+        if UNITS in downlink.arrays:
+            return network(a.course, downlink.arrays[UNITS])
+        if kept is None or kept.units is None:
+            raise stale(a, "it does not know which units are left")
+        try:
+            return network(a.course, kept.units)
+        except PayloadError as error:
+            raise stale(a, str(error)) from None
+
+    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int, halvings: int) -> tuple[F32, Counts]:
         """The steps and the N of the start of round `base`, in today's units. Raises LostError."""
         if kept is None:
             raise stale(a, "it holds no counts")
         if base < 2:
             raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
-        if kept.round != base or kept.counts.size != part.size or kept.halvings > halvings:
+        if kept.round != base or kept.counts.size != net.part.size or kept.halvings > halvings:
             raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
         return kept.steps, (kept.counts.astype(np.int64) << (halvings - kept.halvings)).astype(np.int32)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
-        a, part = task.assignment, grid(task.assignment.model.manifest)
-        own = self.train(task, received)
+        net, task = received.net, received.net.task(task)
+        a, part = task.assignment, net.part
+        rival = net.model if self.guarded(net) and a.round > 1 else None
+        own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
         if a.round == 1:
@@ -414,54 +349,24 @@ class Lattice(Method):
             step, share = steps(part, each, self.quantum, a.course.cohort), 1.0
         else:
             step, share = received.steps, task.samples / received.samples * 2.0**received.halvings
-        u = dither(a, part.size)
-        moves = np.floor(change * (share / spread(part, step).astype(np.float64)) + u * 2.0**-32)
+        moves = np.floor(change * (share / spread(part, step).astype(np.float64)) + dither(a, part.size) * 2.0**-32)
         moves = np.clip(moves, -MOST_MOVE, MOST_MOVE).astype(np.int32)
         head = UpHead(coupling.checksum([moves]), own.gain)
-        arrays[MOVES] = u8(head.pack() + lattice.encode(moves, lattice.up(u, spans(part), received.counts)))
-        if self.buffers(a.model):
+        arrays[MOVES] = u8(head.pack() + lattice.encode(moves, self.known_up(net, a, received.counts)))
+        if self.buffers(net.model):
             arrays["statistics"] = halved(own.buffers - received.statistics)
         local = own.buffers if self.statistics == "local" else own.buffers[:0]
-        keep = Kept(a.round, received.counts, received.steps, received.halvings, local)
-        return Local(keep, Payload(arrays, {"samples": task.samples}), Personal(own.parameters, own.buffers), own.loss)
-
-    def train(self, task: Task, received: Received) -> Trained:
-        """A few epochs of SGD with momentum, and the gain on the first batch."""
-        a = task.assignment
-        parameters, buffers = received.parameters.copy(), received.statistics.copy()
-        rate = self.rate(a.model)
-        optimiser, loss, gain = Sgd(parameters.size, rate, self.momentum), EpochLoss(), 0.0
-        last = self.epochs * -(-task.samples // self.batch)
-        for batch in task.batches(self.epochs, self.batch):
-            if self.guard and batch.index == 0 and a.round > 1:
-                gain -= task.gradient(a.model.parameters, a.model.buffers, batch).loss
-            g = task.gradient(parameters, buffers, batch)
-            if self.guard and batch.index == 0 and a.round > 1:
-                gain += g.loss
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            if self.cosine:
-                wave = (1 + math.cos(math.pi * batch.index / last)) / 2
-                optimiser.lr = rate * (LOWEST_RATE + (1 - LOWEST_RATE) * wave)
-            optimiser.step(parameters, g.parameters)
-        return Trained(parameters, buffers, loss.mean, gain)
-
-    def rate(self, model: Model) -> float:
-        """The learning rate; that of the default depends on the bundle."""
-        if self.lr is not None:
-            return self.lr
-        return CAREFUL_RATE if model.manifest.seed is None and model.manifest.buffers_d else RATE
+        units = None if net.units is None else net.units.packed
+        keep = Kept(a.round, received.counts, received.steps, received.halvings, local, units)
+        return Local(
+            keep, Payload(arrays, {"samples": task.samples}), net.personal(own.parameters, own.buffers), own.loss
+        )
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        """The global model."""
-        return Personal(received.parameters, received.statistics)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What local training leaves."""
-
-    parameters: F32
-    buffers: F32
-    loss: float
-    gain: float
+        """The global model; after the last round trained on the device's samples, if that does not diverge."""
+        net, parameters, buffers = received.net, received.parameters, received.statistics
+        if self.personal_epochs and task.assignment.round > task.assignment.rounds:
+            with suppress(DivergedError):
+                own = train(net.task(task), parameters, buffers, self.personal_plan(net), phase="personal")
+                parameters, buffers = own.parameters, own.buffers
+        return net.personal(parameters, buffers)

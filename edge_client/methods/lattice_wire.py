@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from edge_kernels import coupling, lattice
+from edge_kernels.codecs import CodecError
+from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
+from edge_client.methods.lattice_grid import Counts
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
+
+MOST_MOVE = (1 << 15) - 1  # of a device's number
 
 _UP, _DOWN = struct.Struct("<If"), struct.Struct("<IBBf")
 
@@ -63,6 +69,38 @@ def _fields(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
     if len(data) < form.size:
         raise PayloadError(f"a head takes {form.size} bytes, but the array has {len(data)}; the payload is damaged")
     return form.unpack_from(data)
+
+
+# --- whole numbers
+
+
+def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]:
+    """The gain and the moves of an update. Raises PayloadError."""
+    head, coded = up_head(data)
+    try:
+        moves = lattice.decode(coded, known)
+    except CodecError as error:
+        raise PayloadError(f"the moves of {a.device!r} in round {a.round} cannot be decoded: {error}") from None
+    if coupling.checksum([moves]) != head.crc:
+        raise PayloadError(
+            f"the moves of {a.device!r} in round {a.round} do not match their checksum: they were coded against "
+            "another model or place; restart the client to repeat the round"
+        )
+    if int(moves.max(initial=0)) > MOST_MOVE or int(moves.min(initial=0)) < -MOST_MOVE:
+        raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate")
+    return head.gain, moves
+
+
+def read_counts(a: Assignment, base: int, crc: int, coded: bytes, held: Counts, known: Known) -> Counts:
+    """The counts of a downlink, which changed from those `held` since round `base`. Raises LostError, PayloadError."""
+    try:
+        change = lattice.decode(coded, known)
+    except CodecError as error:
+        raise fault(a, base, str(error)) from None
+    counts: Counts = (held.astype(np.int64) + change).astype(np.int32)
+    if coupling.checksum([counts]) != crc:
+        raise fault(a, base, "the counts do not match their checksum")
+    return counts
 
 
 # --- batch-norm statistics, as differences in half precision

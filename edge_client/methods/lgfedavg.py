@@ -159,13 +159,15 @@ class LGFedAvg(Method):
             return read_state(a.model, downlink)
         head, body = self.head(a.model), self.body(a.model)
         allow_only(downlink, "head", "body", "statistics")
+        own = kept
+        if kept is not None and (kept.body.size != body.size or kept.buffers.shape != a.model.buffers.shape):
+            own = None
         if "body" in downlink.arrays:
             buffers = vector(downlink, "statistics", a.model.manifest.buffers_d)
-            own = Kept(vector(downlink, "body", body.size), buffers)
-        elif kept is None or kept.body.size != body.size or kept.buffers.shape != a.model.buffers.shape:
+            sent = Kept(vector(downlink, "body", body.size), buffers)
+            own = own or sent  # a device that was left out after its first update with a head keeps its body
+        if own is None:
             raise LostError("a head without a body was received, and this device holds no body of this model")
-        else:
-            own = kept
         parameters = a.model.parameters.copy()
         head.scatter(vector(downlink, "head", head.size), parameters)
         body.scatter(own.body, parameters)

@@ -51,6 +51,7 @@ class LinearProbing(Method):
     """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "linear_probing"
+    hint: ClassVar[str] = "lattice or another method that trains every layer"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Kept]] = Kept
 

@@ -20,6 +20,7 @@ class Signed(FedMask):
     """Personal sign masks on frozen weights."""
 
     name: ClassVar[str] = "signed"
+    hint: ClassVar[str] = "lr, then more rounds"
     gate: ClassVar[Gate] = SignTanh()
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.8

@@ -1,7 +1,7 @@
 """Sparse ternary compression both ways: the largest changes of a round, as signs with one magnitude.
 
 Sattler, Wiedemann, Mueller, Samek, "Robust and Communication-Efficient Federated Learning from Non-IID Data", IEEE
-TNNLS 2019 (Algorithm 2). STC_p keeps the share p of a vector's entries that are largest and replaces each by its sign
+TNNLS 31(9), 2020. STC_p keeps the share p of a vector's entries that are largest and replaces each by its sign
 times their mean magnitude. What it drops is not lost: both sides keep a residual.
 
 - A device trains from the global model w to w_k. Up: ``STC(A_k + w_k - w)``; it keeps the rest as A_k.
@@ -13,7 +13,7 @@ times their mean magnitude. What it drops is not lost: both sides keep a residua
 
 Positions cost more than signs. The paper codes them as Golomb gaps. Here both sides know w, so they are coded by
 `entropy` given the tensor and how far the parameter has moved from the bundle's value: what moved before moves again.
-Nothing is gained by summing missed updates, as the paper proposes: sums of different magnitudes hold as much
+Summing missed updates, as the paper proposes, gains nothing measurable: sums of different magnitudes hold as much
 information, and one after another each is coded given those before it.
 
 Batch-norm statistics travel as float16 differences to those that both sides hold.
@@ -179,7 +179,7 @@ class STC(Method):
         return model.manifest.d
 
     def paper_bytes(self, model: Model) -> tuple[int, int]:
-        """Golomb positions of independent entries (the paper's equation 17), a sign each, one magnitude."""
+        """Golomb positions of independent entries, a sign each, one magnitude."""
         d, p = model.manifest.d, min(self.keep, 0.5)
         b = 1 + max(0, floor(log2(log((sqrt(5) - 1) / 2) / log(1 - p))))
         bits = b + 1 / (1 - (1 - p) ** (2**b))

@@ -233,7 +233,7 @@ class Failure(Message):
 
 
 class DeviceMetrics(Message):
-    """What one device says of one round (the metadata of its update)."""
+    """What one device says of one round: a list in the metadata of its update (`protocol.metrics`)."""
 
     samples: Count
     loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]

@@ -4,8 +4,9 @@ A reader in any language opens it. Strict for the writer: equal payloads give eq
 JSON that means a payload is read, however another language's writer orders, spaces or escapes it. Everything else is
 refused with a PayloadError before an array is used. docs/protocol.md gives each rule with its reason.
 
-All metadata lies under one key, which names the format, because safetensors allows text there only. What the arrays
-mean is the method's business.
+A value of the metadata is written as the text of its JSON, because safetensors allows text there only. What the arrays
+mean is the method's business. A header is short, because some updates are a few hundred bytes: nothing is written that
+the URL, the lease or the digest already says.
 
 On the wire a header has at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files that a device or a
 coordinator stores for itself have the same form and may have up to `FILE_HEADER_BYTES`.
@@ -22,11 +23,9 @@ from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from edge_client.errors import PayloadError
 
-FORMAT = "maskfleet/1"
 MEDIA_TYPE = "application/x-safetensors"
 HEADER_BYTES = 4096  # of a payload on the wire: few arrays, few words, nothing to fill a memory with
 FILE_HEADER_BYTES = 100_000_000  # of a stored file: what the safetensors format itself allows
@@ -38,18 +37,19 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-Meta = str | int | float | list[int]
+Meta = str | int | float | list[int] | list[int | float]
 
 _DTYPES: dict[object, np.dtype[Any]] = {
     name: np.dtype(f"<{code}")
     for name, code in {"F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "U32": "u4",
                        "I32": "i4", "U64": "u8", "I64": "i8", "BOOL": "?"}.items()
 }  # fmt: skip
+_NAMES = {dtype: str(name) for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What one message carries. `meta` names its method and round, and holds figures and the method's own values.
+    """What one message carries. `meta` holds an update's metrics and the method's own values.
 
     A number in `meta` is a number, as in JSON: 1.0 is written, and read, as 1.
     """
@@ -101,24 +101,34 @@ def u8(data: bytes) -> NDArray[np.uint8]:
 def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
     """The payload's bytes; equal payloads give equal bytes. Raises PayloadError for what no payload may hold."""
     arrays = {name: np.asarray(a, order="C") for name, a in payload.arrays.items()}
+    header: dict[str, Any] = {}
     try:
         checked = _checked(dict(payload.meta))
-        meta = json.dumps(checked, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        if checked:
+            header[_METADATA] = {key: _dumped(checked[key]) for key in sorted(checked)}
         for name, a in arrays.items():
             _text(name)
             _shape(list(a.shape))
-            if name == _METADATA or a.dtype not in _DTYPES.values():
+            if name == _METADATA or a.dtype not in _NAMES:
                 raise ValueError(f"array {name!r} of {a.dtype} is not one that a payload can hold")
     except (ValueError, RecursionError) as error:
         raise PayloadError(f"this payload cannot be written: {error}") from None
-    data = save(arrays, {FORMAT: meta})
-    size = _header_size(data)
-    if size > header_limit:
+    names, end = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)), 0
+    for name in names:
+        a, begin, end = arrays[name], end, end + arrays[name].nbytes
+        header[name] = {"dtype": _NAMES[a.dtype], "shape": list(a.shape), "data_offsets": [begin, end]}
+    text = _dumped(header).encode()
+    text += b" " * (-len(text) % max((a.itemsize for a in arrays.values()), default=1))  # aligns the arrays
+    if _LENGTH + len(text) > header_limit:
         raise PayloadError(
-            f"a payload of {len(arrays)} arrays needs a header of {size} bytes, at most {header_limit} are allowed; "
-            "use fewer arrays and less metadata"
+            f"a payload of {len(arrays)} arrays needs a header of {_LENGTH + len(text)} bytes, at most {header_limit} "
+            "are allowed; use fewer arrays and less metadata"
         )
-    return data
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *(arrays[name].data for name in names)])
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
@@ -136,7 +146,7 @@ def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
         if not _LENGTH < end <= len(data) or data[_LENGTH] != ord("{"):
             raise ValueError("they do not begin with a header's length and a JSON object")
         header = _json(data[_LENGTH:end].decode())
-        meta = _metadata(header.pop(_METADATA, None))
+        meta = _metadata(header.pop(_METADATA, {}))
         spans = [_span(name, entry) for name, entry in header.items()]
         return Payload(_arrays(data, end, spans), meta)
     except (ValueError, RecursionError) as error:
@@ -153,9 +163,9 @@ def _header_size(data: bytes) -> int:
 
 def _metadata(entry: object) -> dict[str, Meta]:
     """The metadata behind the header's `__metadata__`. Raises ValueError."""
-    if not isinstance(entry, dict) or entry.keys() != {FORMAT} or not isinstance(entry[FORMAT], str):
-        raise ValueError(f"the metadata is not of format {FORMAT}; use a matching maskfleet version")
-    return _checked(_json(entry[FORMAT]))
+    if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+        raise ValueError("the metadata is not an object of texts")
+    return _checked({key: _json(value) for key, value in entry.items()})
 
 
 def _checked(meta: Mapping[str, object]) -> dict[str, Meta]:
@@ -167,10 +177,7 @@ def _checked(meta: Mapping[str, object]) -> dict[str, Meta]:
             _text(value)
             found[key] = value
         elif isinstance(value, list):
-            numbers = [_number(item) for item in value]
-            if not all(type(number) is int for number in numbers):
-                raise ValueError(f"metadata {key:.60} = {value!s:.60} is not a list of integers")
-            found[key] = numbers  # type: ignore[assignment]
+            found[key] = [_number(item, key) for item in value]
         else:
             found[key] = _number(value, key)
     return found
@@ -182,7 +189,7 @@ def _number(value: object, key: str = "") -> int | float:
         return int(value) if value.is_integer() and abs(value) <= MAX_INTEGER else value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INTEGER:
         return value
-    raise ValueError(f"metadata {key:.60} = {value!s:.60} is not a text, a finite number or a list of integers")
+    raise ValueError(f"metadata {key:.60} = {value!s:.60} is not a text, a finite number or a list of them")
 
 
 def _text(value: object) -> None:
@@ -193,12 +200,9 @@ def _text(value: object) -> None:
         value.encode()
 
 
-def _json(text: str) -> dict[str, Any]:
-    """A JSON object with every key once, without NaN and infinity. Raises ValueError."""
-    read = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-    if not isinstance(read, dict):
-        raise ValueError("the metadata is not an object")
-    return read
+def _json(text: str) -> Any:
+    """A JSON value with every key once, without NaN and infinity. Raises ValueError."""
+    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

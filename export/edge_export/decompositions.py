@@ -35,6 +35,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     found[aten.native_batch_norm.default] = _batch_norm
     found[aten.native_batch_norm_backward.default] = _batch_norm_backward
     found[aten.threshold_backward.default] = _threshold_backward
+    found[aten.slice_backward.default] = _slice_backward
     return found
 
 
@@ -67,6 +68,23 @@ def _pad(x: Tensor, padding: Sequence[int], extra: Sequence[int], value: float) 
         return x
     widths = [w for p, e in reversed(list(zip(padding, extra, strict=True))) for w in (p, p + e)]
     return functional.pad(x, widths, value=value)
+
+
+def _apart(x: Tensor, axis: int, step: int) -> Tensor:
+    """`x` with step - 1 zeros after each of its entries along `axis`."""
+    if step == 1:
+        return x
+    shape = [*x.shape[:axis], x.shape[axis] * step, *x.shape[axis + 1 :]]
+    return torch.stack([x] + [torch.zeros_like(x)] * (step - 1), axis + 1).reshape(shape)
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], axis: int, start: int, end: int, step: int) -> Tensor:
+    """`grad` on a zero field of shape `sizes`, at the places that the slice read."""
+    axis %= len(sizes)
+    size, field = sizes[axis], _apart(grad, axis, step)
+    low = min(start + size if start < 0 else start, size)
+    after = size - low - field.shape[axis]  # a negative width crops zeros only
+    return functional.pad(field, [0, 0] * (grad.ndim - axis - 1) + [low, after])
 
 
 def _convolution_backward(
@@ -143,12 +161,7 @@ def _spread(parts: Sequence[Tensor], kernel: Sequence[int], stride: Sequence[int
         return functional.pad(field, [0, shape[1] - w * kw, 0, shape[0] - h * kh])
     total = None
     for (i, j), part in zip(product(range(kh), range(kw)), parts, strict=True):
-        zero = torch.zeros_like(part)
-        if sw > 1:
-            part = torch.stack([part] + [zero] * (sw - 1), -1).reshape(n, c, h, w * sw)
-            zero = torch.zeros_like(part)
-        if sh > 1:
-            part = torch.stack([part] + [zero] * (sh - 1), 3).reshape(n, c, h * sh, w * sw)
+        part = _apart(_apart(part, 3, sw), 2, sh)
         wide = [j, shape[1] - j - part.shape[3], i, shape[0] - i - part.shape[2]]  # a negative width crops zeros only
         placed = functional.pad(part, wide)
         total = placed if total is None else total + placed

@@ -41,6 +41,7 @@ _SIZE = _OFFSET + _TOP + 2 * _FACTOR + 1  # of the table of one class of |N|
 _BIN = OCTAVE // 2  # of distance / b, for the correction of the curve
 _CLASSES = 4  # |N| = 0, 1, 2, or more
 GUESS = OCTAVE // 4  # one step of the first guess of b
+_INDEX = np.arange(_SIZE)
 _TILE = 1 << 15  # elements handled at a time
 
 
@@ -89,7 +90,7 @@ class Model:
         """The first guess of b with which about so many members are expected."""
         counts = np.bincount((self.base - self.scales())[::5], minlength=_CLASSES * _SIZE) * 5
         flat = counts.reshape(_CLASSES, _SIZE).sum(axis=0)
-        table = chance(self.hazards())[self.steps(np.arange(_SIZE), 0)] * 2.0**-24
+        table = chance(self.hazards())[self.grid()[0]] * 2.0**-24
         steps = range((HIGHEST - LOWEST) // GUESS + 1)
         # A larger b moves every index down.
         expected = [flat[s:] @ table[: len(table) - s] for s in (LOWEST + GUESS * g for g in steps)]
@@ -102,15 +103,14 @@ class Model:
         found, part = [], given % _PERIOD
         for low, high in pairwise(_PASSES):
             index = _part(self.base - self.scales(), low, high)
-            hazards = self.hazards()
+            grid, hazards = self.grid(), self.hazards()
             own = given[(part >= low) & (part < high)]
-            mine = exchange(
-                ends(_looked_up(self.table(hazards), index)), own // _PERIOD * (high - low) + own % _PERIOD - low
-            )
+            before = ends(_looked_up(_table(hazards, grid), index))
+            mine = exchange(before, own // _PERIOD * (high - low) + own % _PERIOD - low)
             here = mine // (high - low) * _PERIOD + mine % (high - low) + low
             found.append(here)
             if high < _PERIOD:
-                self.learn(low, high, index, self.table(chance(hazards) >> 4), mine, here)
+                self.learn(low, high, index, grid, _table(chance(hazards) >> 4, grid), mine, here)
         return np.sort(np.concatenate(found))
 
     def scales(self) -> I16:
@@ -138,22 +138,18 @@ class Model:
 
     def hazards(self) -> I64:
         """The curve in units of 2**-20, within what the coder takes."""
-        limited: I64 = np.clip(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.int64)
+        limited: I64 = _within(np.floor(self.curve * 2.0**UNIT), LEAST, MOST).astype(np.int64)
         return limited
 
-    def table(self, curve: I64) -> U32:
-        """A curve of ``log(distance / b)`` by index ``_OFFSET + log + class * _SIZE``, where b lacks the class."""
-        return np.concatenate([curve[self.steps(np.arange(_SIZE), k)].astype(np.uint32) for k in range(_CLASSES)])
-
-    def steps(self, index: I64, group: int | I64) -> I64:
-        """The place on the curve of an index (less the class's ``_SIZE``) of a class of |N|."""
-        steps: I64 = np.clip(index - (_OFFSET - _DEEP) - self.own[group], 0, len(self.curve) - 1)
+    def grid(self) -> I64:
+        """The place on the curve of a class of |N| and an index that lacks the class's ``_SIZE``, int64[4, _SIZE]."""
+        steps: I64 = _within(_INDEX - (_OFFSET - _DEEP) - self.own[:, None], 0, len(self.curve) - 1)
         return steps
 
-    def learn(self, low: int, high: int, index: I16, chances: U32, mine: I64, here: I64) -> None:
+    def learn(self, low: int, high: int, index: I16, grid: I64, chances: U32, mine: I64, here: I64) -> None:
         """Correct the factors by a pass: `mine` are the members' numbers in the pass, `here` their positions.
 
-        `chances` are those of each index, in units of 2**-20.
+        `grid` was that of the pass, and `chances` are those of each index, in units of 2**-20.
         """
         expected = _looked_up(chances, index)
         before, sums = ends(expected), _spread(expected, self.d, low, high)
@@ -164,15 +160,13 @@ class Model:
         due = np.bincount(index, minlength=_CLASSES * _SIZE)
         due *= chances
         due = due.reshape(_CLASSES, _SIZE)
-        group, rest = np.divmod(index[mine].astype(np.int64), _SIZE)
-        seen = np.bincount(self.steps(rest, group) // _BIN, minlength=len(self.bin_weight))
-        awaited = np.zeros(len(seen))
-        for k in range(_CLASSES):  # sums of whole numbers, so exact
-            awaited += np.bincount(self.steps(np.arange(_SIZE), k) // _BIN, due[k], len(seen))
+        bins, found = grid.reshape(-1) // _BIN, index[mine].astype(np.int64)
+        seen = np.bincount(bins[found], minlength=len(self.bin_weight))
+        awaited = np.bincount(bins, due.reshape(-1), len(seen))  # sums of whole numbers, so exact
         ratio = (seen + self.bin_weight) / (awaited * 2.0**-UNIT * total + self.bin_weight)
         self.curve = self.curve * np.repeat(ratio, _BIN)
         self.bin_weight += seen
-        seen = np.bincount(group, minlength=_CLASSES)
+        seen = np.bincount(found // _SIZE, minlength=_CLASSES)
         self.own = _corrected(self.own, seen, due.sum(axis=1) * 2.0**-UNIT * total, self.own_weight)
         self.own_weight += seen
 
@@ -196,7 +190,7 @@ class _Tensor:
             moved = np.abs(held[where]).reshape(rows, columns)
             sums = moved.sum(axis=1, dtype=np.int64), moved.sum(axis=0, dtype=np.int64)
         row, column = (_corrected(np.zeros(len(x), np.int64), x, x.sum() / max(len(x), 1), 2.0) for x in sums)
-        row_weight, column_weight = (np.clip(x.astype(np.float64), 2.0, 8.0) for x in sums)
+        row_weight, column_weight = (_within(x.astype(np.float64), 2.0, 8.0) for x in sums)
         return _Tensor(where, row, column, row_weight, column_weight)
 
     def learn(self, members: I64, before: I64, sums: U32, low: int, high: int) -> None:
@@ -207,9 +201,9 @@ class _Tensor:
         """
         rows, columns = len(self.row), len(self.column)
         marks = self.where.start + np.arange(rows + 1) * ((self.where.stop - self.where.start) // max(rows, 1))
-        due = np.diff(before[marks // _PERIOD * (high - low) + np.clip(marks % _PERIOD - low, 0, high - low)])
+        due = np.diff(before[marks // _PERIOD * (high - low) + _within(marks % _PERIOD - low, 0, high - low)])
         ratio = (len(members) + self.weight) / (int(due.sum()) * 2.0**-UNIT + self.weight)
-        self.factor = int(np.clip(self.factor + int(_log2(np.array([ratio]))[0]), LOWEST, HIGHEST))
+        self.factor = min(max(self.factor + int(_log2(np.float64(ratio))), LOWEST), HIGHEST)
         self.weight += len(members)
         if columns > 1:
             seen = np.bincount(members // columns, minlength=rows)
@@ -223,8 +217,19 @@ class _Tensor:
 
 def _corrected(factors: I64, seen: NDArray[Any], due: F64 | float, weights: F64 | float) -> I64:
     """Logarithms of factors, moved by the ratio of what was seen and what was due."""
-    moved: I64 = np.clip(factors + _log2((seen + weights) / (due + weights)), -_FACTOR, _FACTOR)
+    moved: I64 = _within(factors + _log2((seen + weights) / (due + weights)), -_FACTOR, _FACTOR)
     return moved
+
+
+def _table(curve: I64, grid: I64) -> U32:
+    """A curve of ``log(distance / b)`` by index ``_OFFSET + log + class * _SIZE``, where b lacks the class."""
+    return curve.astype(np.uint32).take(grid.reshape(-1))
+
+
+def _within(values: NDArray[Any], low: float, high: float) -> NDArray[Any]:
+    """The values, none below `low` or above `high`. In a small array np.clip takes twice as long."""
+    found: NDArray[Any] = np.minimum(np.maximum(values, low), high)
+    return found
 
 
 def _check(known: Known) -> None:

@@ -9,7 +9,6 @@
 const BYTES = { F16: 2, F32: 4, F64: 8, U8: 1, I8: 1, U16: 2, U32: 4, I32: 4, U64: 8, I64: 8, BOOL: 1 };
 const METHOD = { F32: 'Float32', F64: 'Float64', U8: 'Uint8', I8: 'Int8', U16: 'Uint16', U32: 'Uint32', I32: 'Int32',
   U64: 'BigUint64', I64: 'BigInt64', BOOL: 'Uint8', F16: 'Uint16' };
-const FORMAT = 'maskfleet/1';
 
 function fromHalf(bits) {
   const sign = bits >> 15 ? -1 : 1, exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -35,7 +34,8 @@ export function write({ metadata, arrays }) {
     end += shape.reduce((product, n) => product * n, 1) * BYTES[dtype];
     header[name] = { shape, dtype, data_offsets: [begin, end] };
   }
-  header.__metadata__ = { [FORMAT]: JSON.stringify(metadata, null, 1) };
+  header.__metadata__ = Object.fromEntries(
+    Object.entries(metadata).map(([key, value]) => [key, JSON.stringify(value, null, 1)]));
   const text = new TextEncoder().encode(JSON.stringify(header));
   const data = new Uint8Array(8 + text.length + end);
   const view = new DataView(data.buffer);
@@ -55,7 +55,8 @@ export function read(data) {
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
   const size = Number(view.getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder('utf-8', { fatal: true }).decode(data.subarray(8, 8 + size)));
-  const metadata = JSON.parse(header.__metadata__[FORMAT]);
+  const metadata = Object.fromEntries(
+    Object.entries(header.__metadata__ ?? {}).map(([key, text]) => [key, JSON.parse(text)]));
   delete header.__metadata__;
   const arrays = {};
   for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(header)) {

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.protocol.payload import FORMAT, Payload, encode
+from edge_client.protocol.payload import Payload, encode
 
 HERE = Path(__file__).parent
 CODES = {"F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "U32": "u4", "I32": "i4",
          "U64": "u8", "I64": "i8", "BOOL": "?"}  # fmt: skip
-META: dict[str, Any] = {"method": "fedavg", "round": 3, "device": "a-1", "samples": 120, "loss": 0.4375,
-                        "score_before": 0.3125, "score_after": 0.5, "test_samples": 30}  # fmt: skip
+META: dict[str, Any] = {"m": [120, 0.4375, 0.3125, 0.5, 30]}
 BYTES = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
 
@@ -49,7 +48,7 @@ def contents() -> list[Payload]:
     every = {name: (np.arange(6) % 2).astype(code).reshape(2, 3) for name, code in CODES.items()}
     words: dict[str, Any] = {"text": "h\u00e9 \"\U0001f600\"\n\x7f/", "least": 5e-324, "small": 1.5e-05, "large": 1e300,
                              "minus": -0.25, "whole": 100000, "integer": 2**53 - 1, "list": [0, -7],
-                             "none": []}  # fmt: skip
+                             "mixed": [1, 0.5, 1e300], "none": []}  # fmt: skip
     (coupled,) = json.loads((HERE / "coupling.json").read_text())
     flips = np.frombuffer(bytes.fromhex(coupled["cases"][0]["hex"]), np.uint8)
     return [
@@ -57,7 +56,7 @@ def contents() -> list[Payload]:
         Payload({}, words),
         Payload(every, META),
         Payload({"none": np.zeros((0, 4), np.float32), "one": np.array(3, np.int64)}),
-        Payload({"flips.coupled": flips}, {**META, "method": "coupled", "reference": coupled["reference"]}),
+        Payload({"flips.coupled": flips}, {**META, "reference": coupled["reference"]}),
     ]
 
 
@@ -69,10 +68,10 @@ def packed(header: str, arrays: bytes = b"") -> str:
 
 def refused_cases() -> list[dict[str, str]]:
     """One broken rule each."""
-    meta, body = json.dumps({FORMAT: "{}"}), b"\0\1\2\3"
+    meta, body = json.dumps({"a": "1"}), b"\0\1\2\3"
 
-    def words(text: str) -> str:
-        return packed(json.dumps({"__metadata__": {FORMAT: text}}))
+    def word(text: object) -> str:
+        return packed(json.dumps({"__metadata__": {"a": text}}))
 
     def entries(*shown: str, arrays: bytes = body) -> str:
         return packed("{" + ", ".join((f'"__metadata__": {meta}', *shown)) + "}", arrays)
@@ -84,27 +83,28 @@ def refused_cases() -> list[dict[str, str]]:
     broken = {
         "fewer than eight bytes": b"\x07\0\0".hex(),
         "the header is longer than the file": (2**12 - 8).to_bytes(8, "little").hex() + "7b7d",
-        "the header has more than 4096 bytes": packed(json.dumps({"__metadata__": {FORMAT: "{}"}}) + " " * 4096),
-        "the header does not begin with {": packed(" " + json.dumps({"__metadata__": {FORMAT: "{}"}})),
+        "the header has more than 4096 bytes": packed("{}" + " " * 4096),
+        "the header does not begin with {": packed(" {}"),
         "the header is not UTF-8": whole.replace(b'"a"', b'"\xff"').hex(),
-        "no metadata": packed("{}"),
-        "metadata of another format": packed(json.dumps({"__metadata__": {"maskfleet/2": "{}"}})),
-        "metadata of two keys": packed(json.dumps({"__metadata__": {FORMAT: "{}", "more": ""}})),
+        "the header is JSON but no object": packed("[]"),
         "metadata twice": packed(f'{{"__metadata__": {meta}, "__metadata__": {meta}}}'),
-        "metadata that is not an object": words("[]"),
-        "metadata that is not JSON": words("{'a':1}"),
-        "a metadata key twice": words('{"round":3,"round":9}'),
-        "a metadata key twice, once escaped": words('{"round":3,"\\u0072ound":9}'),
-        "half a surrogate pair": words('{"a":"\\ud800"}'),
-        "a boolean in the metadata": words('{"a":true}'),
-        "a boolean in a list": words('{"a":[true]}'),
-        "a fraction in a list": words('{"a":[1.5]}'),
-        "a text in a list": words('{"a":["b"]}'),
-        "null in the metadata": words('{"a":null}'),
-        "an object in the metadata": words('{"a":{}}'),
-        "NaN in the metadata": words('{"a":NaN}'),
-        "an infinite number": words('{"a":1e999}'),
-        "an integer of 2**53": words(f'{{"a":{2**53}}}'),
+        "metadata that is not an object": packed('{"__metadata__": []}'),
+        "a metadata value that is not a text": word(1),
+        "a metadata value that is not JSON": word("'a'"),
+        "a metadata value that is empty": word(""),
+        "a metadata key twice": packed('{"__metadata__": {"since": "3", "since": "9"}}'),
+        "a metadata key twice, once escaped": packed('{"__metadata__": {"since": "3", "\\u0073ince": "9"}}'),
+        "half a surrogate pair": word('"\\ud800"'),
+        "half a surrogate pair in a key": packed('{"__metadata__": {"\\ud800": "1"}}'),
+        "a boolean in the metadata": word("true"),
+        "a boolean in a list": word("[true]"),
+        "null in a list": word("[null]"),
+        "a text in a list": word('["b"]'),
+        "null in the metadata": word("null"),
+        "an object in the metadata": word("{}"),
+        "NaN in the metadata": word("NaN"),
+        "an infinite number": word("1e999"),
+        "an integer of 2**53": word(str(2**53)),
         "an array twice": entries(entry(), entry()),
         "an array twice, of another dtype": entries(entry(), entry(dtype="I8")),
         "a dtype twice": entries(entry().replace('"dtype"', '"dtype": "I8", "dtype"')),

@@ -167,6 +167,35 @@ def value_cases() -> list[dict[str, Any]]:
     return out
 
 
+def coarse_cases() -> list[dict[str, Any]]:
+    """Codecs of changes, at every kind of parameter. `values` are quarters, which JSON holds exactly."""
+    out: list[dict[str, Any]] = []
+    for codec, d in (
+        ("eden", 200), ("eden:2", 70), ("eden:3", 64), ("eden:4", 65), ("eden:0.25", 300), ("drive", 200),
+        ("drive:mse", 130), ("qsgd", 600), ("qsgd:1", 60), ("qsgd:255", 60), ("topk:0.1", 120), ("topk", 40),
+        ("stc:0.1", 120), ("sign", 43), ("eden", 0), ("qsgd", 0), ("topk", 0), ("stc", 0), ("sign", 0),
+    ):  # fmt: skip
+        stream = counter.key("vectors", "coarse", codec)
+        given = np.rint(400 * (counter.uniform(stream, d) - 0.5) ** 3).astype(np.float32) / 4
+        data = values.encode(codec, given, stream)
+        decoded = [float(f"{v:.6g}") for v in values.decode(codec, data, d, stream)]
+        out.append({"codec": codec, "stream": str(stream), "values": given.tolist(), "hex": data.hex(),
+                    "decoded": decoded})  # fmt: skip
+    return out
+
+
+def bloom_cases() -> list[dict[str, Any]]:
+    """Filters, and all positions they hold."""
+    out = []
+    for codec, d, rate in (("bloom", 2000, 0.02), ("bloom:0.5", 60, 0.3), ("bloom:0.000001", 300, 0.05),
+                           ("bloom:0.1", 20, 0.0)):  # fmt: skip
+        keys = positions_at(d, rate, "bloom", d)
+        data = codecs.encode(codec, np.array(keys, np.uint32), d)
+        held = codecs.decode(codec, data, d).tolist()
+        out.append({"codec": codec, "d": d, "keys": keys, "positions": held, "hex": data.hex()})
+    return out
+
+
 def counter_cases() -> list[dict[str, Any]]:
     """The generator. 64-bit numbers are decimal texts, since JSON readers may round them."""
     out = []
@@ -190,7 +219,8 @@ def main() -> None:
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
     files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(),
               "coupling": coupling_cases(), "lattice": lattice_cases(),
-              "values": value_cases(), "counter": counter_cases()}  # fmt: skip
+              "values": value_cases(), "coarse": coarse_cases(), "bloom": bloom_cases(),
+              "counter": counter_cases()}  # fmt: skip
     for name, cases in files.items():
         lines = ",\n".join(json.dumps(case, separators=(", ", ": ")) for case in cases)
         (HERE / f"{name}.json").write_text(f"[\n{lines}\n]\n")

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from edge_bench.models.attention import VisionTransformer
 from edge_bench.models.backbones import MobileNetBackbone, SqueezeNetBackbone
-from edge_bench.models.plain import DIGITS, HAR, emnist_cnn, image_cnn, lenet, mlp, mnist_cnn, small_cnn, vgg9
+from edge_bench.models.plain import (
+    DIGITS,
+    DIGITS_WIDE,
+    HAR,
+    emnist_cnn,
+    image_cnn,
+    lenet,
+    mlp,
+    mnist_cnn,
+    small_cnn,
+    vgg9,
+)
 from edge_bench.models.recurrent import NextCharacter
 from edge_bench.models.residual import MobileNetV2, Resnet
 
 __all__ = [
     "DIGITS",
+    "DIGITS_WIDE",
     "HAR",
     "MobileNetBackbone",
     "MobileNetV2",

@@ -27,7 +27,6 @@ SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and o
 
 _CELL = 18  # log2 of the hazard between two entries of the table
 _LOW = 1 << SCALE
-_PART = np.int64((1 << _CELL) - 1)
 
 
 def _table() -> I64:
@@ -41,8 +40,12 @@ def _table() -> I64:
 
 _BELOW = _table()
 _INSIDE = np.append(np.diff(_BELOW), 0)
-_DIVISOR = np.maximum(_INSIDE, 1)
-_ROUND = ((1 - _BELOW) << _CELL) + _DIVISOR - 1
+_START = np.arange(17, dtype=np.int64) << _CELL
+_OFFSET = (_BELOW << _CELL) - _START * _INSIDE  # so that chance(t) is t * _INSIDE + _OFFSET, in cells
+# The inverse, by the number of entries at or below a slot, of which there is at least one.
+_DIVISOR = np.append(1, np.maximum(_INSIDE, 1))
+_ROUND = np.append(0, ((1 - _BELOW) << _CELL) + (_START + 1) * _DIVISOR[1:] - 1)
+_NEXT = np.array([[0], [1]])
 
 
 def most_steps(size: int, lanes: int) -> int:
@@ -53,10 +56,10 @@ def most_steps(size: int, lanes: int) -> int:
 def chance(hazards: I64) -> I64:
     """``2**24 * (1 - exp(-t))`` of hazards 0 .. MOST, linear between the entries of the table, rounded down."""
     cell = hazards >> _CELL
-    out: I64 = hazards & _PART
-    out *= _INSIDE.take(cell)
+    out: I64 = _INSIDE.take(cell)
+    out *= hazards
+    out += _OFFSET.take(cell)
     out >>= _CELL
-    out += _BELOW.take(cell)
     return out
 
 
@@ -64,7 +67,8 @@ def hazard(chances: I64) -> NDArray[np.uint32]:
     """The hazard of ``chance / 2**24``, the inverse of :func:`chance` up to rounding, at least LEAST."""
     cell = np.minimum(_BELOW.searchsorted(chances, "right") - 1, 15)
     inside = ((chances - _BELOW[cell]) << _CELL) // _INSIDE[cell]
-    hazards: NDArray[np.uint32] = np.clip((cell << _CELL) + inside, LEAST, MOST).astype(np.uint32)
+    found = np.minimum(np.maximum((cell << _CELL) + inside, LEAST), MOST)  # np.clip takes twice as long
+    hazards: NDArray[np.uint32] = found.astype(np.uint32)
     return hazards
 
 
@@ -189,42 +193,34 @@ class Reader:
         """The sorted members of the next list, whose hazards are `before`."""
         x, words = self._x, self._words
         cuts = _cuts(before, len(x))
-        at, end = cuts[:-1], cuts[1:]
+        at, end, after = cuts[:-1], cuts[1:], before[1:]
         here = before[at]
-        marks, pair = np.empty((2, len(x)), np.int64), np.empty((2, len(x)), np.int64)
         lows, hits = [], []
-        while (at < end).any():
+        while np.count_nonzero(at < end):
             self._steps += 1
             if self._steps > self._most:
                 raise CodecError(f"the payload needs more than {self._most} steps; it is damaged")
             slot = x & (_LOW - 1)
+            # The least hazard t with chance(t) > slot, by which the next member comes, or one beyond the window.
             cell = _BELOW.searchsorted(slot, "right")
-            cell -= 1
-            # The least hazard t with chance(t) > slot, by which the next member comes, and the end of the window.
             t = slot << _CELL
             t += _ROUND.take(cell)
             t //= _DIVISOR.take(cell)
-            cell <<= _CELL
-            t += cell
-            np.add(here, t, out=marks[0])
-            np.add(here, MOST + 1, out=marks[1])
-            reached = before.searchsorted(marks)
-            reached -= 1
-            window = np.minimum(reached[1], end)
-            low = np.minimum(reached[0], window, out=pair[0])
-            hit = low < window
-            at = np.add(low, hit, out=pair[1])
-            sums = before.take(pair)
-            bounds = chance(sums - here)
-            bounds[1, ~hit] = _LOW
-            here = sums[1]
-            start = bounds[0]
+            np.minimum(t, MOST + 1, out=t)
+            t += here
+            low = after.searchsorted(t)  # the next member, if the window has one
+            np.minimum(low, end, out=low)
+            sums = before.take(low + _NEXT, mode="clip")
+            sums -= here
+            hit = sums[1] <= MOST
+            hit &= low < end
+            at = low + hit
+            here += np.where(hit, sums[1], sums[0])
+            start, stop = chance(np.minimum(sums, MOST))
             x >>= SCALE
-            x *= bounds[1] - start
+            x *= np.where(hit, stop, _LOW) - start
             x += slot
             x -= start
-            lows.append(low.copy())
-            hits.append(hit)
             under = (x < _LOW).nonzero()[0]
             if len(under):
                 more = words[self._used : self._used + len(under)]
@@ -232,6 +228,8 @@ class Reader:
                     raise CodecError("the payload ends within its coded symbols; it is truncated or damaged")
                 x[under] = (x[under] << SCALE) | more
                 self._used += len(under)
+            lows.append(low)
+            hits.append(hit)
         if not lows:
             return np.zeros(0, np.int64)
         members: I64 = np.concatenate(lows)[np.concatenate(hits)]

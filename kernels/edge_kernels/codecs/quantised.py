@@ -43,12 +43,13 @@ def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
     reader = Reader(data)
     norms = read_scales(reader, -(-d // BUCKET))
     magnitudes = counts.decode(reader.bytes(reader.varint()).tobytes(), d, levels)
-    sent = np.flatnonzero(magnitudes)
-    signs = read_signs(reader, len(sent))
+    negative = magnitudes > 0
+    negative[negative] = read_signs(reader, int(np.count_nonzero(negative)))
     reader.end()
-    values: F32 = np.repeat(norms, BUCKET)[:d]
-    values *= magnitudes.astype(np.float32) / np.float32(levels)
-    values[sent[signs]] *= np.float32(-1)
+    values: F32 = magnitudes.astype(np.float32)
+    values /= np.float32(levels)
+    values *= np.repeat(norms, BUCKET)[:d]
+    np.negative(values, out=values, where=negative)
     return values
 
 

@@ -1,9 +1,9 @@
 """Sparse values: only the largest magnitudes travel, as a set of positions and what is at each.
 
 - Top-k (Aji and Heafield, EMNLP 2017): the positions by set codec `auto`, the values as float32.
-- Sparse ternary (Sattler et al., "Robust and Communication-Efficient Federated Learning from Non-IID Data", 2019): the
-  positions, a sign each, and one magnitude, the mean of those kept. The paper codes positions with Golomb numbers;
-  `auto` takes the smallest of that (`rice`), `entropy` and `bits`.
+- Sparse ternary (Sattler et al., "Robust and Communication-Efficient Federated Learning from Non-IID Data", IEEE TNNLS
+  31(9), 2020): the positions, a sign each, and one magnitude, the mean of those kept. The paper codes positions with
+  Golomb numbers; `auto` takes the smallest of that (`rice`), `entropy` and `bits`.
 
 Both are biased: without error feedback a small value never travels. Zeros never do.
 """
@@ -82,8 +82,8 @@ class Ternary:
     def values(self) -> F32:
         """What is at the positions."""
         each = np.diff(np.searchsorted(self.positions, np.array(self.ends)), prepend=0)
-        magnitudes = np.repeat(self.magnitudes, each)
-        return np.where(self.negative, -magnitudes, magnitudes)
+        values: F32 = np.repeat(self.magnitudes, each)
+        return np.negative(values, out=values, where=self.negative)
 
     def dense(self, d: int) -> F32:
         """The whole vector, float32[d]."""

@@ -1,0 +1,79 @@
+"""Lattice's settings, and what follows from them for a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.methods import Method
+from edge_client.methods.lattice_prune import Network
+from edge_client.methods.lattice_train import Plan
+from edge_client.task import Course
+
+COARSER = 2.5  # the unit of the variant with a residual, in steps / K
+RATE, CAREFUL_RATE = 0.01, 0.003
+PERSONAL_RATE = 1 / 3  # of the rounds' rate
+
+
+class Settings(Method):
+    """How fine the grid is, how devices train, what is pruned."""
+
+    quantum: Annotated[float, Field(gt=0, le=10_000)] = 10.0
+    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 25 is thrifty."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """None: 0.003 for a bundle with trained weights and batch-norm statistics, else 0.01."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    cosine: bool = False
+    """The rate falls within each round, by a cosine to 5 %."""
+    statistics: Literal["mean", "local"] = "mean"
+    guard: bool = True
+    residual: bool = False
+    prune: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
+    prune_after: Annotated[int, Field(ge=1)] = 4
+    """Rounds of the whole network."""
+    prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
+    """The share that stays by name of the channel group, where it is not the rule's."""
+    prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Epochs of the smaller network in a round."""
+    prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Its learning rate; None: as before."""
+    personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Epochs that make the personal model after the last round, at a third of the last rate."""
+
+    def unit(self, course: Course, each: F32, halvings: int) -> F32:
+        """What one count moves a weight of each tensor, float32[tensors]."""
+        share = (COARSER if self.residual else 1.0) * 0.5**halvings / course.cohort
+        return (each.astype(np.float64) * share).astype(np.float32)
+
+    def guarded(self, net: Network) -> bool:
+        """Whether devices compare this network with the bundle's."""
+        return self.guard and net.units is None
+
+    def buffers(self, model: Model) -> int:
+        """Number of statistics that travel."""
+        return model.manifest.buffers_d if self.statistics == "mean" else 0
+
+    def rate(self, model: Model) -> float:
+        """The learning rate; that of the default depends on the bundle."""
+        if self.lr is not None:
+            return self.lr
+        return CAREFUL_RATE if model.manifest.seed is None and model.manifest.buffers_d else RATE
+
+    def plan(self, net: Network) -> Plan:
+        """How a device trains this network in a round."""
+        if net.units is None:
+            return Plan(self.epochs, self.batch, self.rate(net.model), self.momentum, self.cosine)
+        rate = self.prune_lr or self.rate(net.origin.model)
+        return Plan(self.prune_epochs, self.batch, rate, self.momentum, cosine=True)
+
+    def personal_plan(self, net: Network) -> Plan:
+        """How a device makes its personal model."""
+        plan = self.plan(net)
+        return replace(plan, epochs=self.personal_epochs, rate=plan.rate * PERSONAL_RATE)

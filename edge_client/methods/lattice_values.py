@@ -1,0 +1,121 @@
+"""Lattice's values: what the server and the devices keep between rounds, and what they pass on within one.
+
+Vectors of n, tensors and buffers_d values are those of the network that the rounds train: after the pruning the smaller
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bundle import F32
+from edge_client.methods.fedavg import Mean
+from edge_client.methods.lattice_grid import Counts, History
+from edge_client.methods.lattice_prune import Network
+from edge_client.methods.units import Packed
+
+
+@dataclass(frozen=True)
+class State:
+    """The global model and what it takes to go on.
+
+    `counts` int32[n] is N. `steps` float32[tensors] are as at first, to be divided by 2**halvings; zeros before round
+    1 is over. `statistics` float32[buffers_d] are exact. `samples` is the mean over `reports` updates. `bad` counts
+    the bad rounds in a row. `residual` float32[n], in units of step / K, only in that variant.
+    `units` are packed bits, None before the pruning.
+    """
+
+    counts: Counts
+    steps: F32
+    statistics: F32
+    history: History
+    samples: float = 0.0
+    reports: int = 0
+    halvings: int = 0
+    bad: int = 0
+    residual: F32 | None = None
+    units: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round in which an update of the device was counted: it holds N as at the start of that."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device received at the start of its last round, and its own statistics when they stay local.
+
+    `units` are those of the network of that round, packed bits; None for the whole network.
+    """
+
+    round: int
+    counts: Counts
+    steps: F32
+    halvings: int
+    statistics: F32
+    units: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Received:
+    """A downlink decoded: the network, N, the steps as at first, the model float32[d]. `samples` is 0 in round 1."""
+
+    net: Network
+    counts: Counts
+    steps: F32
+    halvings: int
+    samples: float
+    statistics: F32
+    parameters: F32
+
+
+@dataclass(frozen=True)
+class Update:
+    """A device's moves int32[n], to be multiplied by `scale`; in round 1 also its rms. `statistics` are changes."""
+
+    moves: Counts
+    rms: F32 | None
+    statistics: F32
+    samples: float
+    gain: float
+    scale: float = 1.0
+
+
+@dataclass
+class Total:
+    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain and rms."""
+
+    moves: NDArray[np.float64]
+    statistics: Mean
+    samples: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    rms: list[F32] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training leaves."""
+
+    parameters: F32
+    buffers: F32
+    loss: float
+    gain: float
+
+
+def cut(kept: Kept | None, net: Network) -> Kept | None:
+    """What a device kept of the whole network, as that of the smaller one."""
+    if kept is None or net.units is None or kept.units is not None or kept.counts.size != net.whole_size:
+        return kept
+    own = kept.statistics
+    return replace(
+        kept,
+        counts=kept.counts[net.live],
+        statistics=net.buffers(own) if own.size == net.origin.model.buffers.size else own,
+        units=net.units.packed,
+    )

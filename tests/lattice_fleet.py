@@ -1,0 +1,120 @@
+"""A federation of Lattice played by hand, and a trainer whose gradients are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from mask_fleet import stored
+from numpy.typing import NDArray
+from numpy_mlp import mlp, model, secret
+
+from edge_client.bundle import F32, Init, Manifest, Tensor
+from edge_client.data import DeviceData
+from edge_client.errors import LostError
+from edge_client.methods.lattice import MOVES, Lattice
+from edge_client.methods.lattice_grid import grid, spread
+from edge_client.narrow import Kept, narrow
+from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.task import Assignment, Course, Local, Task
+from edge_client.training import Gradient
+
+M = mlp(6, 5, 3)
+D = M.d
+NORMED = M.model_copy(
+    update={"buffers": (Tensor(name="mean", shape=(4,), offset=0, init=Init(kind="constant", scale=0.5)),)}
+)
+
+
+@dataclass
+class Pull:
+    """A trainer whose gradient is the first sample's label times a fixed vector: local changes are known."""
+
+    manifest: Manifest
+    directions: F32  # [classes, d]
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+        return Gradient(1.0, self.directions[int(y[0])], buffers + np.float32(0.25))
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        return np.zeros((len(x), 3), np.float32)
+
+    def narrow(self, kept: Kept) -> Pull:
+        small = narrow(self.manifest, kept)
+        return Pull(small.manifest, self.directions[:, small.parameters])
+
+
+def pull(m: Manifest = M, seed: int = 0) -> Pull:
+    return Pull(m, np.random.default_rng(seed).standard_normal((3, m.d)).astype(np.float32))
+
+
+def samples(label: int, n: int = 8) -> DeviceData:
+    """One batch of one label."""
+    x, y = np.zeros((n, 6), np.float32), np.full(n, label)
+    return DeviceData(x, y, x[:0], y[:0], x[:0], y[:0])
+
+
+@dataclass
+class Fleet:
+    """A federation by hand. Every value is stored and read again between the rounds."""
+
+    method: Lattice
+    data: Mapping[str, DeviceData]
+    seed: int = 3
+    cohort: int = 3
+    rounds: int = 60
+    m: Manifest = M
+    trainer: Any = None
+    change: Callable[[str, Payload], Payload] = lambda device, update: update
+    round: int = 0
+    records: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    local: dict[str, Local] = field(default_factory=dict)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.course = Course(model(self.m), self.seed, self.rounds, self.cohort)
+        self.state = stored(self.method.start(self.course))
+        self.trainer = self.trainer or pull(self.m)
+
+    def task(self, device: str, place: int = 0) -> Task:
+        a = Assignment(self.course, self.round, device, place)
+        return Task(a, self.trainer, self.data[device], secret(device))
+
+    def receive(self, device: str) -> Any:
+        """The next downlink as the device decodes it; after a loss the whole one."""
+        a = Assignment(self.course, self.round + 1, device)
+        for _ in range(2):
+            record = self.records.get(device)
+            sent = decode(encode(self.method.downlink(self.course, a.round, self.state, record)))
+            try:
+                return self.method.receive(a, self.kept.get(device), sent)
+            except LostError:
+                self.lost.append((a.round, device))
+                self.records.pop(device, None)
+        raise AssertionError("lost twice")
+
+    def play(self, *devices: str, gain: float | None = None) -> None:
+        """One round of these devices; their place is their order."""
+        received = {d: self.receive(d) for d in devices}
+        self.round += 1
+        total: Any = None
+        for place, d in enumerate(devices):
+            t = self.task(d, place)
+            self.local[d] = self.method.local_round(t, self.kept.get(d), received[d])
+            self.kept[d] = stored(self.local[d].kept)
+            sent = decode(encode(self.change(d, self.local[d].update)))
+            if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * self.m.d:
+                assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.model)
+            update = self.method.read_update(t.assignment, self.state, self.records.get(d), sent)
+            update = update if gain is None else replace(update, gain=gain)
+            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, None)
+        self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
+        self.state = stored(self.state)
+
+    def moved(self) -> NDArray[np.float64]:
+        """How far the model is from the bundle's."""
+        unit = self.method.unit(self.course, self.state.steps, self.state.halvings)
+        return spread(grid(self.m), unit).astype(np.float64) * self.state.counts

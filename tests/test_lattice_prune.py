@@ -1,0 +1,375 @@
+"""Lattice's pruning and personal models: both sides go on with the same smaller network, whoever missed what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
+from edge_kernels.compaction import compact
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lattice_fleet import Fleet, pull, samples
+from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
+
+from edge_client.bundle import F32, Init, Manifest, Tensor, views
+from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
+from edge_client.methods import lattice as method_module
+from edge_client.methods import lattice_grid as grid_module
+from edge_client.methods.lattice import CHANGE, MOVES, Lattice, Received
+from edge_client.methods.lattice_prune import choose, score, share
+from edge_client.methods.units import unpacked
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Batch, Course, Personal, Task
+from edge_client.training import Gradient
+
+M = grouped(6, 8, 5, 3)
+FOUR = {d: samples(i % 3) for i, d in enumerate("abcd")}
+THREE = {d: FOUR[d] for d in "abc"}
+
+
+def normed() -> Manifest:
+    """M with a batch-norm behind its first layer."""
+    m, group = M, M.groups[0]
+    names = ("bn.w", "bn.b", "bn.mean", "bn.var")
+    one = Init(kind="constant", scale=1.0)
+    rows = [Tensor(name=n, shape=(8,), offset=M.d + 8 * i, init=one) for i, n in enumerate(names[:2])]
+    statistics = [Tensor(name=n, shape=(8,), offset=8 * i, init=one) for i, n in enumerate(names[2:])]
+    op = Op("batch_norm", (0,), names, 1e-5)
+    first = ChannelGroup("0", 8, group.producers, (op, Op("relu", (1,))), (replace(group.consumers[0], reads=2),))
+    made = {name: getattr(m, name) for name in Manifest.model_fields}
+    made |= {"parameters": (*m.parameters, *rows), "buffers": tuple(statistics), "groups": (first, m.groups[1])}
+    return Manifest(**made)
+
+
+def pruning(**more: Any) -> Lattice:
+    return Lattice(**{"quantum": 1, "lr": 0.1, "prune": 0.5, "prune_after": 2, **more})
+
+
+def channels(fleet: Fleet) -> dict[str, list[int]]:
+    """The units that are left, as the server has them."""
+    assert fleet.state.units is not None
+    return {name: list(kept) for name, kept in unpacked(fleet.m, fleet.state.units).channels.items()}
+
+
+def whole_weights(fleet: Fleet) -> F32:
+    """The server's model as a vector of the whole network, zero where a unit is gone; by the definition of N."""
+    unit = np.asarray(fleet.state.steps, np.float64) * 0.5**fleet.state.halvings / fleet.cohort
+    if fleet.method.residual:
+        unit *= 2.5
+    tensors = dict(views(fleet.m.parameters, fleet.course.model.parameters.copy()))
+    left, at = channels(fleet), 0
+    out = np.zeros(fleet.m.d, np.float32)
+    for u, t in zip(unit, fleet.m.parameters, strict=True):
+        mask = np.ones(t.shape, np.bool_)
+        for g in fleet.m.groups:
+            gone = np.setdiff1d(np.arange(g.size), left[g.name])
+            if t.name in {n for p in g.producers for n in (p.weight, p.bias)} | {n for o in g.ops for n in o.tensors}:
+                mask[gone] = False
+            if t.name in {c.weight for c in g.consumers}:
+                mask[:, gone] = False
+        values = tensors[t.name].astype(np.float64)
+        count = int(mask.sum())
+        values[mask] += u * fleet.state.counts[at : at + count]
+        out[t.offset : t.offset + t.size] = np.where(mask, values, 0).ravel()
+        at += count
+    assert at == fleet.state.counts.size
+    return out
+
+
+# --- which units stay
+
+
+def test_a_unit_s_score_is_the_norm_of_its_incoming_times_that_of_its_outgoing_weights() -> None:
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal(M.d).astype(np.float32)
+    t = views(M.parameters, w)
+    due = [np.linalg.norm(t["0.w"][i]) * np.linalg.norm(t["1.w"][:, i]) for i in range(8)]
+    assert np.allclose(score(M.groups[0], t), due)
+    units = unpacked(M, choose(M, w, 0.5, {"1": 0.2})).channels
+    assert set(units["0"]) == set(np.argsort(due)[-4:])
+    assert len(units["1"]) == 1
+
+
+def test_behind_a_batch_norm_the_scale_counts_and_not_the_incoming_weights() -> None:
+    m = normed()
+    t = dict(views(m.parameters, np.random.default_rng(1).standard_normal(m.d).astype(np.float32)))
+    due = [abs(t["bn.w"][i]) * np.linalg.norm(t["1.w"][:, i]) for i in range(8)]
+    assert np.allclose(score(m.groups[0], t), due)
+
+
+def test_the_entries_of_a_flattened_channel_count_together_and_convolutions_keep_more() -> None:
+    rng = np.random.default_rng(1)
+    t = {"c": rng.standard_normal((3, 2, 3, 3)), "l": rng.standard_normal((4, 12))}
+    group = ChannelGroup(
+        "c", 3, (Producer("conv", "c"),), (Op("flatten", value=4),), (Consumer("linear", "l", repeat=4),)
+    )
+    due = [np.linalg.norm(t["c"][i]) * np.linalg.norm(t["l"][:, 4 * i : 4 * i + 4]) for i in range(3)]
+    assert np.allclose(score(group, {k: v.astype(np.float32) for k, v in t.items()}), due)
+    assert share(group, 0.4) == pytest.approx(0.4**0.5)
+    assert share(M.groups[0], 0.4) == 0.4
+    assert share(replace(group, consumers=(Consumer("lstm", "l"),)), 0.4) == 1.0
+
+
+def test_equal_scores_keep_the_units_of_lower_index() -> None:
+    kept = unpacked(M, choose(M, np.ones(M.d, np.float32), 0.25, {})).channels
+    assert {name: list(c) for name, c in kept.items()} == {"0": [0, 1], "1": [0]}
+
+
+# --- the smaller network on both sides
+
+
+@given(
+    pattern=st.lists(st.sets(st.sampled_from("abcd"), min_size=1, max_size=3), min_size=3, max_size=8),
+    losses=st.dictionaries(st.integers(2, 8), st.sampled_from("abcd"), max_size=3),
+    bad=st.sets(st.integers(1, 8), max_size=6),
+    after=st.integers(1, 4),
+    residual=st.booleans(),
+    history=st.sampled_from([1, 3, 16]),
+)
+@settings(max_examples=15, deadline=None)
+def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_rounds(
+    pattern: list[set[str]], losses: dict[int, str], bad: set[int], after: int, residual: bool, history: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (grid_module, method_module):
+            patch.setattr(module, "HISTORY", history)
+        fleet = Fleet(pruning(residual=residual, prune_after=after), FOUR, m=M)
+        for round_, devices in enumerate(pattern, 1):
+            if losses.get(round_) in fleet.kept:
+                del fleet.kept[losses[round_]]
+            fleet.play(*sorted(devices), gain=1.0 if round_ in bad else -1.0)
+            assert (fleet.state.units is not None) == (round_ >= after)
+        for device in "abcd":  # one of them may never have taken part
+            received = fleet.receive(device)
+            assert np.array_equal(received.counts, fleet.state.counts)
+            if len(pattern) >= after:
+                assert received.net.units is not None
+                assert np.array_equal(received.net.units.packed, fleet.state.units)
+                model_ = fleet.method.personal(fleet.task(device), fleet.kept.get(device), received)
+                assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
+
+
+def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
+    dense, pruned = (Fleet(pruning(prune=p), THREE, m=M) for p in (None, 0.5))
+    for fleet in (dense, pruned):
+        fleet.play(*"abc")
+        fleet.play(*"ab")
+    before = dense.receive("a").parameters
+    assert channels(pruned) == {
+        name: list(c) for name, c in unpacked(M, choose(M, before, 0.5, {})).channels.items()
+    }  # fmt: skip
+    after = whole_weights(pruned)
+    assert np.allclose(after[after != 0], before[after != 0])
+    assert pruned.state.counts.size < dense.state.counts.size
+
+
+def test_pruned_stays_pruned_and_every_personal_model_is_compacted_to_the_units_that_are_left() -> None:
+    fleet = Fleet(pruning(lr=0.05), {d: clusters(M, i) for i, d in enumerate("abc")}, m=M, trainer=NumpyMlp(M))
+    for _ in range(2):
+        fleet.play(*"abc")
+    left = channels(fleet)
+    assert {name: len(c) for name, c in left.items()} == {"0": 4, "1": 2}
+    for _ in range(3):
+        fleet.play(*"abc")
+        assert channels(fleet) == left
+    trained = fleet.local["a"].trained
+    final = fleet.method.personal(fleet.task("a"), fleet.kept["a"], fleet.receive("a"))
+    for personal in (trained, final):
+        assert personal.mask is not None
+        assert not personal.parameters[~personal.mask].any()
+        small = compact(views(M.parameters, personal.parameters), M.groups)
+        assert {name: list(c) for name, c in small.kept.items()} == left
+        assert small.parameters == int(personal.mask.sum()) == fleet.state.counts.size
+
+
+def test_a_device_trains_the_smaller_network_for_more_epochs_with_a_falling_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    gradient = NumpyMlp.gradient
+
+    def watched(self: NumpyMlp, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+        seen.append((len(parameters), len(self.manifest.parameters)))
+        return gradient(self, parameters, buffers, x, y)
+
+    monkeypatch.setattr(NumpyMlp, "gradient", watched)
+    fleet = Fleet(pruning(prune_after=1, prune_epochs=3, guard=True), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M))
+    fleet.play("a")
+    assert seen == [(M.d, 6)] * 2
+    seen.clear()
+    fleet.play("a")
+    assert seen == [(fleet.state.counts.size, 6)] * 6  # no step is spent on a guard
+    assert fleet.method.plan(fleet.receive("a").net).cosine
+
+
+def test_the_guard_ends_at_the_pruning() -> None:
+    fleet = Fleet(pruning(prune_after=2), THREE, m=M)
+    for _ in range(5):
+        fleet.play(*"abc", gain=1.0)
+    assert fleet.state.halvings == 1  # after rounds 1 and 2
+
+
+def test_statistics_and_batch_norm_rows_go_with_their_channel() -> None:
+    m = normed()
+    for statistics in ("mean", "local"):
+        fleet = Fleet(pruning(statistics=statistics), THREE, m=m, trainer=pull(m))
+        for _ in range(2):
+            fleet.play(*"abc")
+        for _ in range(2):
+            fleet.play(*"ab")
+        own = fleet.receive("a").statistics
+        assert own.shape == (8,)  # mean and variance of four channels
+        assert np.allclose(own, 2.5)  # Pull adds a quarter in every step: one a round, then two
+        late = fleet.receive("c").statistics
+        assert np.allclose(late, 2.5 if statistics == "mean" else 1.5)
+        personal = fleet.method.personal(fleet.task("a"), fleet.kept["a"], fleet.receive("a"))
+        assert personal.buffers.shape == (16,)
+        assert int((personal.buffers == 2.5).sum()) == 8
+
+
+# --- what travels
+
+
+def test_units_travel_once_to_each_device_and_count_as_one_time() -> None:
+    fleet = Fleet(pruning(), FOUR, m=M)
+    fleet.play(*"abc")
+    fleet.play(*"ab")
+
+    def sent(device: str) -> Payload:
+        return fleet.method.downlink(fleet.course, fleet.round + 1, fleet.state, fleet.records.get(device))
+
+    assert set(sent("a").arrays) == set(sent("c").arrays) - {"steps"} == {CHANGE, "units"}
+    assert sent("a").arrays["units"].nbytes == 2  # 13 units
+    assert set(sent("d").arrays) == {CHANGE, "units", "steps"}
+    assert {"units", "steps"} <= Lattice.one_time_down
+    fleet.play(*"ab")
+    assert set(sent("a").arrays) == {CHANGE}
+    assert "units" in sent("c").arrays
+    assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
+
+
+def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
+    m = grouped(20, 64, 32, 3)
+    sizes = []
+    for prune in (None, 0.4):
+        fleet = Fleet(pruning(prune=prune, prune_epochs=1), THREE, m=m, trainer=pull(m))
+        for _ in range(4):
+            fleet.play(*"abc")
+        down = fleet.method.downlink(fleet.course, 5, fleet.state, fleet.records["a"])
+        sizes.append((len(fleet.local["a"].update.arrays[MOVES]), len(down.arrays[CHANGE])))
+    live = fleet.state.counts.size / m.d
+    assert live < 0.4
+    assert all(small < 1.15 * live * whole for whole, small in zip(*sizes, strict=True))
+
+
+# --- what goes wrong
+
+
+def test_a_device_that_should_know_the_units_and_does_not_is_lost() -> None:
+    fleet = Fleet(pruning(), THREE, m=M)
+    for _ in range(3):
+        fleet.play(*"abc")
+    assert not fleet.lost
+    older = replace(fleet.kept["a"], units=None)
+    damaged = replace(fleet.kept["b"], units=np.zeros(2, np.uint8))
+    fleet.kept |= {"a": older, "b": damaged}
+    del fleet.kept["c"]
+    for device in "abc":
+        assert np.array_equal(fleet.receive(device).counts, fleet.state.counts)
+    assert fleet.lost == [(4, "a"), (4, "b"), (4, "c")]
+
+
+@pytest.mark.parametrize("units", [np.zeros(2, np.uint8), np.full(3, 255, np.uint8), np.full(2, 1.0)])
+def test_units_of_a_damaged_downlink_are_refused(units: Any) -> None:
+    fleet = Fleet(pruning(), THREE, m=M)
+    for _ in range(2):
+        fleet.play(*"abc")
+    sent = fleet.method.downlink(fleet.course, 3, fleet.state, None)
+    with pytest.raises(PayloadError):
+        fleet.method.receive(
+            Assignment(fleet.course, 3, "new"), None, replace(sent, arrays={**sent.arrays, "units": units})
+        )
+    bare = {name: a for name, a in sent.arrays.items() if name != "units"}
+    with pytest.raises(LostError):
+        fleet.method.receive(Assignment(fleet.course, 3, "new"), None, Payload(bare))
+
+
+def test_moves_of_the_whole_network_are_refused_after_the_pruning() -> None:
+    dense, pruned = (Fleet(pruning(prune=p, prune_after=2), THREE, m=M) for p in (None, 0.5))
+    for fleet in (dense, pruned):
+        fleet.play(*"abc")
+        fleet.play(*"abc")
+    dense.play(*"abc")
+    with pytest.raises(PayloadError):
+        pruned.method.read_update(
+            Assignment(pruned.course, 3, "a"), pruned.state, None, dense.local["a"].update
+        )  # fmt: skip
+
+
+def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
+    def start(method: Lattice, m: Manifest = M, rounds: int = 9) -> Any:
+        return method.start(Course(model(m), 1, rounds, 3))
+
+    with pytest.raises(ConfigError, match="no channel groups"):
+        start(pruning(), mlp(6, 5, 3))
+    with pytest.raises(ConfigError, match="at least one of its own"):
+        start(pruning(prune_after=9))
+    with pytest.raises(ConfigError, match="'conv9'"):
+        start(pruning(prune_keep={"conv9": 0.5}))
+    start(Lattice(), mlp(6, 5, 3))
+    recurrent = replace(M.groups[0], consumers=(Consumer("lstm", "1.w", "1.b", reads=1),))
+    mixed = M.model_copy(update={"groups": (recurrent, M.groups[1])})
+    start(pruning(), mixed)  # the units that a recurrent layer reads stay
+    with pytest.raises(ConfigError, match="recurrent"):
+        start(pruning(prune_keep={"0": 0.5}), mixed)
+
+
+# --- personal models
+
+
+def personal(fleet: Fleet, device: str, received: Received) -> tuple[Task, Personal]:
+    task = fleet.task(device)
+    task = replace(task, assignment=replace(task.assignment, round=fleet.round + 1))
+    return task, fleet.method.personal(task, fleet.kept.get(device), received)
+
+
+@pytest.mark.parametrize("prune", [None, 0.5])
+def test_a_personal_model_is_trained_after_the_last_round_only(prune: float | None) -> None:
+    data = {d: clusters(M, i) for i, d in enumerate("abc")}
+    method = pruning(prune=prune, lr=0.05, personal_epochs=5)
+    fleet = Fleet(method, data, m=M, trainer=NumpyMlp(M), rounds=4)
+    for _ in range(4):
+        received = fleet.receive("a")
+        _, model_ = personal(fleet, "a", received)
+        as_received = received.net.personal(received.parameters, received.statistics)
+        assert np.array_equal(model_.parameters, as_received.parameters)
+        fleet.play(*"abc")
+    received = fleet.receive("a")
+    task, own = personal(fleet, "a", received)
+    whole = received.net.personal(received.parameters, received.statistics)
+    x, y = data["a"].x, data["a"].y
+
+    def loss(p: Personal) -> float:
+        return task.gradient(p.parameters, p.buffers, Batch(0, 0, x, y)).loss
+
+    assert loss(own) < 0.9 * loss(whole)
+    if prune is not None:
+        assert own.mask is not None
+        assert whole.mask is not None
+        assert np.array_equal(own.mask, whole.mask)
+
+
+def test_personal_training_that_diverges_leaves_the_global_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(pruning(personal_epochs=2), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M), rounds=3)
+    for _ in range(3):
+        fleet.play("a")
+    received = fleet.receive("a")
+
+    def diverge(*_: Any, **__: Any) -> Any:
+        raise DivergedError("too far", at_start=False)
+
+    monkeypatch.setattr(method_module, "train", diverge)
+    assert np.allclose(personal(fleet, "a", received)[1].parameters, whole_weights(fleet), atol=1e-5)
