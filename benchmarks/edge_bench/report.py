@@ -34,7 +34,7 @@ up, down: payload bytes a device sends and receives in a round; bits: the same
   rounds and the last downlink, with what is sent only once (bundle apart)"""
 
 CHOICE: Mapping[str, str] = {
-    "lattice": "first: FedAvg's score at few bytes; `prune` leaves small fast models",
+    "lattice": "first: FedAvg's score at few bytes, and small fast models",
     "fedavg": "when bytes cost nothing, and as the score to compare with",
     "coupled": "to learn masks of a good pre-trained network in few bytes",
     "fedmask": "to learn masks of frozen weights, each device its own structure",
