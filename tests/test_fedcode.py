@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rounds import Rounds, size
@@ -74,6 +76,9 @@ def test_a_late_device_receives_clusters_and_one_that_lost_its_model_says_so() -
         fleet.play(*devices)
     assert CLUSTERS in fleet.ask("a").arrays
     assert CLUSTERS not in fleet.ask("b").arrays
+    fleet.kept["b"] = replace(fleet.kept["b"], round=2)
+    with pytest.raises(LostError, match="no model of the last one"):
+        fleet.receive("b")
     del fleet.kept["b"]
     with pytest.raises(LostError):
         fleet.receive("b")
