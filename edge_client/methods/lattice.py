@@ -28,7 +28,7 @@ tensor, the federation's cohort K. Whole numbers merge without error, so a devic
 With `residual` the server keeps what is left: R += K / S * sum of m; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
 N += q, with a unit of 2.5 step / K. That sends fewer bits down, and is safe only when few devices of many take part.
 
-Where METHODS leaves it open: the cohort's figures (rms, loss) enter by their median, so that no single device sets
+The cohort's figures (rms, loss) enter by their median, so that no single device sets
 them; the mean number of samples is that of all reports so far.
 """
 

@@ -6,7 +6,7 @@ and statistics have no coordinate of a removed unit. `Network` also says where i
 A unit's score is ||incoming weights|| * ||outgoing weights|| in the server's own model, so no device sends anything
 for it. Where a batch-norm follows, its scale stands for the incoming weights, whose norm it cancels. Linear layers keep
 the share `prune` of their units. Convolutions keep the square root of that share: they have few of the parameters,
-and the same share for all cost 10 points (METHODS 1b). Units of recurrent layers stay.
+and the same share for all cost 10 points in a prototype on FEMNIST. Units of recurrent layers stay.
 """
 
 from __future__ import annotations
