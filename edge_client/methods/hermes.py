@@ -13,7 +13,8 @@ network: a removed unit is gone, with its bias, its batch-norm row and its slice
 Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters falls by `rate` a step until it
 is at most `target`, the last step not further than that (1, 5); units are removed by L2 norm, the same share of each
 layer, never of the last (4); a parameter becomes the mean over the round's devices that have it, whose weights are
-equal, and stays when none has (3). There is one global tensor: a cached one for each device was 12 points worse."""
+equal, and stays when none has (3). There is one global tensor: a cached one for each device was 12 points worse.
+"""
 
 from __future__ import annotations
 
