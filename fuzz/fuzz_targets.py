@@ -99,6 +99,9 @@ def coupling_targets(large: bool = False) -> list[Target]:
     return [*out, Target(f"flips d={d} without a model", read, data, d)]
 
 
+TABLES = 1 << 16  # bytes of the model's tables and of a small vector's lanes
+
+
 def lattice_targets(large: bool = False) -> list[Target]:
     """A device's numbers, and a whole vector."""
     rows = 1000 if large else 30
@@ -114,9 +117,7 @@ def lattice_targets(large: bool = False) -> list[Target]:
     out = []
     for label, numbers, what in (("up", found, known), ("whole", held, whole), ("whole sparse", found, whole)):
         data = lattice.encode(numbers, what)
-        out.append(
-            Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d)
-        )  # the lists of members
+        out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d + TABLES))
     return out
 
 

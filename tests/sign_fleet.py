@@ -18,6 +18,7 @@ from edge_client.bundle import F32, Manifest, Model, generate
 from edge_client.errors import LostError
 from edge_client.methods.signs import SignMasks, Update
 from edge_client.narrow import Kept
+from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Gradient, Trainer
@@ -96,6 +97,7 @@ class Fleet:
     def read(self, device: str, payload: Payload) -> Any:
         """The server's reading of an update of the round that is being played."""
         a = Assignment(self.course, self.round + 1, device)
+        payload = apart(payload)[0] if METRICS in payload.meta else payload
         return self.method.read_update(a, self.state, self.records.get(device), payload)
 
     def play(self, *devices: str, guard: Any = "none") -> None:
