@@ -21,7 +21,8 @@ A message says what happened, with which value, and what to do next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from reprlib import Repr
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,9 +126,21 @@ class Faults(Protocol):
         ...
 
 
-def first_fault(error: Faults, whole: str = "message") -> str:
-    """What was refused first: "FIELD = value: why". `whole` is said when it is no single field."""
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that was probably meant, as "; did you mean 'NAME'?"; "" when none is like it."""
+    near = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()) -> str:
+    """What was refused first: "FIELD = value: why".
+
+    `whole` is said when it is no single field; of the outermost fields' `names` one is suggested for an unknown one.
+    """
     first = error.errors()[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
     value = "" if first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
-    return f"{where}{value}: {first['msg']}"
+    why = first["msg"]
+    if first["type"] == "extra_forbidden":
+        why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
+    return f"{where}{value}: {why}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,15 @@ def test_wrong_usage_ends_with_code_2() -> None:
     wrong = run("join", "fleet.example.org", "--token", "t", "--data", "d.npz")
     assert wrong.returncode == ExitCode.CONFIG
     assert "not the address of a coordinator" in wrong.stderr
+
+
+def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    from coord_server.operator.cli import create
+
+    file = tmp_path / "fleet.toml"
+    file.write_text('bundle = "digit"\nrounds = 1\n')
+    with pytest.raises(ConfigError, match=rf"bundle = 'digit': there is no folder {re.escape(str(tmp_path))}/digit; "):
+        create(file)
 
 
 def test_a_bad_device_name_is_a_sentence_and_leaves_no_state_folder(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def test_a_method_that_is_not_there_is_named_before_anything_runs(tmp_path: Path
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="there is no reproduction 'huge'"):
         reproduce("huge")
+    with pytest.raises(ConfigError, match="no reproduction 'tine'; did you mean 'tiny'\\? see --list"):
+        reproduce("tine")
 
 
 # --- runs
@@ -209,6 +211,10 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
 ) -> None:
     reproduce(show=True)
     assert "none yet" in capsys.readouterr().out
+    reproduce("tiny", seeds=1, only="fast", validation=True)
+    capsys.readouterr()
+    reproduce(show=True)
+    assert "none yet" in capsys.readouterr().out
     reproduce("tiny", seeds=1, only="fedavg")
     capsys.readouterr()
     reproduce(show=True)
@@ -246,3 +252,13 @@ def test_the_page_has_each_result_and_names_what_was_not_run(tmp_path: Path) -> 
     assert table.rstrip() in page
     fedavg = next(line for line in table.splitlines() if line.startswith("| fedavg |"))
     assert "| 1x |" in fedavg
+
+
+def test_the_page_says_that_settings_were_chosen_only_where_several_were_tried(tmp_path: Path) -> None:
+    chosen = "Settings were chosen on the validation part among 2 "
+    for lr, said in ((0.02, False), (0.03, True)):
+        reproduce("tiny", seeds=1, only="fast", validation=True, changes=[f"fast.lr={lr}"])
+        page = results_page.page(tmp_path / "results")
+        assert (chosen in page) == said
+        assert "not run yet: digits" in page
+        assert "digits.png" not in page

@@ -175,7 +175,10 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_
     [
         ({"rounds": 0}, "rounds = 0"),
         ({"methods": {}}, "methods"),
-        ({"speed": 9}, "speed = 9"),
+        ({"alchemy": 9}, "alchemy = 9: there is no such setting$"),
+        ({"round": 9}, "round = 9: there is no such setting; did you mean 'rounds'\\?"),
+        ({"method": {"name": "fedavg"}}, r"has \[methods.NAME\] tables, one for each method"),
+        ({"methods": [{"name": "fedavg"}]}, r"has \[methods.NAME\] tables, one for each method"),
         ({"data": {"name": "imagenet"}}, "imagenet"),
     ],
 )
@@ -188,8 +191,19 @@ def test_an_unknown_method_backend_or_bundle_is_refused(bundle: Bundle, devices:
     for changes in ({"methods": {"alchemy": {}}}, {"backend": "abacus"}):
         with pytest.raises(ConfigError, match=r"alchemy|abacus"):
             run_all(config(**changes), bundle, devices)
-    with pytest.raises(BundleError, match="nowhere"):
+    with pytest.raises(BundleError, match=r"nowhere.*digits.*mlp-har"):
         find_bundle("nowhere")
+    with pytest.raises(BundleError, match="did you mean 'digits'"):
+        find_bundle("digit")
+
+
+def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('bundle = "nowhere"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\n[methods.fedmask]\n')
+    with pytest.raises(ConfigError, match="there is no method 'alchemy'"):
+        cli.simulate(file, method="fedmask,alchemy")
+    with pytest.raises(ConfigError, match=r"name a TOML file, e\.g\. benchmarks/configs/"):
+        cli.simulate(method="fedmask")
 
 
 def test_a_federation_that_cannot_run_says_where_it_stands(bundle: Bundle, devices: dict[str, DeviceData]) -> None:

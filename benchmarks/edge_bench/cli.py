@@ -82,8 +82,8 @@ def open_simulation(
     table for them. Raises ConfigError, BundleError or DataError.
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
-    if methods is not None:
-        tables = content.get("methods", {})
+    tables = content.get("methods", {})
+    if methods is not None and isinstance(tables, dict):
         content["methods"] = {label: tables.get(label, {}) for label in methods.split(",")}
     config = read_config(content)
     if only is not None:
@@ -92,6 +92,8 @@ def open_simulation(
         if unknown:
             raise ConfigError(f"{file} has no methods {unknown}; it has {sorted(config.methods)}")
         config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
+    for label, table in config.methods.items():  # a wrong name fails before data are read
+        make_method({"name": label, **table})
     bundle = find_bundle(config.bundle)
     return config, bundle, datasets.load(config.data, config.seed, bundle.manifest)
 
@@ -109,7 +111,9 @@ def _warn(console: Console, sentences: list[str]) -> None:
 
 
 def simulate(
-    config: Annotated[Path, typer.Argument(help="The simulation's TOML file; see benchmarks/configs.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="The simulation's TOML file (required); see benchmarks/configs.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every method's record and its rounds here.")
     ] = None,
@@ -127,6 +131,8 @@ def simulate(
     labels: Annotated[bool, typer.Option("--labels", help="Print how many labels of each class devices hold.")] = False,
 ) -> None:
     """Run federations on this machine, on the same engine and methods as the real thing, and compare them."""
+    if config is None:
+        raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
     if json_file is not None:
         check_writable(json_file)
     if plot is not None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import datasets, provenance, report, reproduction, results_page
@@ -223,12 +224,13 @@ def listing() -> Table:
     """One line for each reproduction."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("name", "what", "minutes", "results"):
-        table.add_column(head, justify="right" if head == "minutes" else "left", overflow="fold")
+        justify: JustifyMethod = "right" if head == "minutes" else "left"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
     for name in reproduction.names():
         r, file = reproduction.read(name), RESULTS / name / "result.json"
         state = "none yet"
-        if file.is_file():
-            stored = json.loads(file.read_text())
+        stored = json.loads(file.read_text()) if file.is_file() else {"runs": {}}
+        if stored["runs"]:
             state = f"committed, seeds {sorted({s for row in stored['summary'].values() for s in row['seeds']})}"
         table.add_row(name, r.title, str(r.minutes), state)
     return table

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_bench.simulate import SimulationConfig, read_config
-from edge_client.errors import ConfigError, first_fault
+from edge_client.errors import ConfigError, first_fault, suggestion
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -98,7 +98,7 @@ def names() -> list[str]:
 def read(name: str, full: bool = False) -> Reproduction:
     """The reproduction `name`, at the paper's scale when `full`. Raises ConfigError."""
     if name not in names():
-        raise ConfigError(f"there is no reproduction {name!r}; choose one of {names()}")
+        raise ConfigError(f"there is no reproduction {name!r}{suggestion(name, names()) or ';'} see --list")
     return parse((FOLDER / f"{name}.toml").read_text("utf-8"), name, full)
 
 

@@ -91,6 +91,9 @@ def tables(result: Mapping[str, Any]) -> str:
     for task, what in settings["tasks"].items():
         rows = {r["label"]: r for r in result["summary"].values() if r["task"] == task}
         seeds = sorted({seed for r in rows.values() for seed in r["seeds"]})
+        if not rows:
+            out.append(f"not run yet: {task}\n")
+            continue
         if len(settings["tasks"]) > 1:
             out.append(f"### {task}\n")
         out.append(
@@ -110,8 +113,13 @@ def tables(result: Mapping[str, Any]) -> str:
 
 def section(name: str, result: Mapping[str, Any]) -> str:
     """A reproduction's part of the page."""
-    tried = len(result["tried"])
-    chosen = f" Settings were chosen on the validation part among {tried} that the file lists." if tried else ""
+    attempts: dict[tuple[Any, Any], set[str]] = {}
+    for tried in result["tried"]:
+        about = tried.get("task"), tried.get("label")
+        attempts.setdefault(about, set()).add(json.dumps(tried.get("settings", tried)))
+    among = sum(len(own) for own in attempts.values() if len(own) > 1)
+    chosen = f" Settings were chosen on the validation part among {among} that the file lists." if among else ""
+    ran = {row["task"] for row in result["summary"].values()}
     lines = [
         f"## {name}: {result['title']}",
         "",
@@ -120,7 +128,11 @@ def section(name: str, result: Mapping[str, Any]) -> str:
         "",
         tables(result).rstrip(),
         "",
-        *(f"![{name}, {task}](../benchmarks/results/{name}/{task}.png)" for task in result["settings"]["tasks"]),
+        *(
+            f"![{name}, {task}](../benchmarks/results/{name}/{task}.png)"
+            for task in result["settings"]["tasks"]
+            if task in ran
+        ),
     ]
     if result["notes"]:
         lines += ["", result["notes"].strip()]
@@ -159,7 +171,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
     mpl.use("Agg")
     from matplotlib.figure import Figure
 
-    for task in result["settings"]["tasks"]:
+    for task in dict.fromkeys(run["task"] for run in result["runs"].values()):
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for i, label in enumerate(result["settings"]["methods"]):

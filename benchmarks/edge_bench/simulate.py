@@ -28,7 +28,7 @@ from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
+from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import FederationConfig, Round, Scores
 from edge_client.protocol.payload import Arrays
@@ -94,10 +94,14 @@ class Simulated:
 
 def read_config(data: Mapping[str, Any]) -> SimulationConfig:
     """Check a parsed TOML file. Raises ConfigError with the setting and its value."""
+    tables = data.get("methods")
+    if "method" in data or not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
+        raise ConfigError("a simulation has [methods.NAME] tables, one for each method")
     try:
         return SimulationConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"simulation setting {first_fault(error, 'table')}") from None
+        fault = first_fault(error, "table", SimulationConfig.model_fields)
+        raise ConfigError(f"simulation setting {fault}") from None
 
 
 def find_bundle(name: str) -> Bundle:
@@ -108,7 +112,16 @@ def find_bundle(name: str) -> Bundle:
     packaged = BUNDLES / name
     if (packaged / MANIFEST).is_file():
         return Bundle.open(packaged)
-    return open_named(name) if name in NAMES else Bundle.open(Path(name))
+    if name in NAMES:
+        return open_named(name)
+    folder = Path(name)
+    if not (folder / MANIFEST).is_file():
+        names = [*sorted(path.parent.name for path in BUNDLES.glob(f"*/{MANIFEST}")), *NAMES]
+        raise BundleError(
+            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
+            f"{', '.join(names)}{suggestion(name, names)}"
+        )
+    return Bundle.open(folder)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+DIGEST = re.compile("[0-9a-f]{64}")
 REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
 WHOLE: dict[str, tuple[str, ...]] = {  # columns of unbroken words
     "phase": get_args(Phase),
@@ -81,7 +83,8 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
     try:
         return FederationConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(f"{where}, {first_fault(error, 'settings')}") from None
+        fault = first_fault(error, "settings", FederationConfig.model_fields)
+        raise ConfigError(f"{where}, {fault}") from None
 
 
 def _show(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
@@ -150,8 +153,15 @@ def create(
     settings = read_settings(file)
     folder = bundle
     named = settings.get("bundle")
-    if folder is None and isinstance(named, str) and (file.parent / named).is_dir():
-        folder = file.parent / named
+    if folder is None and isinstance(named, str):
+        there = file.parent / named
+        if there.is_dir():
+            folder = there
+        elif not DIGEST.fullmatch(named):
+            raise ConfigError(
+                f"{file}, bundle = {named!r}: there is no folder {there.resolve()}; give a bundle's folder (relative "
+                "to the file) or the digest of an uploaded one"
+            )
     # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
     with _operator(url, token_file) as operator:

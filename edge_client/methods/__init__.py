@@ -196,4 +196,4 @@ def make_method(config: dict[str, Any]) -> Method:
     try:
         return make(**settings)
     except ValidationError as error:
-        raise ConfigError(f"method {name!r}, setting {first_fault(error)}") from None
+        raise ConfigError(f"method {name!r}, setting {first_fault(error, names=make.model_fields)}") from None

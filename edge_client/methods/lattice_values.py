@@ -98,16 +98,6 @@ class Total:
     rms: list[F32] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What local training leaves."""
-
-    parameters: F32
-    buffers: F32
-    loss: float
-    gain: float
-
-
 def cut(kept: Kept | None, net: Network) -> Kept | None:
     """What a device kept of the whole network, as that of the smaller one."""
     if kept is None or net.units is None or kept.units is not None or kept.counts.size != net.whole_size:
