@@ -22,8 +22,8 @@ PERSONAL_RATE = 1 / 3  # of the rounds' rate
 class Settings(Method):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(gt=0, le=10_000)] = 10.0
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 25 is thrifty."""
+    quantum: Annotated[float, Field(gt=0, le=10_000)] = 5.0
+    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
     lr: Annotated[float, Field(gt=0, le=1000)] | None = None
