@@ -18,7 +18,7 @@ from edge_client.training.sgd import Sgd
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
-from edge_bench.simulate import BUNDLES
+from edge_bench.simulate import BUNDLES  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from exported import SHARED, spread  # noqa: E402
 from exported import exported as exported_once  # noqa: E402
