@@ -225,7 +225,7 @@ def test_the_sizes_of_a_target_follow_from_the_outputs_when_they_are_not_given(t
         made(Tagger(), letters, kind="classification")
     with pytest.raises(ModelError, match=r"shape \[n, 5\] do not suit a sequence target"):
         made(nn.Linear(2, 5), pair, kind="sequence", classes=5)
-    with pytest.raises(ModelError, match="do not suit a regression target: classes = 3: Extra"):
+    with pytest.raises(ModelError, match="do not suit a regression target: classes = 3: there is no such setting"):
         made(nn.Linear(2, 5), pair, kind="regression", classes=3)
     with pytest.raises(ModelError, match="there is no target 'divination'"):
         made(nn.Linear(2, 5), pair, kind="divination")

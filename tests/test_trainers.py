@@ -18,6 +18,7 @@ from edge_client.training.sgd import Sgd
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
+from edge_bench.simulate import BUNDLES  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from exported import SHARED, spread  # noqa: E402
 from exported import exported as exported_once  # noqa: E402
@@ -284,7 +285,7 @@ def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytes
         return open_session(graph, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
-    bundle = Bundle.open(Path(models.__file__).parent / "bundles" / "digits")
+    bundle = Bundle.open(BUNDLES / "digits")
     x = np.zeros((1, *bundle.manifest.input.shape), np.float32)
     start = bundle.model()
     try:
