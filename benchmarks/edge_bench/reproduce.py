@@ -317,7 +317,7 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
         except MaskfleetError:  # a method or a bundle of another cell is not there
             continue
         if sha in done:
-            current[cell.name] = done[sha]
+            current[cell.name] = {**done[sha], "label": cell.label}  # the file may have renamed its method
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
     result = merge(name, r, command, current, tried, full)
