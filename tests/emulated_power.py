@@ -50,7 +50,7 @@ def pulses(low: float, high: float, period: float, duty: float, seconds: float) 
     return Truth(np.array([*edges, max(seconds, edges[-1] + 1.0)]), np.array([*levels, low]))
 
 
-SECONDS = 60.0
+SECONDS = 40.0
 SHAPES: dict[str, Truth] = {
     "constant": constant(4.0, SECONDS + 5),
     "ramp": ramp(0.5, 9.0, SECONDS + 5),

@@ -20,8 +20,7 @@ CLASS = "sys/class/hwmon"
 JETSON_NEW, JETSON_OLD = "sys/bus/i2c/drivers/ina3221", "sys/bus/i2c/drivers/ina3221x"
 WHOLE = re.compile(r"VDD_IN|POM_5V_IN|VIN_SYS|total|system|PSYS|SOCKET|board", re.IGNORECASE)
 BATTERY = re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE)
-PERIOD = 0.05
-JETSON_PERIOD = 0.02
+PERIOD = 0.02
 ACCURACY = Accuracy(0.02, 0.01, 0.001)
 
 
@@ -96,12 +95,12 @@ def _usable(every: list[Rail]) -> str:
     return ""
 
 
-def _meter(name: str, where: str, every: list[Rail], period: float) -> Meter:
+def _meter(name: str, where: str, every: list[Rail]) -> Meter:
     def watts() -> float:
         return sum(rail.watts() for rail in every)
 
     what = f"{where}, {', '.join(rail.label for rail in every)}"
-    return Polled(name, what, watts, "W", period, ACCURACY)
+    return Polled(name, what, watts, "W", PERIOD, ACCURACY)
 
 
 def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
@@ -122,7 +121,7 @@ def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
             continue
         why = _usable(every)
         if not why:
-            return _meter("hwmon", f"{folder.name} ({name})", every, PERIOD)
+            return _meter("hwmon", f"{folder.name} ({name})", every)
         said.append(why)
     if asked is not None and not said:
         said.append(f"there is no sensor {asked!r} among {[_text(f / 'name') or f.name for f in folders]}")
@@ -143,7 +142,7 @@ def find_jetson(options: Options, root: Path = Path("/")) -> Meter:
     why = _usable(every)
     if why:
         raise MeterError(why)
-    return _meter("jetson", "INA3221 of the board", every, JETSON_PERIOD)
+    return _meter("jetson", "INA3221 of the board", every)
 
 
 JETSON = Family(find_jetson, 10)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from edge_client.errors import MeterError
 from edge_client.measure.energy import Accuracy, Trace, lost, unwrapped
 
+DITHER = 0.24  # of a period: two readings are then less than `energy.LATE` periods apart
 Now = Callable[[], float]
 Wait = Callable[[float], bool]
 """Pause so many seconds; True when it is time to stop."""
@@ -29,11 +31,11 @@ class Readings:
 
 
 def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Readings:
-    """Read every `period` seconds until `wait` says stop, and once more then.
+    """Read about every `period` seconds until `wait` says stop, and once more then.
 
-    A reading's time is the middle of the call. A reading that raises OSError is lost. A late reading delays the next.
+    Intervals vary by a quarter, so that a load that repeats does not beat with the readings. A reading's time is the middle of the call. A reading that raises OSError is lost. A late reading delays the next.
     """
-    found, due, stopped = Readings(), now(), False
+    found, due, stopped, chance = Readings(), now(), False, Random(0)
     while True:
         before = now()
         try:
@@ -48,7 +50,7 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
         if stopped:
             return found
         due = max(due + period, now())
-        stopped = wait(max(due - now(), 0.0))
+        stopped = wait(max(due + DITHER * period * chance.uniform(-1, 1) - now(), 0.0))
 
 
 @dataclass
