@@ -72,9 +72,9 @@ def connect(serial: str | None = None) -> Adb:
         raise AdbError(f"adb lists several devices, {', '.join(found)}; choose one with --adb SERIAL")
     chosen = serial or next(iter(found), None)
     if chosen is None or chosen not in found:
-        raise AdbError(
-            f"adb lists {', '.join(found) or 'no device'}; connect the phone and switch on USB debugging"
-        )
+        raise AdbError(f"adb lists {', '.join(found) or 'no device'}; connect the phone and switch on USB debugging")
     if found[chosen] != "device":
-        raise AdbError(f"{chosen} is {found[chosen]}; confirm this computer on the phone's screen, then run: adb devices")
+        raise AdbError(
+            f"{chosen} is {found[chosen]}; confirm this computer on the phone's screen, then run: adb devices"
+        )
     return Adb(chosen, program)

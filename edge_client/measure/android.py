@@ -138,7 +138,9 @@ def find_odpm(options: Options) -> Meter:
     try:
         parse_rails(adb.shell(FILES), wanted)
         return Rails(adb, wanted)
-    except (AdbError, OSError):
+    except OSError as error:
+        raise MeterError(f"{error}; choose others by rails=PATTERN") from None
+    except AdbError:
         pass  # the files are for the shell user on some builds only
     try:
         parse_dump(adb.shell(DUMP), wanted)

@@ -176,9 +176,7 @@ def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Met
             continue
         what = f"INA219 at {address:#x} of I2C bus {bus_number}, shunt {shunt:g} ohm"
         accuracy = Accuracy(0.012, 1e-4 / shunt * SUPPLY, sensor.power_step)
-        return Polled(
-            "ina219", what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped
-        )
+        return Polled("ina219", what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped)
     bus.close()
     raise MeterError(_absent("INA219", bus_number, options))
 
