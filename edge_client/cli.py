@@ -58,6 +58,9 @@ def join(
     max_parameters: Annotated[
         int, typer.Option(min=1, help="Most parameters of a model; a larger one is refused before it takes memory.")
     ] = 1 << 25,
+    meter: Annotated[
+        str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
+    ] = "auto",
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
@@ -83,6 +86,7 @@ def join(
         personal=personal,
         max_parameters=max_parameters,
         secret=secret,
+        meter=meter,
     )
     try:
         result = client.run(rounds, once, say)

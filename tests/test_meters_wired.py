@@ -43,7 +43,7 @@ class Phone:
             'echo "$*" >> calls\n'
             'case "$*" in\n'
             "  devices) cat devices;;\n"
-            '  *"iio:device"*) if [ -f energy_value ]; then cat energy_value; else echo "Permission denied" >&2; exit 1; fi;;\n'
+            '  *"iio:device"*) cat energy_value || exit 1;;\n'
             '  *IPowerStats*) if [ -f dump ]; then cat dump; else echo "Can\'t find service" >&2; exit 1; fi;;\n'
             "  *current_now*dumpsys*) cat current battery;;\n"
             '  *current_now*) if [ -f current ]; then cat current; else echo "Unknown"; fi;;\n'

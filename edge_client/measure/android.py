@@ -25,6 +25,7 @@ FILES = "cat /sys/bus/iio/devices/iio:device*/energy_value"
 DUMP = "dumpsys android.hardware.power.stats.IPowerStats/default"
 ROW = re.compile(r"CH(\d+)\(T=(\d+)\)\[([^\]]+)\],\s*(\d+)")
 DUMPED = re.compile(r"\[([^\]]+)\]\S*\s+([\d.]+) mWs")
+PLUGS = ("AC powered", "USB powered", "Wireless powered", "Dock powered")
 PERIOD = 0.5  # seconds: a command through adb takes a tenth
 RAIL_ACCURACY = Accuracy(0.02, 0.0, 1e-6)
 DUMP_ACCURACY = Accuracy(0.02, 0.0, 0.1)  # dumpsys prints counters through float32
@@ -101,7 +102,7 @@ class Rails:
 def battery_watts(adb: Adb) -> Callable[[], float]:
     """A reading of the battery's power. Raises MeterError when the phone does not tell its current or is charged."""
     state = dict(re.findall(r"^\s*([\w ]+): (\S+)", adb.shell("dumpsys battery"), re.MULTILINE))
-    powered = [name for name in ("AC powered", "USB powered", "Wireless powered", "Dock powered") if state.get(name) == "true"]  # fmt: skip
+    powered = [name for name in PLUGS if state.get(name) == "true"]
     if powered:
         raise MeterError(
             f"phone {adb.serial} is charged ({powered[0]}), so its battery's current is not what it takes; run: "

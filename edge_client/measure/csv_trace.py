@@ -32,7 +32,10 @@ QUANTITIES = {
     "amps": re.compile(r"curr|amp|ibus|^i\b|^a\b|\(m?a\)|\[m?a\]", re.IGNORECASE),
 }
 MILLI = re.compile(r"(?<![a-z])m[wva](?![a-z])|milli", re.IGNORECASE)
-TIMES = ((re.compile(r"(?<![a-z])(us|µs|microseconds?)(?![a-z])", re.I), 1e-6), (re.compile(r"(?<![a-z])(ms|milliseconds?)(?![a-z])", re.I), 1e-3))  # fmt: skip
+TIMES = (
+    (re.compile(r"(?<![a-z])(us|µs|microseconds?)(?![a-z])", re.IGNORECASE), 1e-6),
+    (re.compile(r"(?<![a-z])(ms|milliseconds?)(?![a-z])", re.IGNORECASE), 1e-3),
+)
 ROWS = 2  # the fewest rows of a recording
 ACCURACY = Accuracy(0.01, 0.005, 0.001)
 
@@ -50,8 +53,8 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     head = next((i for i, row in enumerate(rows) if _columns(row)), None)
     if head is None:
         raise MeterError(
-            f"{where} has no line of column names with a time and a power, or a voltage and a current; name the columns "
-            "like: time (s), power (W)"
+            f"{where} has no line of column names with a time and a power, or a voltage and a current; name the "
+            "columns like: time (s), power (W)"
         )
     names = rows[head]
     columns = _columns(names)

@@ -1,7 +1,7 @@
 """Energy: what a meter is, what it records, and the joules of a window of time.
 
-A meter is started and stopped; it gives a `Trace`: values at times of this machine's `time.monotonic`. Values are watts,
-or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle` subtracts what
+A meter is started and stopped; it gives a `Trace`: values at times of this machine's `time.monotonic`. Values are
+watts, or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle` subtracts what
 the machine takes anyway. Each result carries an error estimate, and says how many samples were lost.
 """
 
@@ -31,6 +31,9 @@ class Accuracy:
     step: float = 0.0
 
 
+EXACT = Accuracy()
+
+
 @dataclass(frozen=True)
 class Trace:
     """A recording. `times` float64[n] rises, `values` float64[n] are watts ("W") or joules counted ("J").
@@ -43,7 +46,7 @@ class Trace:
     values: F64
     unit: Literal["W", "J"]
     period: float
-    accuracy: Accuracy = Accuracy()
+    accuracy: Accuracy = EXACT
     lost: int = 0
     clipped: int = 0
     skew: float = 0.0

@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from edge_client.errors import MeterError
+from edge_client.errors import ConfigError, MeterError
 from edge_client.measure.energy import Accuracy, Meter
 from edge_client.measure.meters import Family, Options, number
 from edge_client.measure.polling import Polled
 
+T = TypeVar("T", "Ina219", "Ina3221")
 RESET, CONFIG = 0x8000, 0x00
 PERIOD = 0.02  # seconds: both chips are set to average for 14 to 17 ms
 SUPPLY = 5.0  # volts assumed where an error of the shunt voltage is given in watts
@@ -159,49 +160,61 @@ def _setting(options: Options) -> tuple[int, float]:
     return int(number(options, "bus", 1, -1)), number(options, "shunt", 0.1)
 
 
-def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
-    """An INA219 at `address`, else at 0x40 to 0x4F. Unless it is named, only one in its state after a reset is taken."""
-    bus_number, shunt = _setting(options)
-    bus = opens(bus_number)
+def _look(
+    bus: Bus, options: Options, addresses: range, known: Callable[[Chip], bool], make: Callable[[Chip], T]
+) -> T | None:
+    """The first chip that is known by its marks, or the one whose address is given, set up; None without any."""
     asked = "address" in options
-    first = int(number(options, "address", 0x40))
-    for address in (first,) if asked else range(0x40, 0x50):
+    for address in (int(number(options, "address", 0)),) if asked else addresses:
         chip = Chip(bus, address)
         try:
-            if not asked and (chip.unsigned(CONFIG) != AT_RESET or chip.unsigned(MAKER) == MAKER_IS):
-                continue
-            sensor = Ina219(chip, shunt, number(options, "amps", 3.2))
-            sensor.set_up()
-        except OSError:
+            if known(chip):
+                sensor = make(chip)
+                sensor.set_up()
+                return sensor
+        except OSError:  # no chip answers there
             continue
-        what = f"INA219 at {address:#x} of I2C bus {bus_number}, shunt {shunt:g} ohm"
-        accuracy = Accuracy(0.012, 1e-4 / shunt * SUPPLY, sensor.power_step)
-        return Polled("ina219", what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped)
     bus.close()
-    raise MeterError(_absent("INA219", bus_number, options))
+    return None
+
+
+def _meter(name: str, sensor: Ina219 | Ina3221, where: str, accuracy: Accuracy) -> Meter:
+    what = f"{name.upper()} at {sensor.chip.address:#x} of I2C bus {where}, shunt {sensor.shunt:g} ohm"
+    return Polled(name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped)
+
+
+def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
+    """An INA219 at `address`, else at 0x40 to 0x4F. Unless it is named, only one in its state after a reset is taken."""
+    number_of_bus, shunt = _setting(options)
+    amps = number(options, "amps", 3.2)
+
+    def known(chip: Chip) -> bool:
+        return "address" in options or (chip.unsigned(CONFIG) == AT_RESET and chip.unsigned(MAKER) != MAKER_IS)
+
+    found = _look(opens(number_of_bus), options, range(0x40, 0x50), known, lambda chip: Ina219(chip, shunt, amps))
+    if found is None:
+        raise MeterError(_absent("INA219", number_of_bus, options))
+    return _meter("ina219", found, str(number_of_bus), Accuracy(0.012, 1e-4 / shunt * SUPPLY, found.power_step))
 
 
 def find_ina3221(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
     """An INA3221 at `address`, else at 0x40 to 0x43, known by its maker's and die's numbers."""
-    bus_number, shunt = _setting(options)
-    bus = opens(bus_number)
-    channels = tuple(int(c) for c in options.get("channels", "123") if c in "123") or CHANNELS
-    first = int(number(options, "address", 0x40))
-    for address in (first,) if "address" in options else range(0x40, 0x44):
-        chip = Chip(bus, address)
-        try:
-            if (chip.unsigned(MAKER), chip.unsigned(DIE)) != (MAKER_IS, DIE_IS):
-                continue
-            sensor = Ina3221(chip, shunt, channels)
-            sensor.set_up()
-        except OSError:
-            continue
-        names = ", ".join(map(str, channels))
-        what = f"INA3221 at {address:#x} of I2C bus {bus_number}, channels {names}, shunts {shunt:g} ohm"
-        accuracy = Accuracy(0.012, 8e-5 / shunt * SUPPLY, SHUNT3_STEP / shunt * SUPPLY)
-        return Polled("ina3221", what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped)
-    bus.close()
-    raise MeterError(_absent("INA3221", bus_number, options))
+    number_of_bus, shunt = _setting(options)
+    text = options.get("channels", "123")
+    if not text or set(text) - set("123"):
+        raise ConfigError(f"channels={text}: some of 1, 2 and 3 are due, like 13")
+    channels = tuple(sorted({int(c) for c in text}))
+
+    def known(chip: Chip) -> bool:
+        return (chip.unsigned(MAKER), chip.unsigned(DIE)) == (MAKER_IS, DIE_IS)
+
+    bus = opens(number_of_bus)
+    found = _look(bus, options, range(0x40, 0x44), known, lambda chip: Ina3221(chip, shunt, channels))
+    if found is None:
+        raise MeterError(_absent("INA3221", number_of_bus, options))
+    where = f"{number_of_bus}, channels {', '.join(map(str, channels))}"
+    step = SHUNT3_STEP / shunt * SUPPLY
+    return _meter("ina3221", found, where, Accuracy(0.012, 8e-5 / shunt * SUPPLY, step))
 
 
 def _absent(chip: str, bus: int, options: Options) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from edge_client.errors import MeterError
-from edge_client.measure.energy import Accuracy, Trace, lost, unwrapped
+from edge_client.measure.energy import EXACT, Accuracy, Trace, lost, unwrapped
 
 DITHER = 0.24  # of a period: two readings are then less than `energy.LATE` periods apart
 Now = Callable[[], float]
@@ -65,7 +65,7 @@ class Polled:
     read: Callable[[], float]
     unit: Literal["W", "J"]
     period: float
-    accuracy: Accuracy = Accuracy()
+    accuracy: Accuracy = EXACT
     span: float = np.inf
     clipped: Callable[[], int] = lambda: 0
     at_end: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""A sync pulse: bursts of load in a known pattern, which are found again in the recording of a meter with its own clock.
+"""A sync pulse: bursts of load in a known pattern, found again in the recording of a meter with its own clock.
 
 The pattern is Barker's of length 13, whose correlation with itself has one peak. `emit` plays it on the processor;
 `locate` finds where a recording has it.
@@ -88,8 +88,8 @@ def locate(times: F64, watts: F64, pulse: Pulse, low: float | None = None, high:
     at = int(np.argmax(likeness))
     if likeness[at] < CLEAR:
         raise MeterError(
-            f"no sync pulse in the recording: the best place is {likeness[at]:.2f} like it, {CLEAR} is due; use a meter "
-            f"of more than {2 / pulse.chip:.0f} samples a second, and let nothing else run"
+            f"no sync pulse in the recording: the best place is {likeness[at]:.2f} like it, {CLEAR} is due; use a "
+            f"meter of more than {2 / pulse.chip:.0f} samples a second, and let nothing else run"
         )
     shift = 0.0
     if 0 < at < len(likeness) - 1:  # the peak between grid points, by a parabola
