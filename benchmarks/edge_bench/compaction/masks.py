@@ -142,7 +142,8 @@ def _calibrate(module: nn.Module, case: Case, masks: dict[str, Tensor], paramete
     for part in norms:
         part.momentum = 0.1
         mean, variance = part.running_mean, part.running_var
-        assert mean is not None and variance is not None
+        assert mean is not None
+        assert variance is not None
         constant = variance < 1e-9
         mean += 0.2 * variance.sqrt() * torch.empty_like(mean).uniform_(-1, 1)
         variance *= torch.empty_like(variance).uniform_(0.7, 1.5)

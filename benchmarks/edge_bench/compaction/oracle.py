@@ -197,8 +197,8 @@ class _Watch(TorchFunctionMode):
 
 
 def _attention(
-    watch: _Watch, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, **_: Any,
+    watch: _Watch, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     scores = watch.product(q, k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
     if is_causal:

@@ -100,9 +100,7 @@ def _concat() -> nn.Module:
         y = torch.cat([torch.relu(m.a(y)), m.b(y), x, functional.max_pool2d(y, 3, 1, 1)], 1)
         return m.head(torch.relu(m.c(y)))
 
-    return Net(
-        wiring, stem=conv(3, 12), a=conv(12, 8, 1), b=conv(12, 10), c=conv(8 + 10 + 3 + 12, 14), head=pooled(14)
-    )
+    return Net(wiring, stem=conv(3, 12), a=conv(12, 8, 1), b=conv(12, 10), c=conv(8 + 10 + 3 + 12, 14), head=pooled(14))
 
 
 def _concat_sum() -> nn.Module:
@@ -172,7 +170,7 @@ def _shuffled(groups: int = 4) -> nn.Module:
 
     def wiring(m: Net, x: Tensor) -> Tensor:
         y = torch.relu(m.a(m.stem(x)))
-        n, c, h, w = y.shape
+        c, h, w = y.shape[1:]
         y = y.reshape(-1, groups, c // groups, h, w).transpose(1, 2).reshape(-1, c, h, w)
         return m.head(torch.relu(m.b(y)))
 
@@ -191,8 +189,9 @@ def _depthwise() -> nn.Module:
 def _multiplier() -> nn.Module:
     """Depthwise layers with two outputs for each channel."""
     return nn.Sequential(
-        normed(3, 16), normed(16, 32, groups=16), normed(32, 24, 1), normed(24, 48, groups=24), normed(48, 12, 1), pooled(12)
-    )
+        normed(3, 16), normed(16, 32, groups=16), normed(32, 24, 1), normed(24, 48, groups=24), normed(48, 12, 1),
+        pooled(12),
+    )  # fmt: skip
 
 
 def _inverted() -> nn.Module:
@@ -221,9 +220,7 @@ def _shared() -> nn.Module:
         a, b = torch.relu(m.both(y)), torch.relu(m.both(m.other(y)))
         return m.head(a - b)
 
-    return Net(
-        wiring, stem=normed(3, 12), again=conv(12, 12), both=conv(12, 16), other=conv(12, 12), head=pooled(16)
-    )
+    return Net(wiring, stem=normed(3, 12), again=conv(12, 12), both=conv(12, 16), other=conv(12, 12), head=pooled(16))
 
 
 def _siamese() -> nn.Module:
@@ -291,7 +288,9 @@ def _gates() -> nn.Module:
 
 
 def _squeeze_excite() -> nn.Module:
-    return nn.Sequential(normed(3, 16), SqueezeExcite(16, 8), normed(16, 20, stride=2), SqueezeExcite(20, 8), pooled(20))
+    return nn.Sequential(
+        normed(3, 16), SqueezeExcite(16, 8), normed(16, 20, stride=2), SqueezeExcite(20, 8), pooled(20)
+    )
 
 
 def _spatial_gate() -> nn.Module:

@@ -46,9 +46,7 @@ def _functional() -> nn.Module:
         y = functional.scaled_dot_product_attention(q, k, v)
         return m.head((x + m.out(_joined(y))).mean(1))
 
-    return Net(
-        wiring, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES)
-    )
+    return Net(wiring, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES))
 
 
 def _einsum() -> nn.Module:
@@ -170,9 +168,7 @@ def _ids(make: Callable[..., nn.Module]) -> nn.Module:
     def wiring(m: Net, x: Tensor) -> Tensor:
         return m.head(m.cells(m.embedding(x))[0])
 
-    return Net(
-        wiring, embedding=nn.Embedding(30, 8), cells=make(8, 20, 1, batch_first=True), head=nn.Linear(20, 30)
-    )
+    return Net(wiring, embedding=nn.Embedding(30, 8), cells=make(8, 20, 1, batch_first=True), head=nn.Linear(20, 30))
 
 
 FEATURES, STATES = (STEPS, 16), (STEPS, 8)
@@ -189,7 +185,7 @@ CASES = (
     Case("perceptron over steps", _perceptron, FEATURES, ("head",), quick=True),
     Case("gated perceptron", _gated, FEATURES, ("head",)),
     Case("mixer", _mixer, FEATURES, ("head",), needs="layers over steps: places are channels there"),
-    Case("first token", _first_token, FEATURES, ("head",), needs="all but one token of the last block influence nothing"),
+    Case("first token", _first_token, FEATURES, ("head",), needs="one token of the last is read"),
     Case("lstm", lambda: _recurrent(nn.LSTM, 1, False, True), STATES, ("head",), quick=True),
     Case("lstm of two layers", lambda: _recurrent(nn.LSTM, 2, False, False), STATES, ("head",)),
     Case("lstm both ways", lambda: _recurrent(nn.LSTM, 1, True, False), STATES, ("head",)),
