@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,6 +81,19 @@ def processor(root: Path = Path("/")) -> str:
         table.setdefault(key.strip(), value.strip())
     named = next((table[name] for name in CPU_NAMES if table.get(name)), None)
     return named or platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" when tracked files differ from it; empty outside a checkout."""
+    if not (Path(__file__).parents[2] / ".git").exists():  # installed, perhaps below another project's checkout
+        return ""
+    words = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def state() -> dict[str, Any]:
