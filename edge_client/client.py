@@ -91,8 +91,9 @@ class Client:
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
     UnreachableError; `poll` the longest it may hold a request for work; `personal` where the personal model is written
     (default: `personal.onnx` in the state folder). A model with more than `max_parameters` parameters and statistics is
-    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `secret` fixes the device's own randomness, for experiments that must be
-    repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
+    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `secret`
+    fixes the device's own randomness, for experiments that must be repeatable; None draws it at the enrolment.
+    `transport` is httpx's, a seam for tests.
     """
 
     url: str = field(kw_only=False)

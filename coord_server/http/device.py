@@ -187,7 +187,8 @@ async def upload_update(
     known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
     if known is None:
         bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
-        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, request.stream(), maskfleet_cost)
+        body = request.stream()
+        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
         receipt, released = await _with_work(calling, receipt, wait)
         answer = _json(receipt, 201, released)
     else:  # its sender reads the answer only after sending the whole body: answer at once

@@ -70,9 +70,10 @@ class Uploads:
         body: AsyncIterator[bytes],
         cost: str | None = None,
     ) -> Receipt:
-        """Receive, check, commit, acknowledge; `cost` is the header beside the update, checked before. Raises Refusal, StateError.
+        """Receive, check, commit, acknowledge; `cost` is the header beside the update, checked before.
 
-        A refused update leaves nothing behind. A checked one is committed even when the caller disconnects.
+        Raises Refusal, StateError. A refused update leaves nothing behind. A checked one is committed even when the
+        caller disconnects.
         """
         event = Updated(self._commits.clock(), round_, device, lease, sha256)
         incoming = self._store.blobs.receive(self._values.shelf("updates", round_))

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -120,7 +121,8 @@ def _text(adb: Adb, command: str) -> str:
 def state(adb: Adb) -> dict[str, Any]:
     """How the phone is now: the battery's temperature, the mean of the clocks, the load."""
     celsius = re.search(r"temperature: (\d+)", _text(adb, "dumpsys battery"))
-    clocks = [int(v) for v in _text(adb, "cat /sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq").split() if v.isdigit()]  # fmt: skip
+    words = _text(adb, "cat /sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq").split()
+    clocks = [int(v) for v in words if v.isdigit()]
     load = _text(adb, "cat /proc/loadavg").split()
     return {
         "celsius": None if celsius is None else int(celsius[1]) / 10,
@@ -154,7 +156,8 @@ def rows(
         for turn in range(-1, TURNS):  # the first one warms the phone up and is not counted
             say(f"turn {turn + 1} of {TURNS}, {threads} thread{'s' * (threads > 1)}")
             for v in variants:
-                got = RUNNERS[engine_of(v.file)](adb, runner, v.file.name, threads, each if turn >= 0 else settings.warm_up)  # fmt: skip
+                start = RUNNERS[engine_of(v.file)]
+                got = start(adb, runner, v.file.name, threads, each if turn >= 0 else max(settings.warm_up, 1))
                 if turn >= 0:
                     turns[v.name].append(got)
         for v in variants:
@@ -184,7 +187,7 @@ def _energy(adb: Adb, runner: str, variant: Variant, threads: int, runs: int, me
             marks.append(time.monotonic())
         finally:
             trace = meter.stop()
-        before, busy, after = (joules(trace, a, b) for a, b in zip(marks, marks[1:], strict=False))
+        before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
     except MeterError as error:
         return {"energy_fault": str(error)}
     above, calls = above_idle(busy, [before, after]), len(turn.ms)

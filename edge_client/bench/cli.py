@@ -48,7 +48,7 @@ class _WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_WithDefault,
-    help="Measure models on this machine or a phone: latency, memory, energy, training.",
+    help="Measure models: latency, memory, energy, training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def block(call: Callable[[], object], seconds: float, meter: Meter) -> tuple[Ene
         marks.append(time.monotonic())
     finally:
         trace = meter.stop()
-    before, busy, after = (joules(trace, a, b) for a, b in zip(marks, marks[1:], strict=False))
+    before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
     return above_idle(busy, [before, after]), calls
 
 
@@ -120,7 +121,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return float(f"{np.median(known):.4g}") if known else None
 
 
-def of_files(variants: Sequence[Variant], dense: str = "dense") -> dict[str, Any]:
+def of_files(variants: Sequence[Variant]) -> dict[str, Any]:
     """Bytes and multiply-adds of each variant's file, which no thread changes, and what it is."""
     found = {}
     for variant in variants:

@@ -1,4 +1,4 @@
-"""A report's picture (extra `bench`): latency of each row with its intervals, memory, and joules where there are any."""
+"""A report's picture (extra `bench`): latency of each row with its intervals, memory, and joules if there are any."""
 
 from __future__ import annotations
 

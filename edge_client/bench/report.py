@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 BAR = 28  # characters of the longest bar
-HEADS = (
-    "variant", "engine", "threads", "p50 ms", "p90", "p99", "CV", "CPU ms", "peak MB", "model MB", "file kB", "MMACs",
-    "first ms", "mJ",
-)  # fmt: skip
+TIMES = ("variant", "engine", "thr", "p50 ms", "95 %", "p90", "p99", "CV", "CPU ms", "faster")
+SIZES = ("variant", "thr", "peak MB", "model MB", "file kB", "MMACs", "import ms", "first ms", "mJ")
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -23,20 +22,25 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
-def row_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One row as text, in the order of `HEADS`."""
-    wall, about = row["wall_ms"], report["variants"][row["variant"]]
+def time_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row's times as text, in the order of `TIMES`."""
+    wall, cpu = row["wall_ms"], row.get("cpu_ms")
     low, high = wall["p50_interval"]
-    joules, error = row.get("joules"), row.get("joules_error")
     return (
-        row["variant"], row["engine"], str(row["threads"]),
-        f"{figure(wall['p50'])} [{figure(low)}, {figure(high)}]", figure(wall["p90"]), figure(wall["p99"]),
-        f"{100 * wall['cv']:.0f} %",
-        figure(None if row.get("cpu_ms") is None else row["cpu_ms"]["p50"]),
-        figure(row.get("peak_mb")), figure(row.get("model_mb")),
+        row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), f"{figure(low)}-{figure(high)}",
+        figure(wall["p90"]), figure(wall["p99"]), f"{100 * wall['cv']:.0f} %",
+        figure(None if cpu is None else cpu["p50"]), f"{ratios(report)[row['variant'], row['threads']]:.2f}x",
+    )  # fmt: skip
+
+
+def size_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What else a row has as text, in the order of `SIZES`."""
+    about, joules = report["variants"][row["variant"]], row.get("joules")
+    return (
+        row["variant"], str(row["threads"]), figure(row.get("peak_mb")), figure(row.get("model_mb")),
         figure(about["bytes"] / 1e3), figure(None if about["macs"] is None else about["macs"] / 1e6),
-        figure(row.get("first_result_ms")),
-        "-" if joules is None else f"{figure(1e3 * joules)} ± {figure(1e3 * error, 2)}",
+        figure(row.get("import_ms")), figure(row.get("first_result_ms")),
+        "-" if joules is None else f"{figure(1e3 * joules)} ± {figure(1e3 * row['joules_error'], 2)}",
     )  # fmt: skip
 
 
@@ -108,39 +112,30 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the report."""
     for line in facts(report):
-        console.print(escape(line), highlight=False)
-    table = Table(*HEADS, title=f"{report['model']}, one sample of {report['input']['shape']}", title_justify="left")
-    for row in report["rows"]:
-        table.add_row(*map(escape, row_cells(report, row)))
-    console.print(table)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    title = f"{report['model']}, one sample of {report['input']['shape']}"
+    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+        for row in report["rows"]:
+            table.add_row(*map(escape, cells(report, row)))
+        console.print(table)
+        title = ""
     for line in [*bars(report), *training_lines(report), *notes(report)]:
-        console.print(escape(line), highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def markdown(report: Mapping[str, Any], plot: str | None = None) -> str:
     """The report as a page; `plot` is the name of a picture beside it."""
-    lines = [
-        f"# {report['model']}",
-        "",
-        f"`{report['command']}`, commit {report['commit'] or '-'}, {report['date']}.",
-        "",
-    ]
+    origin = f"`{report['command']}`, commit {report['commit'] or '-'}, {report['date']}."
+    lines = [f"# {report['model']}", "", origin, ""]
     lines += [f"* {line.strip()}" for line in facts(report)]
-    lines += ["", *_md_table((*HEADS, "speed-up"), _with_speed(report)), ""]
-    lines += [f"* {line}" for line in [*training_lines(report), *notes(report)]]
+    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
+        rows = (cells(report, row) for row in report["rows"])
+        rule = "|".join(" --- " if i == 0 else " ---: " for i in range(len(heads)))
+        lines += ["", f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines += ["", *(f"* {line}" for line in [*training_lines(report), *notes(report)])]
     if plot is not None:
         lines += ["", f"![latency and memory]({plot})"]
     return "\n".join(lines) + "\n"
-
-
-def _with_speed(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    faster = ratios(report)
-    return [(*row_cells(report, row), f"{faster[row['variant'], row['threads']]:.2f}x") for row in report["rows"]]
-
-
-def _md_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(heads)} |",
-        f"|{'|'.join(' --- ' if i < 2 else ' ---: ' for i in range(len(heads)))}|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]

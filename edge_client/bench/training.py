@@ -1,4 +1,4 @@
-"""Training on this machine: one step (gradient and SGD), and one whole round of a method, as `maskfleet join` runs it."""
+"""Training on this machine: one step (gradient and SGD), and one whole round of a method as in `maskfleet join`."""
 
 from __future__ import annotations
 

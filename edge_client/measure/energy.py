@@ -1,8 +1,8 @@
 """Energy: what a meter is, what it records, and the joules of a window of time.
 
 A meter is started and stopped; it gives a `Trace`: values at times of this machine's `time.monotonic`. Values are
-watts, or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle` subtracts what
-the machine takes anyway. Each result carries an error estimate, and says how many samples were lost.
+watts, or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle`
+subtracts what the machine takes anyway. Each result has an error estimate and says how many samples were lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A .pte file in ExecuTorch as a call without arguments (extra `author`: the runtime's Python side takes torch tensors)."""
+"""A .pte file in ExecuTorch as a call without arguments. Its Python side takes torch tensors: extra `author`."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _meter(name: str, sensor: Ina219 | Ina3221, where: str, accuracy: Accuracy) 
 
 
 def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
-    """An INA219 at `address`, else at 0x40 to 0x4F. Unless it is named, only one in its state after a reset is taken."""
+    """An INA219 at `address`, else the first of 0x40 to 0x4F that is in its state after a reset."""
     number_of_bus, shunt = _setting(options)
     amps = number(options, "amps", 3.2)
 

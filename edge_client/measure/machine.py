@@ -1,4 +1,4 @@
-"""The machine: what it is, and how warm and fast its processor is now. Linux files and psutil; what is missing is None."""
+"""The machine: what it is, how warm and fast its processor is now. What the system does not tell is None."""
 
 from __future__ import annotations
 

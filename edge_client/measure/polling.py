@@ -33,7 +33,8 @@ class Readings:
 def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Readings:
     """Read about every `period` seconds until `wait` says stop, and once more then.
 
-    Intervals vary by a quarter, so that a load that repeats does not beat with the readings. A reading's time is the middle of the call. A reading that raises OSError is lost. A late reading delays the next.
+    Intervals vary by a quarter, so that a load that repeats does not beat with the readings. A reading's time is the
+    middle of the call. A reading that raises OSError is lost. A late reading delays the next.
     """
     found, due, stopped, chance = Readings(), now(), False, Random(0)
     while True:
