@@ -6,7 +6,8 @@ import os
 import platform
 from typing import Any
 
-from edge_client.measure.machine import commit, installed, processor
+from edge_client.measure.machine import commit as commit
+from edge_client.measure.machine import installed, processor
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "numba")
 

@@ -34,8 +34,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         errors = [[1e3 * r["joules_error"] for r in rows]] * 2
         panels.append(("energy of an inference, mJ", [1e3 * r["joules"] for r in rows], errors))
     figure = Figure(figsize=(max(4.0, 0.9 * len(rows)) * len(panels), 3.6), layout="constrained")
-    for axes, (title, values, errors) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.bar(range(len(rows)), values, yerr=errors, color=colours, capsize=3)
+    for axes, (title, values, spread) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.bar(range(len(rows)), values, yerr=spread, color=colours, capsize=3)
         axes.set_xticks(range(len(rows)), names, fontsize=8)
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

@@ -55,8 +55,11 @@ class Trace:
 class Meter(Protocol):
     """An energy meter that was found. `what` says in words what it measures."""
 
-    name: str
-    what: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def what(self) -> str: ...
 
     def start(self) -> None:
         """Begin to record. Raises MeterError."""

@@ -91,7 +91,8 @@ def watts(samples: NDArray[np.int64], scale: Scale) -> tuple[NDArray[np.intp], N
         total = np.concatenate([[0.0], np.cumsum(values)])
         last = np.maximum(np.searchsorted(places, at), 1)  # how many came before each measurement
         first = np.maximum(last - SMOOTH, 0)
-        return (total[last] - total[first]) / (last - first)
+        mean: NDArray[np.float64] = (total[last] - total[first]) / (last - first)
+        return mean
 
     def amps(word: int, full: float, offset: float) -> NDArray[np.float64]:
         zero = calibration(zeros, word) + offset
