@@ -495,3 +495,31 @@ def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absen
     assert set(found) >= {"jetson", "ina3221", "ina219", "hwmon", "rapl", "monsoon", "odpm", "battery", "csv"}
     lines = choose("auto").lines
     assert len(lines) >= len(found)
+
+
+def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_supply.py").write_text(
+        "from edge_client.measure.meters import Family, number\n"
+        "from edge_client.measure.polling import Polled\n"
+        "def find(options):\n"
+        "    watts = number(options, 'watts', 1.5)\n"
+        "    return Polled('supply', 'a bench supply', lambda: watts, 'W', 0.01)\n"
+        "SUPPLY = Family(find, 1, options=('watts',))\n"
+    )
+    made = tmp_path / "acme-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\nodd = acme_supply:find\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MeterError, match="'odd' is function, not a Family"):
+        families()
+    (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\n")
+    found = choose("auto")
+    assert found.why == "meter supply: a bench supply"
+    meter = choose("supply:watts=4").meter
+    assert meter is not None
+    meter.start()
+    begin = time.monotonic()
+    time.sleep(0.05)
+    end = time.monotonic()
+    assert joules(meter.stop(), begin, end).watts == pytest.approx(4.0)
