@@ -57,6 +57,7 @@ from edge_client.methods.lattice_grid import (
     History,
     dither,
     grid,
+    moves,
     rms,
     rounded,
     spans,
@@ -167,7 +168,7 @@ class Lattice(Settings):
         net, first = network(a.course, state.units), ("rms",) if a.round == 1 else ()
         allow_only(payload, MOVES, "statistics", *first)
         a = net.assignment(a)
-        gain, moves = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
+        gain, moved = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
@@ -178,17 +179,18 @@ class Lattice(Settings):
         with np.errstate(over="ignore"):
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        return Update(moves, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
+        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
-        size = float(np.abs(self.moved(a, update)).sum())
-        few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
-        statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
+        part, statistics = grid(a.model.manifest), float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
+        sizes = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
-            own = spread(grid(a.model.manifest), self.own_steps(a, update.rms)).mean()
-            return Influence(max(size, FEW * float(own)), update.samples, statistics)
-        return Influence(max(size, few) / update.samples, update.samples, statistics)
+            own = self.own_steps(a, update.rms).astype(np.float64)
+            few = FEW * float(own @ [p.stop - p.start for p in part.places]) / max(1, part.size)
+            return Influence(max(float(own @ sizes), few), update.samples, statistics)
+        few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
+        return Influence(max(float(sizes.sum()), few) / update.samples, update.samples, statistics)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
@@ -356,10 +358,9 @@ class Lattice(Settings):
             step, share = steps(part, each, self.quantum, a.course.cohort), 1.0
         else:
             step, share = received.steps, task.samples / received.samples * 2.0**received.halvings
-        moves = np.floor(change * (share / spread(part, step).astype(np.float64)) + dither(a, part.size) * 2.0**-32)
-        moves = np.clip(moves, -MOST_MOVE, MOST_MOVE).astype(np.int32)
-        head = UpHead(coupling.checksum([moves]), own.gain)
-        arrays[MOVES] = u8(head.pack() + lattice.encode(moves, self.known_up(net, a, received.counts)))
+        own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
+        head = UpHead(coupling.checksum([own_moves]), own.gain)
+        arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, self.known_up(net, a, received.counts)))
         if self.buffers(net.model):
             arrays["statistics"] = halved(own.buffers - received.statistics)
         local = own.buffers if self.statistics == "local" else own.buffers[:0]

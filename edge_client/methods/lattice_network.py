@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods.lattice_grid import U32, Counts, History, grid, nearest, spread
+from edge_client.methods.lattice_grid import U32, Counts, History, added, grid, nearest
 from edge_client.methods.units import Packed, Units, unpacked
 from edge_client.parts import Part
 from edge_client.task import Assignment, Course, Personal, Task
@@ -59,9 +59,7 @@ class Network:
     def weights(self, unit: F32, counts: Counts) -> F32:
         """The parameters of these counts, float32[d]; they may be infinite. `unit` is float32[tensors]."""
         parameters: F32 = self.model.parameters.copy()
-        with np.errstate(over="ignore"):
-            moved = self.part.gather(parameters) + spread(self.part, unit) * counts
-            self.part.scatter(moved.astype(np.float32), parameters)
+        self.part.scatter(added(self.part, self.part.gather(parameters), unit, counts), parameters)
         return parameters
 
     def assignment(self, a: Assignment) -> Assignment:

@@ -119,30 +119,32 @@ class Model:
 
     def indices(self, low: int, high: int, table: U32) -> tuple[I16, I64]:
         """Of a pass the elements' indices into the curve, int16[n], and by `table` the hazard before each of them."""
-        if compiled is not None:
-            return compiled.indices(self.base, *self._laid_out(), low, high, _PERIOD, table)  # type: ignore[no-any-return]
-        index = _part(self.base - self.scales(), low, high)
-        return index, ends(_looked_up(table, index))
+        if compiled is None or not self.tensors:
+            index = _part(self.base - self.scales(), low, high)
+            return index, ends(_looked_up(table, index))
+        found: tuple[I16, I64] = compiled.indices(self.base, *self._laid_out(), low, high, _PERIOD, table)
+        return found
 
     def expected(self, low: int, high: int, index: I16, table: U32) -> tuple[list[tuple[I64, I64]], I64]:
-        """The members that `table` expects in a pass, in units of 2**-20: by row and column of each tensor, by index."""
-        if compiled is not None:
-            rows, columns, counts = compiled.expected(
-                index, *self._laid_out(), low, high, _PERIOD, table, _CLASSES * _SIZE
-            )
-        else:
+        """The members that `table` expects in a pass, in units of 2**-20: by each tensor's rows and columns; and how
+        many elements have each index."""
+        if compiled is None or not self.tensors:
             due = _looked_up(table, index)
             before, sums = ends(due), _spread(due, self.d, low, high)
             parts = [tensor.sums(before, sums, low, high) for tensor in self.tensors]
             return parts, np.bincount(index, minlength=_CLASSES * _SIZE)
-        row_ends, column_ends = (np.cumsum([len(x) for x in f]) for f in zip(*((t.row, t.column) for t in self.tensors)))
-        return list(zip(np.split(rows, row_ends[:-1]), np.split(columns, column_ends[:-1]), strict=True)), counts
+        laid, size = self._laid_out(), _CLASSES * _SIZE
+        rows, columns, counts = compiled.expected(index, *laid, low, high, _PERIOD, table, size)
+        by_row, by_column = (
+            np.split(f, np.cumsum(n)[:-1]) for f, n in ((rows, laid[0][:, 2]), (columns, laid[0][:, 3]))
+        )
+        return list(zip(by_row, by_column, strict=True)), counts
 
     def _laid_out(self) -> tuple[I64, I64, I64]:
         """The tensors for compiled loops: where each begins and ends, its rows and columns; all factors end to end."""
         shapes = [(t.where.start, t.where.stop, len(t.row), len(t.column)) for t in self.tensors]
-        rows, columns = (np.concatenate(f) for f in zip(*((t.row + t.factor, t.column) for t in self.tensors)))
-        return np.array(shapes, np.int64), rows, columns
+        rows = np.concatenate([t.row + t.factor for t in self.tensors])
+        return np.array(shapes, np.int64), rows, np.concatenate([t.column for t in self.tensors])
 
     def scales(self) -> I16:
         """The logarithm of b of every element, in units of 2**-24, int16[d]."""
@@ -260,7 +262,7 @@ def _sum(values: NDArray[Any], axis: int, most: int) -> I64:
     return sums
 
 
-def _corrected(factors: I64, seen: NDArray[Any], due: F64 | float, weights: F64 | float) -> I64:
+def _corrected(factors: I64, seen: NDArray[Any], due: NDArray[Any] | float, weights: F64 | float) -> I64:
     """Logarithms of factors, moved by the ratio of what was seen and what was due."""
     moved: I64 = _within(factors + _log2((seen + weights) / (due + weights)), -_FACTOR, _FACTOR)
     return moved
