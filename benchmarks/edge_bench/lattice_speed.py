@@ -5,8 +5,9 @@
 `receive` is a device's downlink decoded and made weights, `send` its change made numbers and coded, `train` the SGD
 between. A coordinator's are `downlink` (for each audience), `update` (read and folded, for each device) and `finish`.
 Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train; of two
-turns the one in which it is lower is given. `encode` and `decode` are ns a parameter for 2**20 of them. Everything is measured with the compiled loops, if numba is there,
-and with numpy alone. With `--against` the same script also measures another checkout of this project, turn by turn.
+turns the one in which it is lower is given. `encode` and `decode` are ns a parameter for 2**20 of them. Everything is
+measured with the compiled loops, if numba is there, and with numpy alone. With `--against` the same script also
+measures another checkout of this project, turn by turn.
 """
 
 from __future__ import annotations
