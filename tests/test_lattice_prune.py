@@ -338,6 +338,10 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
     start(pruning(), mixed)  # the units that a recurrent layer reads stay
     with pytest.raises(ConfigError, match="recurrent"):
         start(pruning(prune_keep={"0": 0.5}), mixed)
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(prune=0.95, prune_keep={"0": 1.0, "1": 1.0}))
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(), M.model_copy(update={"groups": (recurrent,)}))
 
 
 # --- personal models

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Manifest, views
 from edge_client.errors import ConfigError
 from edge_client.methods.lattice_network import network
-from edge_client.methods.units import Packed, Units, whole
+from edge_client.methods.units import Packed, Units, unpacked, whole
 from edge_client.task import Course
 
 
@@ -33,7 +33,13 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
             f"prune_after = {prune_after}, but the federation has {course.rounds} rounds; the smaller network needs at "
             "least one of its own"
         )
-    network(course, choose(m, course.model.parameters, prune, prune_keep))
+    packed = choose(m, course.model.parameters, prune, prune_keep)
+    network(course, packed)
+    if unpacked(m, packed).alive.all():
+        raise ConfigError(
+            f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} belong to "
+            "recurrent layers or are too small; leave prune out, or choose another model"
+        )
 
 
 def choose(manifest: Manifest, parameters: F32, prune: float, prune_keep: Mapping[str, float]) -> Packed:
