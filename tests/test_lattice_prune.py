@@ -152,6 +152,19 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
                 assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("left_out", [{2}, {1, 2}, {1, 2, 3}, {3}])
+def test_a_pruning_whose_round_counted_no_update_is_done_before_the_next(left_out: set[int]) -> None:
+    fleet = Fleet(pruning(), THREE, m=M, trainer=pull(M))
+    for round_ in range(1, 7):
+        fleet.play(*"abc", dropped=round_ in left_out)
+    assert fleet.state.units is not None
+    assert fleet.state.counts.any()
+    for device in (*"abc", "new"):
+        received = fleet.receive(device)
+        assert np.array_equal(received.counts, fleet.state.counts)
+        assert received.net.units.packed.tobytes() == fleet.state.units.tobytes()
+
+
 def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
     dense, pruned = (Fleet(pruning(prune=p), THREE, m=M) for p in (None, 0.5))
     for fleet in (dense, pruned):
@@ -325,6 +338,10 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
     start(pruning(), mixed)  # the units that a recurrent layer reads stay
     with pytest.raises(ConfigError, match="recurrent"):
         start(pruning(prune_keep={"0": 0.5}), mixed)
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(prune=0.95, prune_keep={"0": 1.0, "1": 1.0}))
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(), M.model_copy(update={"groups": (recurrent,)}))
 
 
 # --- personal models
