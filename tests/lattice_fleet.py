@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from mask_fleet import stored
 from numpy.typing import NDArray
 from numpy_mlp import mlp, model, secret
+from rounds import stored
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData

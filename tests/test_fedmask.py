@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, secret, task
+from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, task
+from sign_fleet import Fixed, fixed_task
 
 from coord_server import aggregation
 from coord_server.aggregation import Contribution
 from edge_client import local
-from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor
+from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
 from edge_client.methods import bits_digest, changes, make_method
@@ -25,8 +26,7 @@ from edge_client.methods.fedmask_wire import Held, Kept, Record
 from edge_client.methods.structure import Choice
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
-from edge_client.task import Assignment, Course, Local, Task
-from edge_client.training import Gradient
+from edge_client.task import Assignment, Local, Task
 
 M = mlp(6, 5, 4, 3)
 MASKED = 6 * 5 + 5 * 4 + 4 * 3
@@ -229,29 +229,6 @@ def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is(monkeypatch
 
 
 # --- the device's half
-
-
-@dataclass
-class Fixed:
-    """A trainer whose gradient is always the same vector; every call adds one to the statistics."""
-
-    manifest: Manifest
-    value: F32
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return Gradient(1.0, self.value, buffers + np.float32(1))
-
-    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
-        return np.zeros((len(x), 2), np.float32)
-
-
-def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a") -> Task:
-    """Round 1 with that gradient and those frozen weights, by default ones."""
-    weights = np.ones(m.d) if weights is None else weights
-    buffers = np.zeros(m.buffers_d, np.float32)
-    c = Course(Model(m, np.array(weights, np.float32), buffers), seed=0, rounds=1, cohort=1)
-    trainer = Fixed(m, np.array(gradient, np.float32))
-    return Task(Assignment(c, 1, device), trainer, clusters(m, 1), secret(device))
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, 1e30])

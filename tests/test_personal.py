@@ -46,7 +46,7 @@ MLP = (Linear(3), Act(), Linear(2))
 MLP_VALUES = {
     "linear0.weight": [[1, 2], [0, 0], [3, -1]],  # unit 1 has no inputs and a bias of 2
     "linear0.bias": [0.5, 2, 0],
-    "linear1.weight": [[1, 10, 0], [0, -20, 0]],  # nobody reads unit 2
+    "linear1.weight": [[1, 10, 0], [0, -20, 0]],  # unit 2 is never read
     "linear1.bias": [0.25, 0],
 }
 

@@ -15,7 +15,7 @@ from edge_client.errors import ConfigError
 
 TINY = """
 title = "Digits"
-reference = "Nobody 1999, Table 0"
+reference = "An Author 1999, Table 0"
 minutes = 1
 seeds = [0, 1]
 notes = "A note."

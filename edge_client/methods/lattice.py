@@ -63,7 +63,8 @@ from edge_client.methods.lattice_grid import (
     spread,
     steps,
 )
-from edge_client.methods.lattice_prune import Network, check, choose, network
+from edge_client.methods.lattice_network import Network, network
+from edge_client.methods.lattice_prune import check, choose
 from edge_client.methods.lattice_settings import COARSER, Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update, cut

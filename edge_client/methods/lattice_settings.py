@@ -10,7 +10,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method
-from edge_client.methods.lattice_prune import Network
+from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
 from edge_client.task import Course
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import Counts, History
-from edge_client.methods.lattice_prune import Network
+from edge_client.methods.lattice_network import Network
 from edge_client.methods.units import Packed
 
 
