@@ -74,3 +74,14 @@ def test_an_unknown_shape_is_refused_with_its_name() -> None:
     model = parsed("float[n,k] x, float[5,k] w", "y = Gemm<transB=1>(x, w)")
     with pytest.raises(ConfigError, match="'x'"):
         macs(model)
+
+
+def test_sizes_computed_in_the_graph_are_followed() -> None:
+    model = parsed(
+        "float[n,3,4,4] x, float[5,48] w",
+        "s = Shape(x) zero = Constant<value_ints=[0]>() one = Constant<value_ints=[1]>() "
+        "last = Constant<value_ints=[4]>() n = Slice(s, zero, one) r = Slice(s, one, last) "
+        "p = ReduceProd<keepdims=1>(r) m = Constant<value_ints=[-1]>() q = Reshape(p, m) t = Concat<axis=0>(n, q) "
+        "f = Reshape(x, t) y = Gemm<transB=1>(f, w)",
+    )
+    assert macs(model) == 240

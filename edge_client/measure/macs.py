@@ -11,16 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_shapes
 
 from edge_client.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""
+MOST = 64  # entries of a tensor that counts as one of sizes
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1, "QLinearConv": 3}  # weight's place
 _PRODUCTS = {"MatMul": 1, "MatMulInteger": 1, "FusedMatMul": 1, "QLinearMatMul": 3}  # second operand's place
@@ -65,8 +69,33 @@ def with_shapes(model: ModelProto | bytes | Path, batch: int = 1) -> ModelProto:
             dims[0].dim_value = batch
     for value in made.graph.output:  # declared by the writer, for any batch
         value.type.tensor_type.ClearField("shape")
-    del made.graph.value_info[:]
-    return infer_shapes(made, data_prop=True)
+    inferred = made
+    while True:
+        del inferred.graph.value_info[:]
+        inferred = infer_shapes(inferred, data_prop=True)
+        if not _settle_sizes(inferred.graph):
+            return inferred
+
+
+def _settle_sizes(graph: GraphProto) -> bool:
+    """Put values in place of the nodes that compute sizes from known shapes, which inference follows only in part.
+
+    Whether there were any.
+    """
+    known = shapes(graph)
+    sizes = {t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type == TensorProto.INT64}
+    before = len(sizes)
+    left = []
+    for node in graph.node:
+        made = _sizes(node, known, sizes)
+        if made is None:
+            left.append(node)
+        else:
+            sizes[node.output[0]] = made
+            graph.initializer.append(numpy_helper.from_array(made, node.output[0]))
+    del graph.node[:]
+    graph.node.extend(left)
+    return len(sizes) > before
 
 
 def shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[int, ...] | None]:
@@ -75,6 +104,23 @@ def shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[in
     known |= {n.output[0]: _constant_shape(n) for n in graph.node if n.op_type == "Constant"}
     declared = (*graph.input, *graph.value_info, *graph.output)
     return {**known, **{v.name: _shape(v) for v in declared if v.name not in known or known[v.name] is None}}
+
+
+def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64] | None:
+    """The sizes that `node` computes, when it does and they are known."""
+    if len(node.output) != 1 or any(a.HasField("g") for a in node.attribute):
+        return None
+    given = {name: sizes[name] for name in node.input if name in sizes}
+    if node.op_type in ("Shape", "Size"):
+        shape = known.get(node.input[0])
+        if shape is None:
+            return None
+        given = {node.input[0]: np.broadcast_to(np.int64(0), shape)}
+    elif any(name and name not in sizes for name in node.input) or prod(known.get(node.output[0]) or (MOST,)) >= MOST:
+        return None
+    outputs: Any = ReferenceEvaluator(node).run(None, given)
+    made = np.asarray(outputs[0])
+    return made if made.dtype == np.int64 else None
 
 
 def _count(graph: GraphProto, outer: Shapes, times: int) -> Iterator[NodeMacs]:
