@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from edge_client.errors import ConfigError, ModelError
+from edge_export.executorch.graph import Graph
 
 TRACED = 16
 """Samples of the batch that is traced. Of one sample ExecuTorch's passes would make a constant."""
@@ -46,7 +47,7 @@ def lower(
     operator has no ExecuTorch form, ConfigError when ExecuTorch is not installed.
     """
     check_installed()
-    with _quiet():
+    with quiet():
         from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
         from executorch.backends.xnnpack.partition.config.generic_node_configs import BMMConfig
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -79,9 +80,10 @@ def exported(
 ) -> torch.export.ExportedProgram:
     """The program of `module` with a batch of 1 to `most`. Raises ModelError for what `operators` refuses."""
     n = torch.export.Dim("n", min=1, max=most)
-    shapes = tuple({0: n} if i in batched else None for i in range(len(inputs)))
+    shapes: Any = tuple({0: n} if i in batched else None for i in range(len(inputs)))
+    shapes = (shapes,) if isinstance(module, Graph) else shapes  # its forward takes *inputs, which count as one
     with torch.no_grad():
-        return torch.export.export(module.eval(), inputs, dynamic_shapes=(shapes,), strict=False)
+        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def _reason(error: BaseException) -> str:
@@ -92,7 +94,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the messages and warnings that ExecuTorch and PyTorch write for their own developers."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

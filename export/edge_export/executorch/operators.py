@@ -429,6 +429,9 @@ def _across(values: Tensor, like: Tensor) -> Tensor:
 def _batch_norm(node: Node, x: Value, scale: Value, bias: Value, mean: Value, var: Value) -> Tensor:
     if node.get("training_mode", 0) or node.outputs > 1:
         raise node.refuse("training_mode=1")
+    if all(node.fixed[1:]):  # which XNNPACK folds into the convolution before it
+        norm = [tensor(v) for v in (mean, var, scale, bias)]
+        return functional.batch_norm(tensor(x), *norm, False, 0.0, node.get("epsilon", 1e-5))
     inverse = tensor(scale) * torch.rsqrt(tensor(var) + node.get("epsilon", 1e-5))
     shift = tensor(bias) - tensor(mean) * inverse
     return tensor(x) * _across(inverse, x) + _across(shift, x)
