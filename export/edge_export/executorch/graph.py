@@ -6,7 +6,7 @@ because they are shapes, axes and places, which tracing turns into constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import onnx
 import torch
 from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
 from torch import Tensor, nn
-from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.scan import scan_op
 
 from edge_client.errors import ModelError
 from edge_export.executorch.operators import TABLE, Node, Value, tensor
@@ -103,10 +103,23 @@ def _constant(settings: Mapping[str, Any]) -> Value:
 # --- recurrences: a loop over time that ExecuTorch runs, instead of a graph as long as the sequence
 
 
-def _loop(step: Any, carried: list[Tensor], read: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """`step(carried, slices)` -> (carried, made) for each place of axis 0; the made are stacked."""
-    last, made = scan(step, carried, read)
-    return list(last), list(made)
+Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+
+
+def _loop(
+    step: Step, carried: list[Tensor], read: list[Tensor], fixed: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`step(carried, slices, fixed)` -> (carried, made) for each place of axis 0 of `read`; the made are stacked."""
+    first, count = len(carried), len(carried) + len(read)
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        states, made = step(list(values[:first]), list(values[first:count]), list(values[count:]))
+        return [t.clone() for t in (*states, *made)]  # no output may be another, or an input
+
+    carried = [t.contiguous() + 0.0 for t in carried]  # not a broadcast view, which no step gives
+    # The operator itself: the function around it would compile `step` with Dynamo.
+    made = scan_op(flat, carried, [t.contiguous() for t in read], tuple(fixed))
+    return list(made[:first]), list(made[first:])
 
 
 def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[Value]:
@@ -120,15 +133,21 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
     read = [t.flip([0]) if way else t for t, way in zip(read, backward, strict=True)]
     names = [i.name for i in body.input]
     stored = {t.name: numpy_helper.to_array(t) for t in body.initializer}
+    own = {*names, *stored, *(o for n in body.node for o in n.output), ""}
+    outer = sorted({i for n in body.node for i in n.input} - own)  # of the graph around the loop
+    known = {k: values[k] for k in outer if isinstance(values[k], np.ndarray)}
+    fixed = [k for k in outer if k not in known]
     states = len(carried)
 
-    def step(carry: list[Tensor], slices: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        inner = {**values, **stored, **dict(zip(names, [*carry, *slices], strict=True))}
-        run(body.node, inner, set(stored))
-        made = [tensor(inner[o.name]).clone() for o in body.output]
+    def step(
+        carry: list[Tensor], slices: list[Tensor], others: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        inner = {**known, **stored, **dict(zip([*names, *fixed], [*carry, *slices, *others], strict=True))}
+        run(body.node, inner, {*stored, *known})
+        made = [tensor(inner[o.name]) for o in body.output]
         return made[:states], made[states:]
 
-    last, made = _loop(step, carried, read)
+    last, made = _loop(step, carried, read, [tensor(values[k]) for k in fixed])
     outward = node.get("scan_output_directions", [0] * len(made))
     return [*last, *(t.flip([0]) if way else t for t, way in zip(made, outward, strict=True))]
 
@@ -162,15 +181,17 @@ def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]
         bias = None if b is None else tensor(b)[i][: 4 * size] + tensor(b)[i][4 * size :]
         gates = nn.functional.linear(x, tensor(w)[i], bias)
 
-        def step(carry: list[Tensor], share: list[Tensor], recurrent: Tensor = recurrent) -> Any:
+        def step(
+            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
+        ) -> tuple[list[Tensor], list[Tensor]]:
             h, c = carry
-            z = nn.functional.linear(h, recurrent) + share[0]
+            z = nn.functional.linear(h, fixed[0]) + share[0]
             i, o, f, g = z.chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
-            return [h, c], [h.clone()]
+            return [h, c], [h]
 
-        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates])
+        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates], [recurrent])
         states.append(made.flip([0]) if back else made)
         hs.append(h)
         cs.append(c)
@@ -188,11 +209,12 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
         both = torch.zeros(6 * size) if b is None else tensor(b)[i]
         gates = nn.functional.linear(x, tensor(w)[i], both[: 3 * size])
 
-        def step(carry: list[Tensor], share: list[Tensor], recurrent: Tensor = recurrent, own: Tensor = both) -> Any:
-            (h,) = carry
+        def step(
+            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            (h,), (recurrent, own) = carry, fixed
             size = h.shape[1]
             xz, xr, xn = share[0].chunk(3, 1)
-            own = own[3 * size :]
             z, reset = (nn.functional.linear(h, recurrent[: 2 * size], own[: 2 * size])).chunk(2, 1)
             z, reset = (z + xz).sigmoid(), (reset + xr).sigmoid()
             inner, bias = recurrent[2 * size :], own[2 * size :]
@@ -201,9 +223,9 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
             else:
                 fresh = (xn + nn.functional.linear(reset * h, inner, bias)).tanh()
             h = (1.0 - z) * fresh + z * h
-            return [h], [h.clone()]
+            return [h], [h]
 
-        (h,), (made,) = _loop(step, [h], [gates.flip([0]) if back else gates])
+        (h,), (made,) = _loop(step, [h], [gates.flip([0]) if back else gates], [recurrent, both[3 * size :]])
         states.append(made.flip([0]) if back else made)
         hs.append(h)
     return [torch.stack(states, 1), torch.stack(hs)]

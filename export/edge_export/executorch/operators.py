@@ -617,6 +617,15 @@ def _scatter_elements(node: Node, x: Value, index: Value, updates: Value) -> Ten
     return x.scatter_add(axis, places, values) if how == "add" else x.scatter(axis, places, values)
 
 
+def _scatter_nd(node: Node, x: Value, index: Value, updates: Value) -> Tensor:
+    x, places, values = tensor(x), tensor(index).to(torch.int64), tensor(updates)
+    if _text(node.get("reduction", "none")) != "add" or (isinstance(places.shape[-1], int) and places.shape[-1] != 1):
+        raise node.refuse("another reduction than the sum of rows")
+    rows = values.reshape(-1, *x.shape[1:])
+    spread = places.reshape(-1, *[1] * (x.ndim - 1)).expand_as(rows)
+    return x.scatter_add(0, spread, rows)
+
+
 def _expand(_: Node, x: Value, shape: Value) -> Tensor:
     wanted, x = host(shape), tensor(x)
     missing = len(wanted) - x.ndim
@@ -802,6 +811,7 @@ TABLE: dict[str, Operator] = {
     "Reshape": _reshape,
     "Resize": _resize,
     "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
     "Selu": _selu,
     "Shape": _shape,
     "Sigmoid": unary(torch.sigmoid),
