@@ -116,9 +116,7 @@ class Fleet:
                 arguments += ["--secret", str(secrets_of[device])]
             log = self.folder / name / f"{device}.log"
             secret = {"MASKFLEET_TOKEN": token}
-            joined.append(
-                self._start(f"{name}, {device}", arguments, log, secret, python=python_of.get(device, ()))
-            )
+            joined.append(self._start(f"{name}, {device}", arguments, log, secret, python=python_of.get(device, ())))
         self._watch(id_, joined, progress)
         return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
 
