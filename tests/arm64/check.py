@@ -1,7 +1,7 @@
 """python check.py CACHE [--json FILE]: the base install of a Debian arm64 root file system under qemu-user, tried.
 
-`run.sh` makes CACHE/root. Three things are tried there: the tests of the wire's bytes (codecs, counters, payloads) from
-their committed vectors; devices that take part in federations beside x86 devices; their personal models. Every
+`run.sh` makes CACHE/root. Tried there are: a device that takes part in federations beside x86 devices, and its personal
+model; `maskfleet bench`; the tests of the wire's bytes (codecs, counters, payloads) with their committed vectors. Every
 federation runs twice, with the same seed, data and secrets: with x86 devices alone, and with one of them emulated.
 
 Codecs, masks and counters are integers and must have the same bytes everywhere. Training is float32, whose kernels
@@ -34,6 +34,7 @@ from edge_bench.simulate import find_bundle
 from edge_kernels import counter
 from numpy.typing import NDArray
 
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.protocol.payload import decode
 
@@ -170,6 +171,16 @@ def score(outputs: NDArray[np.float32], data: DeviceData) -> float:
     return float(np.mean(outputs.argmax(1) == data.y_test))
 
 
+def said(method: str, found: Mapping[str, Any]) -> str:
+    """A federation's figures in a line."""
+    same = ["the same bytes" if u["same_bytes"] else "other bytes" for u in found["updates"]]
+    here, there = (found["personal"][side] for side in ("x86_64", "aarch64"))
+    return (
+        f"{method}: updates have {', '.join(same)}; score {here['score']:.3f} on x86-64, {there['score']:.3f} "
+        f"emulated; {there['parameters_compact']:,} of {there['parameters_dense']:,} parameters"
+    )
+
+
 def broken(method: str, found: Mapping[str, Any]) -> list[str]:
     """The promises that a federation's figures break, a sentence each."""
     personal = found["personal"]
@@ -184,6 +195,16 @@ def broken(method: str, found: Mapping[str, Any]) -> list[str]:
     if not all(u["same_arrays"] for u in found["updates"]):
         faults.append("its updates hold other arrays than those of the same device on x86-64")
     return [f"{method}: {fault}" for fault in faults]
+
+
+def bench(emulated: Emulated, folder: Path, bundle: Bundle) -> dict[str, Any]:
+    """The report of `maskfleet bench` on the bundle, with half of every layer's units kept."""
+    shutil.copytree(bundle.folder, folder / "bundle")
+    few = ["--threads", "1", "--runs", "50", "--warm-up", "5", "--seconds", "10", "--cold-starts", "1"]
+    options = ["--keep", "0.5", *few, "--output", str(folder / "bench")]
+    emulated.run(str(Path(PYTHON).with_name("maskfleet")), "bench", str(folder / "bundle"), *options)
+    report: dict[str, Any] = json.loads((folder / "bench" / "report.json").read_text())
+    return report
 
 
 def main(
@@ -201,24 +222,30 @@ def main(
     bundle = find_bundle(BUNDLES["digits"])
     config = datasets.DataConfig(name="digits", devices=3, split="dirichlet", alpha=1.0)
     devices = datasets.load(config, SEED, bundle.manifest)
+    faults: list[str] = []
     with fleet(folder, bundle, devices) as running:
-        federations = {m: federation(running, emulated, m, min(devices)) for m in methods.split(",")}
-    result["federations"] = federations
-    result["tests"] = tests(emulated, cache)
-    print(f"{result['tests']['passed']} tests passed in {result['tests']['seconds']:.0f} s")
-    result["broken"] = [fault for m, found in federations.items() for fault in broken(m, found)]
-    for m, found in federations.items():
-        same = ["the same bytes" if u["same_bytes"] else "other bytes" for u in found["updates"]]
-        personal = found["personal"]
-        print(
-            f"{m}: updates have {', '.join(same)}; score {personal['x86_64']['score']:.3f} on x86-64, "
-            f"{personal['aarch64']['score']:.3f} emulated; {personal['aarch64']['parameters_compact']:,} parameters"
-        )
+        result["federations"] = {}
+        for method in methods.split(","):
+            found = federation(running, emulated, method, min(devices))
+            result["federations"][method] = found
+            print(said(method, found), flush=True)
+            faults += broken(method, found)
+    for name, step in (
+        ("bench", lambda: bench(emulated, folder, bundle)),
+        ("tests", lambda: tests(emulated, cache)),
+    ):
+        started = time.monotonic()
+        try:
+            result[name] = step()
+        except ProcessError as error:
+            faults.append(f"{name}: {error}")
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+    result["broken"] = faults
     if json_file is not None:
         write_json(json_file, result)
-    for fault in result["broken"]:
-        print(f"BROKEN {fault}")
-    if result["broken"]:
+    for fault in faults:
+        print(f"broken: {fault}")
+    if faults:
         raise typer.Exit(1)
 
 
