@@ -111,6 +111,8 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
         g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])
         for g, own in enumerate(r)
     ]
+    if groups > 1:  # a row of zeros reads a channel that is there rather than none
+        c = [own if own.size else g * ins + np.flatnonzero(live_in[g * ins :][:ins])[:1] for g, own in enumerate(c)]
     lists = w.lists(name)
     full = [np.arange(n) for n in s.shape(name)]
     if groups == 1:

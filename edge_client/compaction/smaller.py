@@ -7,17 +7,17 @@ The operators' own rules are in `maps`, `moves`, `products` and `recurrent`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from edge_client.compaction.moves import join_moves
 from edge_client.compaction.net import Net, build, prepare
 from edge_client.compaction.operators import Array
 from edge_client.compaction.rules import rule
-from edge_client.compaction.study import Study, study
+from edge_client.compaction.study import Rule, Study, study
 from edge_client.compaction.writer import Ragged, Writer
 
 
@@ -35,14 +35,19 @@ class Smaller:
     kept: tuple[str, ...]
 
 
-def smaller(model: ModelProto, probe: Array) -> Smaller:
+def smaller(
+    model: ModelProto, probe: Array, widen: Callable[[Study], Callable[[Study, NodeProto], Rule]] | None = None
+) -> Smaller:
     """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
+    `widen` makes of the analysis the rules of another one, in which some dead channels stay (`width.widened`).
 
     Raises CompactionError when the graph does not run or cannot be written on fewer channels.
     """
     net = prepare(model, probe)
     join_moves(net)
     found = study(net, rule)
+    if widen is not None:
+        found = study(net, widen(found))
     writer = Writer(found)
     try:
         writer.run()
