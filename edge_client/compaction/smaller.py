@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto
 
-from edge_client.compaction.moves import join_moves
+from edge_client.compaction.chains import straighten
 from edge_client.compaction.net import Net, build, prepare
 from edge_client.compaction.operators import Array
 from edge_client.compaction.rules import rule
@@ -41,14 +41,9 @@ def smaller(model: ModelProto, probe: Array) -> Smaller:
     Raises CompactionError when the graph does not run or cannot be written on fewer channels.
     """
     net = prepare(model, probe)
-    join_moves(net)
+    straighten(net)
     found = study(net, rule)
-    writer = Writer(found)
-    try:
-        writer.run()
-    except Ragged:
-        writer = Writer(found, strict=True)
-        writer.run()
+    writer = written(found)
     made = build(net, writer.nodes, writer.constants, [model.graph.output[0]])
     return Smaller(
         made,
@@ -56,6 +51,26 @@ def smaller(model: ModelProto, probe: Array) -> Smaller:
         _layers(net, found),
         tuple(writer.kept),
     )
+
+
+def written(found: Study) -> Writer:
+    """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
+
+    Raises CompactionError when the graph cannot be written.
+    """
+    levels: dict[str, int] = {}
+    while True:
+        writer = Writer(found, levels)
+        try:
+            writer.run()
+            return writer
+        except Ragged as error:
+            above = found.net.above(error.value) & writer.split
+            freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
+            if not freer:
+                raise
+            for value in freer:
+                levels[value] = levels.get(value, 0) + 1
 
 
 def _layers(net: Net, found: Study) -> dict[str, tuple[int, int]]:
