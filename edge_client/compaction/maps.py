@@ -186,10 +186,12 @@ def _forward(s: Study, node: NodeProto) -> None:
 def _backward(s: Study, node: NodeProto) -> None:
     found = behaviour(s, node)
     assert found is not None
-    live = s.live(node.output[0])
+    live, due = s.live(node.output[0]), s.due[node.output[0]]
     if not live.any():
         return
     for k in s.net.data(node):
+        if due.any() and due.shape == s.shape(node.input[k]) and node.input[k] in s.due:
+            s.due[node.input[k]] |= due
         factor = _others(s, node, k)
         mask = live if factor is None else live & factor
         s.mark(node.input[k], _gathered(mask, s.shape(node.input[k]), found.apart))

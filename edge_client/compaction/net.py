@@ -73,6 +73,18 @@ class Net:
             at = makers[at].input[data[-1]]
         return name
 
+    def above(self, name: str) -> set[str]:
+        """`name` and the values it is made of, up to the layers that make their channels."""
+        makers = {o: n for n in self.nodes for o in n.output}
+        found, pending = {name}, [name]
+        while pending:
+            node = makers.get(pending.pop())
+            if node is not None and not self.layer(node):
+                more = {node.input[k] for k in self.data(node)} - found
+                found |= more
+                pending += more
+        return found
+
     def data(self, node: NodeProto) -> list[int]:
         """The inputs of `node` that carry data: neither constants nor sizes."""
         return [k for k, v in enumerate(node.input) if v and v not in self.constants and v not in self.sizes]

@@ -16,7 +16,7 @@ from onnx import NodeProto
 from edge_client.compaction.operators import F64, conv, conv_transpose, settings
 from edge_client.compaction.study import Bools, Rule, Study, mixed
 from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
-from edge_client.compaction.layouts import preferred, worth
+from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.errors import CompactionError
 
 
@@ -102,11 +102,11 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     layer = _of(s, node)
     groups, outs, ins = layer.weight.shape[:3]
     rank = len(s.shape(name))
-    rows = s.wanted(out)[1]
+    wanted = s.wanted(out)[1]
     linked = (layer.weight != 0).reshape(groups, outs, ins, -1).any(axis=-1)
     live_in = s.live(name).any(axis=(0, *range(2, rank)))
     # of each group its live outputs and the live inputs that these read
-    r = [rows[(rows >= g * outs) & (rows < (g + 1) * outs)] for g in range(groups)]
+    r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
     c = [
         g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])
         for g, own in enumerate(r)
@@ -115,46 +115,60 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
         c = [own if own.size else g * ins + np.flatnonzero(live_in[g * ins :][:ins])[:1] for g, own in enumerate(c)]
     lists = w.lists(name)
     full = [np.arange(n) for n in s.shape(name)]
+    attributes = settings(node)
     if groups == 1:
         order = preferred(w, out)
         r = [order] if order is not None else r
         columns = worth(lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
+        classes = [[0]]
+        c = [columns]
     else:
         held = [g for g in range(groups) if r[g].size]
-        r, c = [r[g] for g in held], [c[g] for g in held]
-        width, depth = max(map(len, r)), max(map(len, c))
-        r = [np.pad(own, (0, width - len(own)), constant_values=-1) for own in r]
-        c = [np.pad(own, (0, depth - len(own)), constant_values=-1) for own in c]
-        columns = np.concatenate(c)
-    kept = np.concatenate(r)
-    given = w.adapted(name, [columns if a == 1 else full[a] for a in range(rank)])
-    # the constant part: what the inputs that are gone emit
+        classes = _classes(held, r, c)
+        attributes["group"] = groups
     value = np.array(s.facts(name)[0])
-    value[:, columns[columns >= 0]] = 0
+    value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
     need = np.zeros(groups * outs, np.bool_)
-    need[kept[kept >= 0]] = True
-    constant = (_apply(s, node, layer, value, need) + _column(layer.bias, rank))[:, np.maximum(kept, 0)]
-    constant[:, kept < 0] = 0
-    count = len(r)
-    blocks = columns.reshape(count, -1)
-    weight = np.zeros((count, len(kept) // count, blocks.shape[1], *layer.weight.shape[3:]))
-    for k, (own, used) in enumerate(zip(r, blocks, strict=True)):
-        g = int(max(own.max(initial=0), 0)) // outs
-        part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
-        part = part * np.multiply.outer(own >= 0, used >= 0).reshape(len(own), len(used), *(1,) * (rank - 2))
-        weight[k] = part
-    if layer.transposed:
-        stored = weight.swapaxes(1, 2).reshape(-1, *weight.shape[1:2], *weight.shape[3:])
-    else:
-        stored = weight.reshape(-1, *weight.shape[2:])
-    bias, rest = _bias(constant, 1)
-    attributes = {**settings(node), **({"group": count} if "group" in settings(node) or count > 1 else {})}
-    inputs = [given, w.constant(stored), *([w.constant(bias)] if bias.any() else [])]
-    made = w.emit(node.op_type, inputs, **attributes)
-    if rest is not None:
-        made = w.emit("Add", [made, w.mapped(rest)])
-    ids = w.grid(out, [kept if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))])
-    w.put(out, made, np.where(ids < 0, np.where(_column(kept, rank) == -2, -2, -1), ids))
+    need[np.concatenate(r)[np.concatenate(r) >= 0]] = True
+    # the constant part: what the inputs that are gone emit
+    constant = _apply(s, node, layer, value, need) + _column(layer.bias, rank)
+    made, kept = [], []
+    for members in classes:
+        rows, columns = _squared([r[g] for g in members]), _squared([c[g] for g in members])
+        given = w.adapted(name, [columns.reshape(-1) if a == 1 else full[a] for a in range(rank)])
+        weight = np.zeros((*rows.shape, columns.shape[1], *layer.weight.shape[3:]))
+        for k, (g, own, used) in enumerate(zip(members, rows, columns, strict=True)):
+            part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
+            weight[k] = part * np.multiply.outer(own >= 0, used >= 0).reshape(*part.shape[:2], *(1,) * (rank - 2))
+        stored = weight.swapaxes(1, 2) if layer.transposed else weight
+        flat = rows.reshape(-1)
+        bias, rest = _bias(constant[:, np.maximum(flat, 0)] * _column(flat >= 0, rank), 1)
+        inputs = [given, w.constant(stored.reshape(-1, *stored.shape[2:])), *([w.constant(bias)] if bias.any() else [])]
+        if len(members) > 1 or "group" in attributes:
+            attributes["group"] = len(members)
+        made.append(w.emit(node.op_type, inputs, **attributes))
+        made[-1] = w.emit("Add", [made[-1], w.mapped(rest)]) if rest is not None else made[-1]
+        kept.append(flat)
+    order = np.concatenate(kept)
+    joined = w.emit("Concat", made, axis=1) if len(made) > 1 else made[0]
+    w.put(out, joined, w.grid(out, [order if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))]))
+
+
+def _squared(lists: list[Ids]) -> Ids:
+    """Lists as rows of one array, -1 behind their ends."""
+    width = max(map(len, lists))
+    return np.stack([np.pad(own, (0, width - len(own)), constant_values=-1) for own in lists])
+
+
+def _classes(held: list[int], r: list[Ids], c: list[Ids]) -> list[list[int]]:
+    """Groups that one convolution computes: all, or where that wastes too much those of equal size."""
+    exact = sum(len(r[g]) * len(c[g]) for g in held)
+    if len(held) * max(len(r[g]) for g in held) * max(len(c[g]) for g in held) <= FILL * exact:
+        return [held]
+    found: dict[tuple[int, int], list[int]] = {}
+    for g in held:
+        found.setdefault((len(r[g]), len(c[g])), []).append(g)
+    return list(found.values())
 
 
 def _bias(constant: F64, axis: int) -> tuple[F64, F64 | None]:
@@ -230,6 +244,9 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     back = _any(some[0].swapaxes(-1, -2), live)
     shape = s.shape(second)
     s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
+    if first in s.read and second in s.read:
+        for name in (first, second):
+            s.due[name] |= s.read[name] & (s.value[name] != 0)
 
 
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:

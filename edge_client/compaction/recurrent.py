@@ -18,7 +18,7 @@ from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
 
 GATES = {"LSTM": 4, "GRU": 3}
-SPAN = 1e-9
+SPAN = 1e-7
 """How far, relative to the largest, a course may lie from those that stand for it."""
 
 
