@@ -4,11 +4,11 @@
     N       widths that are multiples of N, as far as there are channels
     `auto`  what runs fastest here
 
-`auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives each
-stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as far as
-needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in turns: as
-narrow as possible, with the table's widths, with the table's widths and all layers of a stream alike, and with all
-channels. The fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them.
+`auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
+each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
+far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
+turns: as narrow as possible, with the table's widths, with the table's widths and all layers of a stream alike, and
+with all channels. The fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any.
 
 Without a clock, as where the model is cut for another device, `auto` is the rule: multiples of 4 where a convolution
 makes or reads the channels.
@@ -24,25 +24,33 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from edge_client.align import Align
 from edge_client.compaction import products
 from edge_client.compaction.operators import settings
-from edge_client.compaction.rules import rule
 from edge_client.compaction.smaller import Smaller, cut
 from edge_client.compaction.study import Study, study
-from edge_client.compaction.width import Stream, forced, is_depthwise, live_channels, rounded, streams, widened
-from edge_client.errors import CompactionError, ConfigError
+from edge_client.compaction.width import (
+    Stream,
+    everywhere,
+    forced,
+    is_depthwise,
+    live_channels,
+    rounded,
+    streams,
+    widened,
+)
+from edge_client.errors import CompactionError
 from edge_client.measure.engines import open_onnx
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
 
-Align = Union[Literal["auto", "none"], int]
 STEPS = (1, 4, 8, 16)
 RULE = 4  # channels of ONNX Runtime's blocked convolutions
 SECONDS = 1.0  # for timing whole models, beyond the fewest runs
@@ -64,7 +72,11 @@ class Work:
     @property
     def key(self) -> str:
         """The layer as a line of the table."""
-        words = [self.kind + ("-depthwise" if self.depthwise else ""), f"{self.inner}->{self.out}", *map(str, self.places)]
+        words = [
+            self.kind + ("-depthwise" if self.depthwise else ""),
+            f"{self.inner}->{self.out}",
+            *map(str, self.places),
+        ]
         words += [f"kernel {'x'.join(map(str, self.kernel))}"] if self.kernel else []
         return " ".join([*words, *(f"{k} {v}" for k, v in self.given if k != "group")])
 
@@ -117,14 +129,16 @@ def table() -> Table:
 def microseconds(work: Work) -> float:
     """Time `work` alone in ONNX Runtime, one thread: the median processor time of a call."""
     random = np.random.default_rng(0)
+    shape: tuple[int, ...] = (1, work.inner, *work.places)
+    given = {**dict(work.given), "group": work.inner if work.depthwise else 1}
     if work.kind == "Conv":
-        shape: tuple[int, ...] = (1, work.inner, *work.places)
-        weight = random.standard_normal((work.out, 1 if work.depthwise else work.inner, *work.kernel))
-        given = {**dict(work.given), "group": work.inner if work.depthwise else 1}
+        size = (work.out, 1 if work.depthwise else work.inner, *work.kernel)
+    elif work.kind == "ConvTranspose":
+        size = (work.inner, work.out, *work.kernel)
     else:
-        shape, given = (*work.places, work.inner), {}
-        weight = random.standard_normal((work.inner, work.out))
-    node = helper.make_node("Conv" if work.kind == "Conv" else "MatMul", ["x", "w"], ["y"], **given)
+        shape, given, size = (*work.places, work.inner), {}, (work.inner, work.out)
+    weight = random.standard_normal(size)
+    node = helper.make_node(work.kind, ["x", "w"], ["y"], **given)
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [node],
@@ -146,15 +160,6 @@ def clock(sample: NDArray[Any]) -> Clock:
         return [float(np.median(t)) for t in found.cpu]
 
     return Clock(table(), models)
-
-
-def align_of(text: str) -> Align:
-    """The value of an option ``--align``. Raises ConfigError."""
-    if text in ("auto", "none"):
-        return "auto" if text == "auto" else "none"
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise ConfigError(f"--align {text!r}: choose auto, none, or a number of channels such as 4 or 16")
 
 
 def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
@@ -196,7 +201,7 @@ def _wide(found: Study, multiple: Callable[[Stream], int], joined: bool) -> Smal
 def _step(s: Study, stream: Stream, layer: Callable[[Work], float]) -> int:
     """The multiple at which the layers of `stream` take the least time; the smallest of equal ones."""
     axes = dict(stream.values)
-    union = np.logical_or.reduce([live_channels(s, name, axis) for name, axis in stream.values])
+    union = everywhere(s, stream)
     times = []
     for step in STEPS:
         total = 0.0

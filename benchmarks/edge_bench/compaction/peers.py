@@ -11,7 +11,6 @@ import copy
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from edge_export.graphs import eval_graph
 from torch import nn
 
@@ -53,5 +52,3 @@ def pruned(module: nn.Module, case: Case, kept: float, round_to: int | None, pat
     values = {k: t.detach().numpy() for k, t in (*parameters.items(), *statistics.items())}
     model = freeze(graph, values, {})
     path.write_bytes(model.SerializeToString())
-
-
