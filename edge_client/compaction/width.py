@@ -54,7 +54,7 @@ def streams(s: Study) -> list[Stream]:
     def root(at: tuple[str, int]) -> tuple[str, int]:
         parent.setdefault(at, at)
         while parent[at] != at:
-            at = parent[at] = parent[parent[at]]
+            at = parent[at]
         return at
 
     made: list[tuple[NodeProto, tuple[str, int]]] = []
