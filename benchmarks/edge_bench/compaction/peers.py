@@ -50,5 +50,5 @@ def pruned(module: nn.Module, case: Case, kept: float, round_to: int | None, pat
     statistics = {k: b for k, b in buffers.items() if b.is_floating_point()}
     graph = eval_graph(made, example, list(parameters), list(statistics))
     values = {k: t.detach().numpy() for k, t in (*parameters.items(), *statistics.items())}
-    model = freeze(graph, values, {})
+    model = freeze(graph, values)
     path.write_bytes(model.SerializeToString())
