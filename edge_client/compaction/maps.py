@@ -92,7 +92,9 @@ def _probe(net: Net, node: NodeProto, data: list[int], rank: int) -> Behaviour |
             fresh = list(given)
             x = np.array(given[k])
             place = (slice(None),) * axis + (entry,)
-            x[place] = random.uniform(0.5, 3.0, x[place].shape) * (random.choice([-1, 1], x[place].shape) if not base else 1)
+            x[place] = random.uniform(0.5, 3.0, x[place].shape) * (
+                random.choice([-1, 1], x[place].shape) if not base else 1
+            )
             fresh[k] = x
             after = net.operators.run(node, fresh)[0]
             return ~((after == before) | (np.isnan(after) & np.isnan(before)))
@@ -219,13 +221,17 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 here.append(own[at])
         same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
         covered = same and np.isin(wanted, here[0]).all()
-        target.append(here[0] if covered and found.apart[axis] else wanted if found.apart[axis] else np.arange(shape[axis]))
+        target.append(
+            here[0] if covered and found.apart[axis] else wanted if found.apart[axis] else np.arange(shape[axis])
+        )
     inputs = []
     for k, v in enumerate(node.input):
         if k in data:
             size = w.study.shape(v)
             own = [
-                target[axis + rank - len(size)] if found.apart[axis + rank - len(size)] and n == shape[axis + rank - len(size)] else np.arange(n)
+                target[axis + rank - len(size)]
+                if found.apart[axis + rank - len(size)] and n == shape[axis + rank - len(size)]
+                else np.arange(n)
                 for axis, n in enumerate(size)
             ]
             inputs.append(w.adapted(v, own))
@@ -241,15 +247,25 @@ def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
     """A map of one varying value in any layout, ragged ones too. False when it needs lists by axis."""
     name, out = node.input[k], node.output[0]
     piece, shape = w.pieces[name], w.study.shape(out)
-    if any(len(w.study.shape(node.input[j])) and np.prod(w.study.shape(node.input[j])) > 1 for j in range(len(node.input)) if j != k and node.input[j] and w.study.net.kinds.get(node.input[j], np.dtype("i8")).kind == "f") or node.op_type in RESIZING:
+    if (
+        any(
+            len(w.study.shape(node.input[j])) and np.prod(w.study.shape(node.input[j])) > 1
+            for j in range(len(node.input))
+            if j != k and node.input[j] and w.study.net.kinds.get(node.input[j], np.dtype("i8")).kind == "f"
+        )
+        or node.op_type in RESIZING
+    ):
         return False
     full = all(free or piece.ids.shape[axis] == shape[axis] for axis, free in enumerate(found.apart))
-    if not full or not all(found.apart) and (piece.ids < 0).any():
+    if not full or (not all(found.apart) and (piece.ids < 0).any()):
         return False
     inputs = [piece.name if j == k else w.known(v) for j, v in enumerate(node.input)]
     ids = piece.ids
     if (ids == -2).any():
-        zero = [np.zeros((1,) * len(shape)) if j == k else w.study.facts(v)[0] if v else None for j, v in enumerate(node.input)]
+        zero = [
+            np.zeros((1,) * len(shape)) if j == k else w.study.facts(v)[0] if v else None
+            for j, v in enumerate(node.input)
+        ]
         if w.study.net.operators.run(node, zero)[0].any():
             ids = np.maximum(ids, -1)
     w.put(out, w.emit(node.op_type, inputs, **settings(node)), ids)
@@ -261,7 +277,11 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
     name = node.input[k]
     if not name:
         return ""
-    if node.op_type in RESIZING and name in {*w.study.net.constants, *w.study.net.sizes} and k == (1 if node.op_type == "Expand" else 3):
+    if (
+        node.op_type in RESIZING
+        and name in {*w.study.net.constants, *w.study.net.sizes}
+        and k == (1 if node.op_type == "Expand" else 3)
+    ):
         return w.sized(name, [len(t) for t in target], node.output[0])
     if k not in found.parameters:
         return w.known(name)

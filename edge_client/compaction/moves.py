@@ -95,7 +95,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         piece = w.pieces[node.input[0]]
         order = settings(node).get("perm", list(range(piece.ids.ndim))[::-1])
         # ids are places in the input; the output numbers its elements in its own order
-        w.put(node.output[0], w.emit("Transpose", [piece.name], perm=order), _renumbered(w, node, piece.ids.transpose(order)))
+        w.put(
+            node.output[0],
+            w.emit("Transpose", [piece.name], perm=order),
+            _renumbered(w, node, piece.ids.transpose(order)),
+        )
     elif node.op_type in REGROUP:
         _regroup(w, node)
     elif node.op_type in PICK:
@@ -355,7 +359,9 @@ def _regular(w: Writer, node: NodeProto) -> None:
         lists = by_axis(_renumbered(w, node, moved), s.shape(out)) if len(np.unique(source)) == source.size else None
     except CompactionError:
         lists = None
-    if lists is None or any(len(l) == n and not np.array_equal(l, np.arange(n)) for l, n in zip(lists, s.shape(out), strict=True)):
+    if lists is None or any(
+        len(l) == n and not np.array_equal(l, np.arange(n)) for l, n in zip(lists, s.shape(out), strict=True)
+    ):
         return w.copy_whole(node)
     made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
     w.put(out, made, w.grid(out, lists))

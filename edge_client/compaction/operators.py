@@ -127,8 +127,7 @@ def conv(x: F64, weight: F64, given: Mapping[str, Any]) -> F64:
     strides, dilations = given.get("strides", [1] * n), given.get("dilations", [1] * n)
     padded = np.pad(x[0], [(0, 0), *zip(before, after, strict=True)])
     size = [
-        (s - d * (k - 1) - 1) // t + 1
-        for s, t, d, k in zip(padded.shape[1:], strides, dilations, kernel, strict=True)
+        (s - d * (k - 1) - 1) // t + 1 for s, t, d, k in zip(padded.shape[1:], strides, dilations, kernel, strict=True)
     ]
     made = np.zeros((weight.shape[0], int(np.prod(size))))
     for tap in product(*map(range, kernel)):

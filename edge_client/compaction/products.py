@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
+from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.compaction.operators import F64, conv, conv_transpose, settings
 from edge_client.compaction.study import Bools, Rule, Study, mixed
 from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
-from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.errors import CompactionError
 
 
@@ -184,7 +184,7 @@ CONVOLUTION = Rule(_conv_forward, _conv_backward, _conv_rewrite)
 # --- matrix products
 
 
-def _operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
+def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
     """Both factors of a `MatMul` or `Gemm`, whether the second is transposed, and the bias."""
     if node.op_type == "MatMul":
         return node.input[0], node.input[1], False, ""
@@ -213,7 +213,7 @@ def _any(a: Bools, b: Bools) -> Bools:
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, third = _operands(s, node)
+    first, second, transposed, third = operands(s, node)
     a, b = _factor(s, first, False), _factor(s, second, transposed)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
@@ -233,7 +233,7 @@ def _product_forward(s: Study, node: NodeProto) -> None:
 
 
 def _product_backward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, _ = _operands(s, node)
+    first, second, transposed, _ = operands(s, node)
     live = s.live(node.output[0])
     a, b = _factor(s, first, False), _factor(s, second, transposed)
     some = [x[1] | (x[0] != 0) for x in (a, b)]
@@ -257,13 +257,13 @@ def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
 
 def _product_rewrite(w: Writer, node: NodeProto) -> None:
     s = w.study
-    first, second, transposed, third = _operands(s, node)
+    first, second, transposed, third = operands(s, node)
     if second in s.net.constants and len(s.shape(second)) == 2 and first in w.pieces:
         return _linear(w, node, first, second, transposed, third)
     if node.op_type == "Gemm":
         return w.copy_whole(node)
     if first in w.pieces and second in w.pieces and _ragged(w, node, first, second):
-        return
+        return None
     _general(w, node, first, second)
 
 
@@ -288,7 +288,9 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
         value = np.take(value, np.maximum(own, 0), axis)
     used = np.flatnonzero(value.reshape(-1, shape[-1]).any(axis=0))
     part = weight[:, np.maximum(rows, 0)] * (rows >= 0)
-    constant = value[..., used] @ part[used] + np.broadcast_to(bias, s.shape(out))[tuple(slice(0, 1) if bias.ndim < 2 or bias.shape[0] == 1 else slice(None) for _ in shape[:-1])][..., np.maximum(rows, 0)] * (rows >= 0)
+    constant = value[..., used] @ part[used] + np.broadcast_to(bias, s.shape(out))[
+        tuple(slice(0, 1) if bias.ndim < 2 or bias.shape[0] == 1 else slice(None) for _ in shape[:-1])
+    ][..., np.maximum(rows, 0)] * (rows >= 0)
     fixed, rest = _bias(constant, constant.ndim - 1)
     small = part[np.maximum(columns, 0)] * (columns >= 0)[:, None]
     if node.op_type == "Gemm":
@@ -365,7 +367,9 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
         return False
     need = _needed(s, node, first, second)
     held = np.zeros((*need.shape[:-1], need.shape[-1] + 1), np.bool_)
-    np.put_along_axis(held, np.broadcast_to(np.where(ka >= 0, ka, need.shape[-1]), (*need.shape[:-1], ka.shape[-1])), True, -1)
+    np.put_along_axis(
+        held, np.broadcast_to(np.where(ka >= 0, ka, need.shape[-1]), (*need.shape[:-1], ka.shape[-1])), True, -1
+    )
     if (need & ~held[..., :-1]).any():
         return False
     gone = ~held[..., :-1]
@@ -385,7 +389,9 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     if (s.live(out) & ~np.isin(whole, ids)).any():
         return False
     if rest.any():
-        made = w.emit("Add", [made, w.mapped(np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0))])
+        made = w.emit(
+            "Add", [made, w.mapped(np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0))]
+        )
     w.put(out, made, ids)
     return True
 
@@ -447,4 +453,14 @@ def _embedding_rewrite(w: Writer, node: NodeProto) -> None:
 
 
 EMBEDDING = Rule(_embedding_forward, _embedding_backward, _embedding_rewrite)
-__all__ = ["CONVOLUTION", "EMBEDDING", "PRODUCT", "CompactionError", "Ragged", "grid", "is_convolution", "is_embedding", "is_product"]
+__all__ = [
+    "CONVOLUTION",
+    "EMBEDDING",
+    "PRODUCT",
+    "CompactionError",
+    "Ragged",
+    "grid",
+    "is_convolution",
+    "is_embedding",
+    "is_product",
+]

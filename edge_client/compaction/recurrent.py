@@ -100,7 +100,11 @@ def _courses(s: Study, node: NodeProto) -> F64:
     full.CopyFrom(node)
     full.output[:] = ["y"]
     states = s.net.operators.run(full, [s.facts(v)[0] if v else None for v in node.input])[0][:, :, 0].swapaxes(0, 1)
-    start = s.facts(node.input[5])[0] if len(node.input) > 5 and node.input[5] else np.zeros((len(states), 1, states.shape[2]))
+    start = (
+        s.facts(node.input[5])[0]
+        if len(node.input) > 5 and node.input[5]
+        else np.zeros((len(states), 1, states.shape[2]))
+    )
     found = []
     for way, own in enumerate(states):
         backwards = settings(node).get("direction", b"forward") == b"reverse" or way == 1
@@ -160,7 +164,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         else:
             share = recurrent[way][:, own][:, :, still]
             maps.append(
-                np.einsum("ti,goi->tgo", x, weight[way][:, own]) + np.einsum("tk,gok->tgo", courses[way][:, still], share)
+                np.einsum("ti,goi->tgo", x, weight[way][:, own])
+                + np.einsum("tk,gok->tgo", courses[way][:, still], share)
             )
         units.append(own)
     most = max(1, *map(len, units))
@@ -188,7 +193,13 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         if value:
             shape = s.shape(value)
             whole = np.arange(int(np.prod(shape))).reshape(shape)
-            ids = np.stack([np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1) for way, own in enumerate(units)], axis=-3)
+            ids = np.stack(
+                [
+                    np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1)
+                    for way, own in enumerate(units)
+                ],
+                axis=-3,
+            )
             w.put(value, piece, np.where(np.isin(ids, whole[s.varies[value]]), ids, -1))
 
 
