@@ -1,9 +1,10 @@
 """A smaller network: some channels of each group of the manifest, all others gone.
 
 A dropped channel takes with it all its places: rows of weights and biases, its row of a batch-norm (scale, bias,
-statistics) and its entries in the weights that read it. Its output counts as zero: nothing is folded into the biases that stay. So the smaller
-network computes what the whole one does when all those values are zero, and its gradients are the whole one's there.
-`edge_client.training` trains it; `edge_client.compaction` removes channels of a trained model, constants folded.
+statistics) and its entries in the weights that read it. Its output counts as zero: nothing is folded into the biases
+that stay. So the smaller network computes what the whole one does when all those values are zero, and its gradients are
+the whole one's there. `edge_client.training` trains it; `edge_client.compaction` removes channels of a trained model,
+constants folded.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Labelled:
         self.atoms.fix(self.labels[self.net.output], "they are the model's outputs")
         changed = True
         while changed:  # what differs along two axes cannot leave by either
-            changed = any([self._one_axis(value) for value in self.labels.values()])
+            changed = sum(self._one_axis(value) for value in self.labels.values()) > 0
 
     def _node(self, node: NodeProto) -> None:
         s = self.study
@@ -208,52 +208,48 @@ class Labelled:
     def _product(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
         first, second, transposed, third = products.operands(self.study, node)
-        out = node.output[0]
         if second in net.constants and len(net.shapes[second]) == 2 and first in self.labels:
-            ids = net.ids.get(second)
-            x = self.labels[first]
+            ids, x = net.ids.get(second), self.labels[first]
             self._read(self._lines(x, x.ndim - 1, node), atoms.along(ids, int(transposed), "reads"))
             rows = atoms.along(ids, 1 - int(transposed), "makes")
-            if third:
-                shape = net.shapes[third]
-                atoms.join(rows, atoms.along(net.ids.get(third), len(shape) - 1, "shifts") if shape else rows)
-            return self._put(out, rows)
-        if any(v not in self.labels for v in (first, second)) or transposed:
+            if third and net.shapes[third]:
+                atoms.join(rows, atoms.along(net.ids.get(third), len(net.shapes[third]) - 1, "shifts"))
+            self._put(node.output[0], rows)
+        elif any(v not in self.labels for v in (first, second)) or transposed:
             for v in (first, second):
                 atoms.fix(self.labels.get(v, np.full(1, NONE)), self._why(node))
-            return self._put(out, np.full(1, NONE))
-        a, b = (np.array(atoms.roots(self.labels[v])) for v in (first, second))
-        lead = max(a.ndim, b.ndim) - 2
-        heads = False
+            self._put(node.output[0], np.full(1, NONE))
+        else:
+            a, b = (np.array(atoms.roots(self.labels[v])) for v in (first, second))
+            stacked = any(_differ(x, axis) for x in (a, b) for axis in range(x.ndim - 2))
+            self._put(node.output[0], self._heads(node, a, b) if stacked else self._matrices(node, a, b))
+
+    def _heads(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
+        """Labels of a product of stacks of matrices: each matrix is one channel, a head."""
+        shape = self.net.shapes[node.output[0]][:-2]
+        one = []
         for labels in (a, b):
-            start = lead - (labels.ndim - 2)
-            for axis in range(labels.ndim - 2):
-                heads |= labels.shape[axis] > 1 and bool((labels != np.take(labels, [0], axis)).any()) and start >= 0
-        if heads:  # each matrix of a stack is one channel: a head
-            shape = net.shapes[out][:-2]
-            for labels in (a, b):
-                wide = np.broadcast_to(labels, (*shape, *labels.shape[-2:]))
-                flat = wide.reshape(*shape, -1)
-                top = flat.max(axis=-1, keepdims=True)
-                if (flat == NONE).any():
-                    atoms.fix(flat[(flat == NONE).any(axis=-1)], self._why(node))
-                atoms.join(flat, np.broadcast_to(top, flat.shape))
-            one = [np.broadcast_to(v, (*shape, *v.shape[-2:])).reshape(*shape, -1).max(axis=-1) for v in (a, b)]
-            atoms.join(one[0], one[1])
-            # scores of a head follow the values' labels when they meet them
-            label = np.where(one[0] >= 0, one[0], one[1])
-            return self._put(out, label[..., None, None])
-        k_a, k_b = self._lines(a, a.ndim - 1, node), self._lines(b, b.ndim - 2, node)
-        differ = [bool((k != k[:1]).any()) for k in (k_a, k_b)]
+            flat = np.broadcast_to(labels, (*shape, *labels.shape[-2:])).reshape(*shape, -1)
+            loose = (flat == NONE).any(axis=-1)
+            self.atoms.fix(flat[loose], self._why(node))
+            one.append(flat.max(axis=-1))
+            self.atoms.join(flat, np.broadcast_to(one[-1][..., None], flat.shape))
+        self.atoms.join(one[0], one[1])
+        return np.where(one[0] >= 0, one[0], one[1])[..., None, None]
+
+    def _matrices(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
+        """Labels of a product of two values: what is summed leaves both, and rows and columns keep their labels."""
+        summed = self._lines(a, a.ndim - 1, node), self._lines(b, b.ndim - 2, node)
+        differ = [bool((k != k[:1]).any()) for k in summed]
         if any(differ):
-            atoms.fix(k_a[k_b == NONE], self._why(node))
-            atoms.fix(k_b[k_a == NONE], self._why(node))
-            atoms.join(k_a, k_b)
-        columns = self._lines(b, b.ndim - 1, node) if not differ[1] else np.full(1, NONE)
-        rows = self._lines(a, a.ndim - 2, node) if not differ[0] else np.full(1, NONE)
+            self.atoms.fix(summed[0][summed[1] == NONE], self._why(node))
+            self.atoms.fix(summed[1][summed[0] == NONE], self._why(node))
+            self.atoms.join(*summed)
+        columns = np.full(1, NONE) if differ[1] else self._lines(b, b.ndim - 1, node)
+        rows = np.full(1, NONE) if differ[0] else self._lines(a, a.ndim - 2, node)
         if (columns != columns[:1]).any():
-            return self._put(out, columns)
-        self._put(out, rows[:, None] if (rows != rows[:1]).any() else np.full(1, NONE))
+            return columns
+        return rows[:, None] if (rows != rows[:1]).any() else np.full(1, NONE)
 
     def _recurrent(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms

@@ -119,7 +119,7 @@ class Writer:
             if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
                 (left, size) = held[0]
                 self.stopped.append(
-                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads all of them "
+                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
                     f"although {size - left} are dead"
                 )
 
