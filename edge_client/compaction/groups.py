@@ -78,8 +78,8 @@ def _collected(found: Labelled) -> Found:
             continue
         groups.append(_group(found, axes, tensor, entry, signature, channels, forward))
     groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
-    makers = {name for (name, _), role in atoms.roles.items() if role == "makes"}
-    last = max(makers, key=lambda name: forward.get(name, -1), default="")
+    weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
+    last = max(weights, key=lambda name: forward.get(name, -1), default="")
     names = sorted((n for n in stopped if n != last), key=lambda n: forward.get(n, len(forward)))
     return Found(_named(groups), tuple(f"{_layer(n)}: {stopped[n]}" for n in names))
 

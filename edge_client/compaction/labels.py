@@ -352,6 +352,6 @@ def _differ(roots: Labels, axis: int) -> bool:
 
 def _role(node: NodeProto, k: int) -> Role:
     if node.op_type == "BatchNormalization":
-        return ("holds", "scales", "shifts", "holds", "holds")[k]  # type: ignore[return-value]
+        return ("holds", "scales", "shifts", "holds", "holds")[k]
     roles: dict[str, Role] = {"Mul": "scales", "Add": "shifts"}
     return roles.get(node.op_type, "holds")

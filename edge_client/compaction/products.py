@@ -8,6 +8,7 @@ gives a constant a border) it is a map that is added to the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,10 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.compaction.operators import F64, conv, conv_transpose, settings
-from edge_client.compaction.study import Bools, Rule, Study, mixed
+from edge_client.compaction.study import Bools, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Writer, by_axis
+
+_Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def _apply(s: Study, node: NodeProto, layer: _Conv, x: F64, rows: NDArray[np.boo
     return made
 
 
-def _column(values: NDArray[np.generic], rank: int) -> NDArray[np.generic]:
+def _column(values: NDArray[_Value], rank: int) -> NDArray[_Value]:
     return values.reshape(1, -1, *(1,) * (rank - 2))
 
 
@@ -103,7 +106,7 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     rank = len(s.shape(name))
     wanted = s.wanted(out)[1]
     linked = (layer.weight != 0).reshape(groups, outs, ins, -1).any(axis=-1)
-    live_in = s.live(name).any(axis=(0, *range(2, rank)))
+    live_in = some(s.live(name), (0, *range(2, rank)))
     # of each group its live outputs and the live inputs that these read
     r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
     c = [
@@ -208,7 +211,7 @@ def _factor(s: Study, name: str, transposed: bool) -> tuple[F64, Bools, NDArray[
 
 def _any(a: Bools, b: Bools) -> Bools:
     """The product of marks: whether any pair of them meets."""
-    return np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0
+    return np.asarray(np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0)
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
@@ -249,9 +252,9 @@ def _product_backward(s: Study, node: NodeProto) -> None:
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
     """A mask over the axes that broadcasting added or widened."""
     lead = mask.ndim - len(shape)
-    mask = mask.any(axis=tuple(range(lead))) if lead else mask
+    mask = some(mask, tuple(range(lead))) if lead else mask
     once = tuple(k for k, n in enumerate(shape) if n == 1 and mask.shape[k] > 1)
-    return mask.any(axis=once, keepdims=True) if once else mask
+    return some(mask, once, keepdims=True) if once else mask
 
 
 def _product_rewrite(w: Writer, node: NodeProto) -> None:
@@ -307,12 +310,13 @@ def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
     """Per batch entry, the contracted entries that must be in both factors, bool[..., k]."""
     a, b = s.facts(first), s.facts(second)
     live = s.live(node.output[0])
-    some = [x[1] | (x[0] != 0) for x in (a, b)]
-    rows = (a[1] & live.any(axis=-1, keepdims=True)).any(axis=-2)
-    others = (some[0] & live.any(axis=-1, keepdims=True)).any(axis=-2)
-    cols = (b[1] & live.any(axis=-2)[..., None, :]).any(axis=-1)
-    back = (some[1] & live.any(axis=-2)[..., None, :]).any(axis=-1)
-    return (rows & back) | (others & cols)
+    rows, columns = live.any(axis=-1, keepdims=True), some(live, -2)[..., None, :]
+
+    def of(marks: Bools, others: Bools, axis: int) -> Bools:
+        return some(marks & others, axis)
+
+    varying = of(a[1], rows, -2) & of(b[1] | (b[0] != 0), columns, -1)
+    return varying | (of(a[1] | (a[0] != 0), rows, -2) & of(b[1], columns, -1))
 
 
 def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:

@@ -13,7 +13,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
 from edge_client.compaction.operators import F64, settings
-from edge_client.compaction.study import Bools, Rule, Study
+from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
 
@@ -50,7 +50,7 @@ def _starts(s: Study, node: NodeProto) -> list[str]:
 
 def _forward(s: Study, node: NodeProto) -> None:
     inputs, units = _links(s, node)
-    moves = s.facts(node.input[0])[1].any(axis=(0, 1))
+    moves = some(s.facts(node.input[0])[1], (0, 1))
     varies = (inputs & moves).any(axis=2)
     for name in _starts(s, node):
         varies |= s.facts(name)[1][:, 0]
@@ -73,8 +73,8 @@ def _live(s: Study, node: NodeProto) -> Bools:
     for name in [o for o in node.output if o]:
         own, seen = s.varies[name], s.read[name]
         lead = tuple(range(own.ndim - 3))  # [t] d n h
-        varies |= own.any(axis=lead)[:, 0]
-        read |= seen.any(axis=lead)[:, 0]
+        varies |= some(own, lead)[:, 0]
+        read |= some(seen, lead)[:, 0]
     live = varies & read
     for _ in range(units.shape[1]):
         more = live | (varies & (units & live[:, :, None]).any(axis=1))
@@ -156,7 +156,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
             rows = np.concatenate([own, still[basis]])
             share = recurrent[way][:, rows][:, :, still]
             biases[way, 1][:, rows] += share @ mix[0]
-            recurrent[way][np.ix_(range(gates), rows, still)] = 0
+            recurrent[way][np.ix_(np.arange(gates), rows, still)] = 0
             for k, unit in enumerate(still[basis]):
                 recurrent[way][:, rows, unit] = share @ mix[1 + k]
             own = rows
