@@ -109,6 +109,9 @@ class Manifest(_Data):
     buffers: Annotated[tuple[Tensor, ...], Field(max_length=MAX_TENSORS)] = ()
     layers: Annotated[tuple[Layer, ...], Field(max_length=MAX_TENSORS)]
     groups: tuple[ChannelGroup, ...] = ()
+    """Channels that leave together; the evaluation graph and the training graph can do without any of them."""
+    stopped: tuple[str, ...] = ()
+    """A line for each layer whose channels form no group: which operator stops it."""
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
     parts: dict[PartName, Part] = {}

@@ -95,7 +95,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         piece = w.pieces[node.input[0]]
         order = settings(node).get("perm", list(range(piece.ids.ndim))[::-1])
         # ids are places in the input; the output numbers its elements in its own order
-        w.put(node.output[0], w.emit("Transpose", [piece.name], perm=order), _renumbered(w, node, piece.ids.transpose(order)))
+        w.put(
+            node.output[0],
+            w.emit("Transpose", [piece.name], perm=order),
+            _renumbered(w, node, piece.ids.transpose(order)),
+        )
     elif node.op_type in REGROUP:
         _regroup(w, node)
     elif node.op_type in PICK:
@@ -210,9 +214,9 @@ def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
     """For the axes of a reshape's input that it splits: their entries in an order that the split fits, -2 for zeros.
 
-    The entries of one axis of the output are cut. At level 0 that is the last one, and the others may each keep different
-    entries of it (each head of an attention its own), as many as the one with the most keeps. At level 1 it is any, and
-    all keep the same entries. At level 2 nothing is cut.
+    The entries of one axis of the output are cut. At level 0 that is the last one, and the others may each keep
+    different entries of it (each head of an attention its own), as many as the one with the most keeps. At level 1 it
+    is any, and all keep the same entries. At level 2 nothing is cut.
     """
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
@@ -250,7 +254,8 @@ def _pick(w: Writer, node: NodeProto) -> None:
     (source,) = sources(s, node)
     from_ = by_axis(source, s.shape(name))
     if from_ is None or len(s.net.data(node)) != 1:
-        return w.copy_whole(node)
+        w.copy_whole(node)
+        return
     lists, made = w.lists(name), w.pieces[name].name
     wanted = s.wanted(out)
     kept: Lists = []
@@ -313,7 +318,8 @@ def _pad(w: Writer, node: NodeProto) -> None:
     free = s.channels(name)
     apart = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
     if (full < 0).any() or (apart and given.get("mode", b"constant") != b"constant"):
-        return w.copy_whole(node)
+        w.copy_whole(node)
+        return
     lists = w.lists(name)
     target = [lists[a] if free[a] or not full[:, a].any() else np.arange(shape[a]) for a in range(len(shape))]
     made = w.adapted(name, target)
@@ -347,18 +353,29 @@ def _regular(w: Writer, node: NodeProto) -> None:
     needed[read[read >= 0]] = True
     mask = needed.reshape(s.shape(name))
     target = [np.flatnonzero(mask.any(axis=tuple(k for k in range(mask.ndim) if k != a))) for a in range(mask.ndim)]
-    ids = grid(s.shape(name), target)
-    params: list[Array | None] = [ids.astype(np.float64) + 1, *(s.net.known(v) if v else None for v in node.input[1:])]
-    try:
-        moved = s.net.operators.run(node, params)[0].astype(np.int64) - 1
-        # of which output elements these are: every source has one place
-        lists = by_axis(_renumbered(w, node, moved), s.shape(out)) if len(np.unique(source)) == source.size else None
-    except CompactionError:
-        lists = None
-    if lists is None or any(len(l) == n and not np.array_equal(l, np.arange(n)) for l, n in zip(lists, s.shape(out), strict=True)):
-        return w.copy_whole(node)
+    lists = _kept_by(w, node, target) if len(np.unique(source)) == source.size else None
+    if lists is None:
+        w.copy_whole(node)
+        return
     made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
     w.put(out, made, w.grid(out, lists))
+
+
+def _kept_by(w: Writer, node: NodeProto, target: Lists) -> Lists | None:
+    """The entries of each axis of the output that the operator makes of the entries `target`; None: no product."""
+    s, shape = w.study, w.study.shape(node.output[0])
+    ids = grid(s.shape(node.input[0]), target)
+    given: list[Array | None] = [ids.astype(np.float64) + 1, *(s.net.known(v) if v else None for v in node.input[1:])]
+    try:
+        moved = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    except CompactionError:
+        return None
+    lists = by_axis(_renumbered(w, node, moved), shape)
+    if lists is None or any(
+        len(own) == n and not np.array_equal(own, np.arange(n)) for own, n in zip(lists, shape, strict=True)
+    ):
+        return None
+    return lists
 
 
 MOVE = Rule(_forward, _backward, _rewrite)

@@ -46,7 +46,7 @@ class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
     `parameters_live` counts the dense model's parameters that are not zero. `layers` gives for each weight how many
-    outputs its layer had and how many it has left. `kept` has a line for each operator that reads channels although
+    outputs its layer had and how many it has left. `stopped` has a line for each operator that reads channels although
     they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
     probes, divided by the scale.
@@ -56,7 +56,7 @@ class PersonalReport:
     parameters_live: int
     parameters_compact: int
     layers: Mapping[str, tuple[int, int]]
-    kept: tuple[str, ...]
+    stopped: tuple[str, ...]
     bytes_compact: int
     max_abs_diff: float
     max_scaled_diff: float
@@ -94,7 +94,7 @@ def write_personal(
         parameters_live=int(np.count_nonzero(personal.parameters)),
         parameters_compact=made.parameters,
         layers=made.layers,
-        kept=made.kept,
+        stopped=made.stopped,
         bytes_compact=len(data),
         max_abs_diff=largest,
         max_scaled_diff=scaled,

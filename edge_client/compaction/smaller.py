@@ -26,13 +26,13 @@ class Smaller:
     """A graph without what is constant or unread.
 
     `parameters` counts the float constants. `layers` gives for each weight of the bundle how many outputs its layer had
-    and how many are left. `kept` has a line for each operator that reads channels although they are dead.
+    and how many are left. `stopped` has a line for each operator that reads channels although they are dead.
     """
 
     model: ModelProto
     parameters: int
     layers: Mapping[str, tuple[int, int]]
-    kept: tuple[str, ...]
+    stopped: tuple[str, ...]
 
 
 def smaller(model: ModelProto, probe: Array) -> Smaller:
@@ -59,7 +59,7 @@ def cut(found: Study) -> Smaller:
         made,
         sum(v.size for v in writer.constants.values() if v.dtype.kind == "f"),
         _layers(net, found),
-        tuple(writer.kept),
+        tuple(writer.stopped),
     )
 
 

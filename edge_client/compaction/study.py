@@ -130,6 +130,11 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
     return found
 
 
+def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
+    """Whether any element along the axes is marked, always an array."""
+    return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
 def mixed(a: Labels, b: Labels) -> Labels:
     """Labels of elements made of two: equal where both are."""
     with np.errstate(over="ignore"):

@@ -83,7 +83,7 @@ class Writer:
         self.pieces: dict[str, Piece] = {}
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, Array] = {}
-        self.kept: list[str] = []
+        self.stopped: list[str] = []
         self.users = study.net.users()
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
@@ -118,8 +118,8 @@ class Writer:
             out = node.output[0]
             if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
                 (left, size) = held[0]
-                self.kept.append(
-                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads all of them "
+                self.stopped.append(
+                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
                     f"although {size - left} are dead"
                 )
 
@@ -218,11 +218,16 @@ class Writer:
         Raises CompactionError when the batch is in several.
         """
         moving = self.net.moving[value]
-        if moving == (True, False) and self.net.moving[before] == (True, *(False,) * (len(self.study.shape(before)) - 1)):
+        if moving == (True, False) and self.net.moving[before] == (
+            True,
+            *(False,) * (len(self.study.shape(before)) - 1),
+        ):
             return self.emit("Flatten", [name], axis=1)
         if sum(moving) > 1:
             raise CompactionError(f"two axes of value {value!r} depend on the batch")
-        return self.emit("Reshape", [name, self.integers(*(-1 if m else n for m, n in zip(moving, lengths, strict=True)))])
+        return self.emit(
+            "Reshape", [name, self.integers(*(-1 if m else n for m, n in zip(moving, lengths, strict=True)))]
+        )
 
     # --- adapters
 
@@ -251,7 +256,9 @@ class Writer:
                 if not self.net.is_float(value):
                     raise Ragged(value, f"value {value!r} lacks channels")
                 name, places = self._padded(name, axis, len(shape), len(own), places, absent)
-            name = self.picked(name, axis, places, len(own) + int(bool(absent.any()) and places.max(initial=0) >= len(own)))
+            name = self.picked(
+                name, axis, places, len(own) + int(bool(absent.any()) and places.max(initial=0) >= len(own))
+            )
         if given.any():
             lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
             if lost.any():
@@ -261,11 +268,17 @@ class Writer:
                 name = self.emit("Add", [name, self.mapped(fill)])
         return name
 
-    def _padded(self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]) -> tuple[str, Ids]:
+    def _padded(
+        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]
+    ) -> tuple[str, Ids]:
         """`name` with zeros along an axis, and where the wanted entries then lie."""
         held = places[~absent]
         first = int(np.argmin(absent)) if held.size else 0
-        block = bool(held.size == length) and np.array_equal(held, np.arange(length)) and not absent[first : first + length].any()
+        block = (
+            bool(held.size == length)
+            and np.array_equal(held, np.arange(length))
+            and not absent[first : first + length].any()
+        )
         before, after = (first, len(places) - first - length) if block else (0, 1)
         pads = np.zeros(2 * rank, np.int64)
         pads[axis], pads[rank + axis] = before, after
