@@ -20,7 +20,7 @@ import torch
 from edge_export.graphs import eval_graph
 from edge_export.tables import tables
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from edge_bench.compaction.masks import Masked, MaskKind, masked
 from edge_bench.compaction.oracle import Bound, bound
@@ -121,19 +121,12 @@ def export(case: Case, folder: Path) -> Bundle:
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=_groups(module, example),
         parts={"eval.onnx": Part(sha256=digest(data), size=len(data))},
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "eval.onnx").write_bytes(data)
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return Bundle.open(folder)
-
-
-def _groups(module: nn.Module, example: Tensor) -> Any:
-    from edge_export.channels import find_groups
-
-    return find_groups(module, example)
 
 
 def prepare(case: Case, bundle: Bundle, kind: MaskKind, kept: float, seed: int = 0) -> Subject:
