@@ -35,8 +35,8 @@ class Study:
     """Facts by value. Arrays have the shape of the value for one sample.
 
     `value` is 0 where an element varies. `label` is equal for elements of one channel: an axis along which it differs
-    is an axis of channels. `read` marks what the output depends on. `stops` holds a line for each operator that keeps
-    channels from being removed, by the operator's output.
+    is an axis of channels. `read` marks what the output depends on. `due` marks the elements that a product
+    of two varying factors needs although they are constant.
     """
 
     net: Net
@@ -44,7 +44,7 @@ class Study:
     varies: dict[str, Bools] = field(default_factory=dict)
     label: dict[str, Labels] = field(default_factory=dict)
     read: dict[str, Bools] = field(default_factory=dict)
-    stops: dict[str, str] = field(default_factory=dict)
+    due: dict[str, Bools] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     """What a rule keeps from one pass for the next, by the node's first output."""
 
@@ -68,6 +68,7 @@ class Study:
         self.value[name], self.varies[name] = value, varies
         self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
         self.read[name] = np.zeros(shape, np.bool_)
+        self.due[name] = np.zeros(shape, np.bool_)
 
     def mark(self, name: str, mask: Bools) -> None:
         """The elements `mask` of an input are read; nothing happens for a constant."""
@@ -127,6 +128,11 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
             chosen.backward(found, node)
     found.notes["rules"] = {n.output[0]: r for n, r in zip(nodes, rules, strict=True)}
     return found
+
+
+def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
+    """Whether any element along the axes is marked, always an array."""
+    return np.asarray(mask.any(axis=axis, keepdims=keepdims))
 
 
 def mixed(a: Labels, b: Labels) -> Labels:

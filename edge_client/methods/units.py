@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 from edge_kernels import bits as bitset
+from edge_kernels.channels import by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
@@ -135,7 +136,7 @@ def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
     """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
     tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()
     for group, part, count in zip(units.manifest.groups, _split(units.manifest, alive), counts, strict=True):
-        norms = group_norms(tensors[p.weight] for p in group.producers)
+        norms = group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at("makes"))
         part &= keep_largest(np.where(part, norms, -1.0), count)
     return Units(units.manifest, alive)
 
@@ -149,11 +150,8 @@ def live(manifest: Manifest, counts: Sequence[int]) -> int:
     """The parameters of a network with so many units in each group."""
     shapes = {t.name: list(t.shape) for t in manifest.parameters}
     for group, n in zip(manifest.groups, counts, strict=True):
-        rows = [name for p in group.producers for name in (p.weight, p.bias) if name is not None]
-        for name in (*rows, *(name for op in group.ops for name in op.tensors if name in shapes)):
-            shapes[name][0] = n
-        for consumer in group.consumers:
-            shapes[consumer.weight][1] = n * consumer.repeat
+        for p in (p for p in group.places if p.tensor in shapes):
+            shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
 
 

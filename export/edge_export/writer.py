@@ -24,9 +24,9 @@ from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part,
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
-from edge_export.channels import find_groups
 from edge_export.evaluation import evaluating
 from edge_export.graphs import eval_graph, torch_program, train_graph
+from edge_export.groups import with_groups
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 
 _FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "train.pte", "eval.pte"})
@@ -81,13 +81,11 @@ def export_bundle(
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
     try:
-        parts = {
-            part: graph.SerializeToString(deterministic=True)
-            for part, graph in (
-                ("train.onnx", train_graph(module, example, parameters, buffers, free, target)),
-                ("eval.onnx", eval_graph(module, example, parameters, buffers)),
-            )
+        graphs = {
+            "train.onnx": train_graph(module, example, parameters, buffers, free, target),
+            "eval.onnx": eval_graph(module, example, parameters, buffers),
         }
+        parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
         if torch_part:
             parts["model.pt2"] = torch_program(module, example)
     except ModelError:
@@ -104,11 +102,10 @@ def export_bundle(
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=find_groups(module, example),
         seed=seed,
         parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
     )
-    return _write(manifest, parts, folder)
+    return _write(with_groups(manifest, graphs), parts, folder)
 
 
 def _reason(error: BaseException) -> str:
