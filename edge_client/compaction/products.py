@@ -310,7 +310,7 @@ def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
     """Per batch entry, the contracted entries that must be in both factors, bool[..., k]."""
     a, b = s.facts(first), s.facts(second)
     live = s.live(node.output[0])
-    rows, columns = live.any(axis=-1, keepdims=True), some(live, -2)[..., None, :]
+    rows, columns = some(live, -1, keepdims=True), some(live, -2)[..., None, :]
 
     def of(marks: Bools, others: Bools, axis: int) -> Bools:
         return some(marks & others, axis)
