@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,11 @@ class Study:
     due: dict[str, Bools] = field(default_factory=dict)
     notes: dict[Any, Any] = field(default_factory=dict)
     """What a rule keeps from one pass for the next."""
+
+    @cached_property
+    def users(self) -> dict[str, list[NodeProto]]:
+        """The nodes that read each value."""
+        return self.net.users()
 
     def shape(self, name: str) -> Shape:
         """The shape for one sample."""

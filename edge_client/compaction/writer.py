@@ -84,7 +84,6 @@ class Writer:
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, Array] = {}
         self.stopped: list[str] = []
-        self.users = study.net.users()
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
         self._count = 0
