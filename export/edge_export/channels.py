@@ -20,7 +20,7 @@ from edge_kernels.channels import ChannelGroup, Consumer, LayerKind, Op, OpKind,
 from torch import nn
 from torch.fx import Node
 
-from edge_export.evaluation import evaluating
+from edge_export.modes import evaluating
 
 _CONV = frozenset({"conv1d", "conv2d", "conv3d"})
 _ACTIVATIONS: dict[str, OpKind] = {"relu": "relu", "relu6": "relu6", "tanh": "tanh", "sigmoid": "sigmoid"}
