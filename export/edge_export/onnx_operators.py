@@ -292,6 +292,8 @@ def _full(value: float | None) -> Handler:
         scalar = w.tensor(fill, out.dtype)
         if out.ndim == 0:
             return w.op("Identity", scalar)
+        if w.operator.endswith("_like"):  # a graph of fewer channels fits by itself
+            return w.op("Expand", scalar, w.op("Shape", w.tensor(a.self)))
         return w.op("Expand", scalar, w.shape(out.shape))
 
     return made
