@@ -20,10 +20,11 @@ def load_factory(place: str) -> Any:
     path = Path(file)
     if not file or not path.is_file():
         raise ConfigError(f"{place!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"_author_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(module)
