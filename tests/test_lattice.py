@@ -224,6 +224,10 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
     assert not fleet.lost
     fleet.play(*"abc")
     assert "rms" not in fleet.local["c"].update.arrays
+    fleet.play("b", dropped=True)
+    fleet.play("a")
+    fleet.receive("c")  # from before the round that was left out
+    assert not fleet.lost
     assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
 
 
