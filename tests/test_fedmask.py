@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from sign_fleet import Fixed, fixed_task
 from coord_server import aggregation
 from coord_server.aggregation import Contribution
 from edge_client import local
-from edge_client.bundle import Init, Input, Layer, Manifest, Tensor
+from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
 from edge_client.methods import bits_digest, changes, make_method
 from edge_client.methods.fedmask import FedMask, State
 from edge_client.methods.fedmask_wire import Held, Kept, Record
+from edge_client.methods.structure import Choice
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Local, Task
@@ -180,6 +181,51 @@ def test_an_lstm_is_pruned_as_one_layer_and_not_gate_by_gate() -> None:
     lopsided = np.zeros(34, np.bool_)
     lopsided[[*range(15), 30, 31]] = True
     assert np.array_equal(division.expand(bitset.pack(lopsided)), lopsided)
+
+
+# --- a trained network
+
+
+TRAINED = M.model_copy(update={"seed": None})
+
+
+def test_defaults_for_a_trained_network_are_its_own_and_given_settings_win() -> None:
+    drawn, trained = FedMask().chosen(model(M)), FedMask().chosen(model(TRAINED))
+    assert drawn == Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10)
+    assert trained == Choice(keep=1, head="masked", group_lasso=0, restart="latent", lr=1)
+    paper = {f.name: getattr(drawn, f.name) for f in fields(Choice)}
+    assert FedMask(**paper).chosen(model(TRAINED)) == drawn
+    assert FedMask(**paper).division(model(TRAINED)).kept == FedMask().division(model(M)).kept
+    assert FedMask(lr=3).chosen(model(TRAINED)) == replace(trained, lr=3)
+
+
+def test_an_untrained_head_of_a_trained_network_is_not_masked() -> None:
+    m = model(TRAINED)
+    parameters = m.parameters.copy()
+    parameters[-15:-3] = 0  # 4 x 3 weights before 3 biases
+    untrained = Model(TRAINED, parameters, m.buffers)
+    assert FedMask().chosen(untrained).head == "local"
+    assert FedMask().division(untrained).masked.size == 30 + 20
+    assert FedMask(head="masked").division(untrained).masked.size == MASKED
+
+
+def test_without_pruning_no_structure_is_sent_and_no_epoch_is_trained_for_it() -> None:
+    data, method = clusters(TRAINED, 1), FedMask(epochs=1, batch=40)
+    trainer = NumpyMlp(TRAINED)
+    t = replace(task(TRAINED, data=data), trainer=trainer)
+    done = trained(method, t)
+    assert trainer.calls == 1
+    assert done.update.arrays["structure.bits"].size == 0
+    assert method.division(model(TRAINED)).live == MASKED
+
+
+def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(FedMask(biases="frozen"), TRAINED)
+    still, plain = Fixed(TRAINED, np.zeros(TRAINED.d, np.float32)), fleet.task
+    monkeypatch.setattr(fleet, "task", lambda device: replace(plain(device), trainer=still))
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    assert np.array_equal(fleet.personal("a").parameters, model(TRAINED).parameters)
 
 
 # --- the device's half
