@@ -155,6 +155,12 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
                 assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
 
 
+def test_a_pruning_that_would_remove_no_unit_is_refused() -> None:
+    everything = pruning(prune_keep={g.name: 1.0 for g in M.groups})
+    with pytest.raises(ConfigError, match="removes no unit"):
+        everything.start(Course(model(M), 1, 9, 3))
+
+
 @pytest.mark.parametrize("left_out", [{2}, {1, 2}, {1, 2, 3}, {3}])
 def test_a_pruning_whose_round_counted_no_update_is_done_before_the_next(left_out: set[int]) -> None:
     fleet = Fleet(pruning(), THREE, m=M, trainer=pull(M))
@@ -356,8 +362,6 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
         return M.model_copy(update={"layers": tuple(layers)})
 
     start(pruning(), recurrent("2"))  # the units that a recurrent layer reads stay
-    with pytest.raises(ConfigError, match="removes no unit"):
-        start(pruning(prune=0.95, prune_keep={"0": 1.0, "1": 1.0}))
     with pytest.raises(ConfigError, match="removes no unit"):
         start(pruning(), recurrent("1"))
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from edge_kernels import bits as bitset
@@ -89,26 +90,27 @@ def whole(manifest: Manifest) -> Units:
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
     """The structure that `packed` says. Raises ValueError for bits that are none."""
-    return _unpacked(_Same(manifest), packed.tobytes())
+    bitset.check(packed, sum(g.size for g in manifest.groups))
+    return _unpacked(Same(manifest), packed.tobytes())
 
 
-class _Same:
-    """A manifest as a key, by identity: to compare two takes as long as to make a structure."""
+class Same:
+    """A value as a key, by identity: to compare two manifests takes as long as what is kept for one."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self.manifest)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.manifest is self.manifest
+        return isinstance(other, Same) and other.value is self.value
 
 
 @lru_cache(maxsize=16)
-def _unpacked(same: _Same, data: bytes) -> Units:
+def _unpacked(same: Same, data: bytes) -> Units:
     """As `unpacked`. Every update of a round names a structure, most of them the same one."""
-    manifest, packed = same.manifest, np.frombuffer(data, np.uint8)
+    manifest, packed = same.value, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
     empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
     if empty:
