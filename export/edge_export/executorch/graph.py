@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 
 from edge_client.errors import ModelError
+from edge_export.executorch.layout import Laid
 from edge_export.executorch.operators import TABLE, Node, Value, tensor
+
+
+KNOWN = ("Resize", "OneHot", "Clip", "Pad", "Range")
+"""Operators whose inputs after the first are numbers that must be known while tracing."""
 
 
 class Graph(nn.Module):
@@ -38,7 +43,8 @@ class Graph(nn.Module):
         self.outputs = [o.name for o in self.onnx.output] if outputs is None else list(outputs)
         if unknown := set(own) - set(self.inputs):
             raise ModelError(f"the graph reads {sorted(unknown)}, which are not given; export the bundle again")
-        self._fixed = {k: v for k, v in stored.items() if v.dtype.kind != "f" or v.size == 1}
+        known = {name for n in self.onnx.node if n.op_type in KNOWN for name in n.input[1:]}
+        self._fixed = {k: v for k, v in stored.items() if v.dtype.kind != "f" or v.ndim == 0 or k in known}
         self._names = {}
         for i, (name, value) in enumerate(stored.items()):
             if name not in self._fixed:
@@ -67,17 +73,19 @@ def _check(graph: GraphProto) -> None:
                 _check(attribute.g)
 
 
-def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str]) -> None:
-    """Compute `nodes` in order; `values` gets what each gives. `constants` are the names of stored tensors."""
+def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str], looped: bool = False) -> None:
+    """Compute `nodes` in order; `values` gets what each gives. `constants` are the names of stored tensors.
+
+    `looped` says that the nodes are a loop's body.
+    """
     for node in nodes:
         settings = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Constant":
             values[node.output[0]] = _constant(settings)
             constants.add(node.output[0])
             continue
-        made_node = Node(
-            node.op_type, settings, sum(1 for o in node.output if o), tuple(name in constants for name in node.input)
-        )
+        fixed = tuple(name in constants for name in node.input)
+        made_node = Node(node.op_type, settings, sum(1 for o in node.output if o), fixed, looped)
         reads = [values[name] if name else None for name in node.input]
         try:
             if node.op_type in _RECURRENT:
@@ -91,6 +99,10 @@ def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str
         for name, value in zip(node.output, made if isinstance(made, list) else [made], strict=False):
             if name:
                 values[name] = value
+
+
+def _whole(node: NodeProto) -> dict[str, int]:
+    return {a.name: a.i for a in node.attribute}
 
 
 def _constant(settings: Mapping[str, Any]) -> Value:
@@ -143,11 +155,16 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
         carry: list[Tensor], slices: list[Tensor], others: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         inner = {**known, **stored, **dict(zip([*names, *fixed], [*carry, *slices, *others], strict=True))}
-        run(body.node, inner, {*stored, *known})
+        inner |= {k: Laid(inner[k], (1, 0)) for k in turned}
+        run(body.node, inner, {*stored, *known}, looped=True)
         made = [tensor(inner[o.name]) for o in body.output]
         return made[:states], made[states:]
 
-    last, made = _loop(step, carried, read, [tensor(values[k]) for k in fixed])
+    # Weights that a step reads transposed are turned once, before the loop.
+    turned = {n.input[1] for n in body.node if n.op_type == "Gemm" and {"transB": 1}.items() <= _whole(n).items()}
+    turned &= set(fixed)
+    others = [tensor(values[k]).t().contiguous() if k in turned else tensor(values[k]) for k in fixed]
+    last, made = _loop(step, carried, read, others)
     outward = node.get("scan_output_directions", [0] * len(made))
     return [*last, *(t.flip([0]) if way else t for t, way in zip(made, outward, strict=True))]
 
@@ -185,13 +202,13 @@ def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]
             carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
         ) -> tuple[list[Tensor], list[Tensor]]:
             h, c = carry
-            z = nn.functional.linear(h, fixed[0]) + share[0]
+            z = torch.mm(h, fixed[0]) + share[0]
             i, o, f, g = z.chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
             return [h, c], [h]
 
-        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates], [recurrent])
+        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates], [recurrent.t().contiguous()])
         states.append(made.flip([0]) if back else made)
         hs.append(h)
         cs.append(c)
@@ -215,17 +232,19 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
             (h,), (recurrent, own) = carry, fixed
             size = h.shape[1]
             xz, xr, xn = share[0].chunk(3, 1)
-            z, reset = (nn.functional.linear(h, recurrent[: 2 * size], own[: 2 * size])).chunk(2, 1)
+            both = torch.mm(h, recurrent[:, : 2 * size]) + own[: 2 * size]
+            z, reset = both.chunk(2, 1)
             z, reset = (z + xz).sigmoid(), (reset + xr).sigmoid()
-            inner, bias = recurrent[2 * size :], own[2 * size :]
+            inner, bias = recurrent[:, 2 * size :], own[2 * size :]
             if after:
-                fresh = (xn + reset * nn.functional.linear(h, inner, bias)).tanh()
+                fresh = (xn + reset * (torch.mm(h, inner) + bias)).tanh()
             else:
-                fresh = (xn + nn.functional.linear(reset * h, inner, bias)).tanh()
+                fresh = (xn + torch.mm(reset * h, inner) + bias).tanh()
             h = (1.0 - z) * fresh + z * h
             return [h], [h]
 
-        (h,), (made,) = _loop(step, [h], [gates.flip([0]) if back else gates], [recurrent, both[3 * size :]])
+        read, fixed = gates.flip([0]) if back else gates, [recurrent.t().contiguous(), both[3 * size :].clone()]
+        (h,), (made,) = _loop(step, [h], [read], fixed)
         states.append(made.flip([0]) if back else made)
         hs.append(h)
     return [torch.stack(states, 1), torch.stack(hs)]

@@ -51,12 +51,16 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Node:
-    """One operator: its type, its settings by name, how many outputs are read, and which inputs are constants."""
+    """One operator: its type, its settings by name, how many outputs are read, and which inputs are constants.
+
+    `looped` says that it is part of a loop's body, where nothing is delegated.
+    """
 
     kind: str
     settings: dict[str, Any]
     outputs: int
     fixed: tuple[bool, ...] = ()
+    looped: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """A setting, or `default` where the file leaves it out."""
@@ -85,7 +89,7 @@ def tensor(value: Value) -> Tensor:
         return value.tensor()
     array = np.asarray(value)
     if array.dtype != object:
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(np.array(array))  # a copy: the file's own arrays cannot be written
     flat = [torch.scalar_tensor(v, dtype=torch.int64) for v in array.reshape(-1)]
     return torch.stack(flat).reshape(array.shape)
 
@@ -202,6 +206,10 @@ def product_of(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
+    if node.looped:
+        b = tensor(transposed(b, (1, 0)) if node.get("transB", 0) else b)
+        made = torch.mm(tensor(transposed(a, (1, 0)) if node.get("transA", 0) else a), b) * node.get("alpha", 1.0)
+        return made if c is None else made + tensor(c) * node.get("beta", 1.0)
     a, b, c = tensor(a), tensor(b), None if c is None else tensor(c)
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     a = permuted(a, (1, 0)) if node.get("transA", 0) else a
@@ -219,6 +227,8 @@ def _gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
 
 def _matmul(node: Node, a: Value, b: Value) -> Tensor:
     a, b = tensor(a), tensor(b)
+    if node.looped:
+        return torch.matmul(a, b)
     if b.ndim == 2 and a.ndim >= 2:
         if node.fixed[1:2] == (True,):
             return functional.linear(a, b.t())
