@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("numpy", "onnxruntime", "torch", "numba")
+_PACKAGES = ("numpy", "onnxruntime", "torch", "executorch", "numba")
 
 
 def machine() -> dict[str, Any]:

@@ -123,14 +123,26 @@ def _loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`step(carried, slices, fixed)` -> (carried, made) for each place of axis 0 of `read`; the made are stacked."""
     first, count = len(carried), len(carried) + len(read)
+    n = carried[0].shape[0]
+    # One more than the largest batch, so that no batch is the special case of all rows.
+    most = n if isinstance(n, int) else int(n.node.shape_env.bound_sympy(n.node.expr).upper) + 1
+
+    def whole(t: Tensor) -> Tensor:
+        """`t` [n, ...] as `most` rows: ExecuTorch's loop keeps states and results of one size only."""
+        padded = nn.functional.pad(t, [0, 0] * (t.ndim - 1) + [0, most - t.shape[0]])
+        return padded if most is not n else t.clone()  # no output may be another, or an input
 
     def flat(*values: Tensor) -> list[Tensor]:
-        states, made = step(list(values[:first]), list(values[first:count]), list(values[count:]))
-        return [t.clone() for t in (*states, *made)]  # no output may be another, or an input
+        slices = list(values[first:count])
+        states = [t.narrow(0, 0, slices[0].shape[0]) for t in values[:first]] if most is not n else values[:first]
+        made = step(list(states), slices, list(values[count:]))
+        return [whole(t) for t in (*made[0], *made[1])]
 
-    carried = [t.contiguous() + 0.0 for t in carried]  # not a broadcast view, which no step gives
+    starts = [whole(t.contiguous() + 0.0) for t in carried]  # not a broadcast view, which no step gives
     # The operator itself: the function around it would compile `step` with Dynamo.
-    made = scan_op(flat, carried, [t.contiguous() for t in read], tuple(fixed))
+    made = scan_op(flat, starts, [t.contiguous() for t in read], tuple(fixed))
+    if most is not n:
+        made = [t.narrow(int(i >= first), 0, n) for i, t in enumerate(made)]
     return list(made[:first]), list(made[first:])
 
 

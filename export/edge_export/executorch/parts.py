@@ -20,7 +20,7 @@ from edge_client.files import write_whole
 from edge_export.executorch.graph import Graph
 from edge_export.executorch.lowering import TRACED, lower
 
-MOST = 128
+MOST = 64
 """Samples of the largest batch by default: a program reserves the memory of its largest batch."""
 
 
