@@ -24,7 +24,10 @@ def personal(seed: int = 0, whole: bool = False) -> bytes:
     rng = np.random.default_rng(seed)
     make_node = helper.make_node
     if whole:
-        nodes = [make_node("Gather", ["table", "x"], ["a"]), make_node("ReduceMean", ["a", "axis"], ["logits"], keepdims=0)]
+        nodes = [
+            make_node("Gather", ["table", "x"], ["a"]),
+            make_node("ReduceMean", ["a", "axis"], ["logits"], keepdims=0),
+        ]
         stored = {"table": rng.standard_normal((9, 4)).astype(np.float32), "axis": np.array([1])}
         x, out = helper.make_tensor_value_info("x", TensorProto.INT64, ["n", 5]), [4]
     else:

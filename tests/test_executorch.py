@@ -18,8 +18,8 @@ from edge_client.training import open_trainer
 
 pytest.importorskip("torch")
 pytest.importorskip("executorch", reason="ExecuTorch is not installed: pip install 'maskfleet[author]'")
-from edge_export.executorch.parts import add_parts  # noqa: E402
-from exported import exported  # noqa: E402
+from edge_export.executorch.parts import add_parts
+from exported import exported
 
 
 @pytest.fixture(scope="module", params=["mlp", "max-pool cnn"])

@@ -22,7 +22,11 @@ from edge_export.executorch.operators import TABLE  # noqa: E402
 from exported import exported  # noqa: E402
 
 RNG = np.random.default_rng(3)
-KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64, np.dtype(bool): TensorProto.BOOL}
+KINDS = {
+    np.dtype(np.float32): TensorProto.FLOAT,
+    np.dtype(np.int64): TensorProto.INT64,
+    np.dtype(bool): TensorProto.BOOL,
+}
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -48,11 +52,36 @@ IMAGE = floats(3, 4, 7, 6)
 EACH = [
     *(
         Op(kind, [floats(2, 3, 5)])
-        for kind in "Abs Ceil Cos Elu Erf Exp Floor HardSigmoid HardSwish Identity LeakyRelu LogSoftmax Neg Relu Selu "
-        "Sigmoid Sign Sin Softmax Softplus Tanh Gelu".split()
+        for kind in [
+            "Abs",
+            "Ceil",
+            "Cos",
+            "Elu",
+            "Erf",
+            "Exp",
+            "Floor",
+            "HardSigmoid",
+            "HardSwish",
+            "Identity",
+            "LeakyRelu",
+            "LogSoftmax",
+            "Neg",
+            "Relu",
+            "Selu",
+            "Sigmoid",
+            "Sign",
+            "Sin",
+            "Softmax",
+            "Softplus",
+            "Tanh",
+            "Gelu",
+        ]
     ),
     *(Op(kind, [np.abs(floats(2, 3)) + 0.1]) for kind in ("Log", "Sqrt", "Reciprocal")),
-    *(Op(kind, [floats(2, 3), floats(3)]) for kind in "Add Sub Mul Div Max Min Equal Greater Less".split()),
+    *(
+        Op(kind, [floats(2, 3), floats(3)])
+        for kind in ["Add", "Sub", "Mul", "Div", "Max", "Min", "Equal", "Greater", "Less"]
+    ),
     *(Op(kind, [floats(2, 3), floats(2, 1)]) for kind in ("GreaterOrEqual", "LessOrEqual", "PRelu")),
     *(Op(kind, [floats(2, 3) > 0, floats(2, 3) > 0]) for kind in ("And", "Or", "Xor")),
     Op("Div", [ints(7, -7, 5), ints(2, 2, -3)]),
@@ -88,7 +117,10 @@ EACH = [
             ({"strides": [2, 2], "pads": [1, 0, 1, 1], "output_padding": [1, 0]}, (4, 5, 3, 2)),
             ({"group": 2, "strides": [2, 3], "dilations": [2, 1]}, (4, 3, 2, 2)),
         )
-        for inputs, stored in (([IMAGE, floats(*weight), floats(weight[1] * settings.get("group", 1))], []), ([IMAGE], [floats(*weight)]))  # noqa: E501
+        for inputs, stored in (
+            ([IMAGE, floats(*weight), floats(weight[1] * settings.get("group", 1))], []),
+            ([IMAGE], [floats(*weight)]),
+        )
     ),
     Op("MaxPool", [IMAGE], settings={"kernel_shape": [2, 2], "strides": [2, 2]}),
     Op("MaxPool", [IMAGE], settings={"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1]}),
@@ -107,7 +139,7 @@ EACH = [
     Op("GroupNormalization", [IMAGE, floats(4), floats(4)], settings={"num_groups": 2}),
     *(
         Op(kind, [floats(2, 3, 4)], [ints(0, 2)], {"keepdims": keep})
-        for kind in "ReduceSum ReduceMean ReduceMax ReduceMin ReduceL2 ReduceSumSquare".split()
+        for kind in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceSumSquare"]
         for keep in (0, 1)
     ),
     Op("Reshape", [floats(2, 3, 4)], [ints(0, -1)]),
@@ -131,7 +163,12 @@ EACH = [
     Op("Tile", [floats(2, 3)], [ints(2, 3)]),
     Op("Pad", [floats(2, 3, 4)], [ints(0, 1, -1, 0, 0, 2), np.float32(0.5)]),
     *(Op("Pad", [floats(2, 3, 4)], [ints(0, 1, 2, 0, 2, 1)], {"mode": m}) for m in ("edge", "reflect", "wrap")),
-    Op("Resize", [IMAGE], [None, np.array([1, 1, 2, 3], np.float32)], {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),  # noqa: E501
+    Op(
+        "Resize",
+        [IMAGE],
+        [None, np.array([1, 1, 2, 3], np.float32)],
+        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    ),
     Op("Resize", [IMAGE], [None, None, ints(3, 4, 14, 9)], {"mode": "linear"}),
     Op("DepthToSpace", [floats(2, 8, 3, 2)], settings={"blocksize": 2}),
     Op("DepthToSpace", [floats(2, 8, 3, 2)], settings={"blocksize": 2, "mode": "CRD"}),
@@ -142,12 +179,24 @@ EACH = [
     Op("Trilu", [floats(4, 4)], [np.array(1)], {"upper": 0}),
     Op("Shape", [floats(2, 3)]),
     *(
-        Op("LSTM", [floats(5, 2, 3), floats(w, 16, 3), floats(w, 16, 4), floats(w, 32), None, h, h], [], {"hidden_size": 4, "direction": way}, 3)  # noqa: E501
+        Op(
+            "LSTM",
+            [floats(5, 2, 3), floats(w, 16, 3), floats(w, 16, 4), floats(w, 32), None, h, h],
+            [],
+            {"hidden_size": 4, "direction": way},
+            3,
+        )
         for way, w in (("forward", 1), ("reverse", 1), ("bidirectional", 2))
         for h in (None, floats(w, 2, 4))
     ),
     *(
-        Op("GRU", [floats(5, 2, 3), floats(w, 12, 3), floats(w, 12, 4), floats(w, 24)], [], {"hidden_size": 4, "direction": way, "linear_before_reset": reset}, 2)  # noqa: E501
+        Op(
+            "GRU",
+            [floats(5, 2, 3), floats(w, 12, 3), floats(w, 12, 4), floats(w, 24)],
+            [],
+            {"hidden_size": 4, "direction": way, "linear_before_reset": reset},
+            2,
+        )
         for way, w in (("forward", 1), ("bidirectional", 2))
         for reset in (0, 1)
     ),
@@ -270,7 +319,15 @@ def test_an_operator_without_a_form_is_refused_by_name(part: str) -> None:
         (Op("MaxPool", [IMAGE], settings={"kernel_shape": [2, 2]}, outputs=2), "indices"),
         (Op("Resize", [IMAGE], [None, np.array([1, 1, 1.5, 1], np.float32)]), "nearest"),
         (Op("Slice", [floats(5)], [ints(4), ints(0), ints(0), ints(-2)]), "step -2"),
-        (Op("LSTM", [floats(5, 2, 3), floats(1, 16, 3), floats(1, 16, 4), None, np.array([5, 4], np.int32)], [], {"hidden_size": 4}), "sequence lengths"),  # noqa: E501
+        (
+            Op(
+                "LSTM",
+                [floats(5, 2, 3), floats(1, 16, 3), floats(1, 16, 4), None, np.array([5, 4], np.int32)],
+                [],
+                {"hidden_size": 4},
+            ),
+            "sequence lengths",
+        ),
     ],
     ids=lambda v: v.kind if isinstance(v, Op) else "",
 )

@@ -18,8 +18,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from edge_client.errors import ModelError
 from edge_export.executorch.layout import Laid
-from edge_export.executorch.operators import TABLE, Node, Value, tensor
-
+from edge_export.executorch.operators import TABLE, Node, Value, reversed_along, tensor
 
 KNOWN = ("Resize", "OneHot", "Clip", "Pad", "Range")
 """Operators whose inputs after the first are numbers that must be known while tracing."""
@@ -154,7 +153,7 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
         if any(node.get(name, [])):
             raise node.refuse(name)
     backward = node.get("scan_input_directions", [0] * count)
-    read = [t.flip([0]) if way else t for t, way in zip(read, backward, strict=True)]
+    read = [reversed_along(t, 0) if way else t for t, way in zip(read, backward, strict=True)]
     names = [i.name for i in body.input]
     stored = {t.name: numpy_helper.to_array(t) for t in body.initializer}
     own = {*names, *stored, *(o for n in body.node for o in n.output), ""}
@@ -163,9 +162,7 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
     fixed = [k for k in outer if k not in known]
     states = len(carried)
 
-    def step(
-        carry: list[Tensor], slices: list[Tensor], others: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def step(carry: list[Tensor], slices: list[Tensor], others: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         inner = {**known, **stored, **dict(zip([*names, *fixed], [*carry, *slices, *others], strict=True))}
         inner |= {k: Laid(inner[k], (1, 0)) for k in turned}
         run(body.node, inner, {*stored, *known}, looped=True)
@@ -178,7 +175,7 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
     others = [tensor(values[k]).t().contiguous() if k in turned else tensor(values[k]) for k in fixed]
     last, made = _loop(step, carried, read, others)
     outward = node.get("scan_output_directions", [0] * len(made))
-    return [*last, *(t.flip([0]) if way else t for t, way in zip(made, outward, strict=True))]
+    return [*last, *(reversed_along(t, 0) if way else t for t, way in zip(made, outward, strict=True))]
 
 
 def _ways(node: Node, hidden: Sequence[Value], n: Any) -> list[tuple[bool, list[Tensor]]]:
@@ -194,12 +191,16 @@ def _plain(node: Node, lengths: Value, activations: int) -> None:
         raise node.refuse("sequence lengths")
     if node.get("layout", 0) or node.get("clip") is not None or node.get("activations") not in (None, []):
         usual = [b"Sigmoid", b"Tanh", b"Tanh"][:activations]
-        if node.get("layout", 0) or node.get("clip") is not None or list(node.get("activations"))[:activations] != usual:
+        if (
+            node.get("layout", 0)
+            or node.get("clip") is not None
+            or list(node.get("activations"))[:activations] != usual
+        ):
             raise node.refuse("layout, clip or activations of its own")
 
 
 def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
-    x, w, r, b, lengths, h0, c0, peep = [*reads, *[None] * (8 - len(reads))]
+    x, w, r, b, lengths, h0, c0, peep = (*reads, *(None,) * 8)[:8]
     _plain(node, lengths, 3)
     if peep is not None or node.get("input_forget", 0):
         raise node.refuse("peepholes or input_forget")
@@ -210,9 +211,7 @@ def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]
         bias = None if b is None else tensor(b)[i][: 4 * size] + tensor(b)[i][4 * size :]
         gates = nn.functional.linear(x, tensor(w)[i], bias)
 
-        def step(
-            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
-        ) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             h, c = carry
             z = torch.mm(h, fixed[0]) + share[0]
             i, o, f, g = z.chunk(4, 1)
@@ -220,15 +219,17 @@ def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]
             h = o.sigmoid() * c.tanh()
             return [h, c], [h]
 
-        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates], [recurrent.t().contiguous()])
-        states.append(made.flip([0]) if back else made)
+        (h, c), (made,) = _loop(
+            step, [h, c], [reversed_along(gates, 0) if back else gates], [recurrent.t().contiguous()]
+        )
+        states.append(reversed_along(made, 0) if back else made)
         hs.append(h)
         cs.append(c)
     return [torch.stack(states, 1), torch.stack(hs), torch.stack(cs)]
 
 
 def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
-    x, w, r, b, lengths, h0 = [*reads, *[None] * (6 - len(reads))]
+    x, w, r, b, lengths, h0 = (*reads, *(None,) * 6)[:6]
     _plain(node, lengths, 2)
     x, states, hs = tensor(x), [], []
     after = bool(node.get("linear_before_reset", 0))
@@ -238,9 +239,7 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
         both = torch.zeros(6 * size) if b is None else tensor(b)[i]
         gates = nn.functional.linear(x, tensor(w)[i], both[: 3 * size])
 
-        def step(
-            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
-        ) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             (h,), (recurrent, own) = carry, fixed
             size = h.shape[1]
             xz, xr, xn = share[0].chunk(3, 1)
@@ -255,9 +254,12 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
             h = (1.0 - z) * fresh + z * h
             return [h], [h]
 
-        read, fixed = gates.flip([0]) if back else gates, [recurrent.t().contiguous(), both[3 * size :].clone()]
+        read, fixed = (
+            reversed_along(gates, 0) if back else gates,
+            [recurrent.t().contiguous(), both[3 * size :].clone()],
+        )
         (h,), (made,) = _loop(step, [h], [read], fixed)
-        states.append(made.flip([0]) if back else made)
+        states.append(reversed_along(made, 0) if back else made)
         hs.append(h)
     return [torch.stack(states, 1), torch.stack(hs)]
 

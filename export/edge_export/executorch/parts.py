@@ -76,4 +76,3 @@ def _example(bundle: Bundle, names: list[str]) -> tuple[Tensor, ...]:
     if missing:
         raise ModelError(f"the graph reads {missing}, which the bundle does not have; export the bundle again")
     return tuple(torch.from_numpy(np.array(known[name])) for name in names)
-
