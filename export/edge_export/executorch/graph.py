@@ -18,7 +18,8 @@ from torch._higher_order_ops.scan import scan_op
 
 from edge_client.errors import ModelError
 from edge_export.executorch.layout import Laid
-from edge_export.executorch.operators import TABLE, Node, Value, reversed_along, tensor
+from edge_export.executorch.operators import TABLE
+from edge_export.executorch.values import Node, Value, reversed_along, tensor
 
 KNOWN = ("Resize", "OneHot", "Clip", "Pad", "Range")
 """Operators whose inputs after the first are numbers that must be known while tracing."""
