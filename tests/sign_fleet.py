@@ -57,11 +57,12 @@ class Fixed:
         return Embedded(self, kept)
 
 
-def fixed_task(m: Manifest, gradient: Any, weights: Any) -> Task:
-    """Round 1 of device "a" with that gradient and those weights; an epoch is one batch of 64."""
+def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a") -> Task:
+    """Round 1 with that gradient and those weights, by default ones; an epoch is one batch of 64."""
+    weights = np.ones(m.d) if weights is None else weights
     model = Model(m, np.array(weights, np.float32), np.zeros(m.buffers_d, np.float32))
-    a = Assignment(Course(model, seed=0, rounds=1, cohort=1), 1, "a")
-    return Task(a, Fixed(m, np.array(gradient, np.float32)), clusters(m, 1), secret("a"))
+    a = Assignment(Course(model, seed=0, rounds=1, cohort=1), 1, device)
+    return Task(a, Fixed(m, np.array(gradient, np.float32)), clusters(m, 1), secret(device))
 
 
 def first(method: SignMasks, t: Task) -> Any:

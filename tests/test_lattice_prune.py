@@ -19,6 +19,7 @@ from edge_client.errors import ConfigError, DivergedError, LostError, PayloadErr
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice, Received
+from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_prune import choose, score, share
 from edge_client.methods.units import unpacked
 from edge_client.protocol.payload import Payload
@@ -152,6 +153,19 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
                 assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("left_out", [{2}, {1, 2}, {1, 2, 3}, {3}])
+def test_a_pruning_whose_round_counted_no_update_is_done_before_the_next(left_out: set[int]) -> None:
+    fleet = Fleet(pruning(), THREE, m=M, trainer=pull(M))
+    for round_ in range(1, 7):
+        fleet.play(*"abc", dropped=round_ in left_out)
+    assert fleet.state.units is not None
+    assert fleet.state.counts.any()
+    for device in (*"abc", "new"):
+        received = fleet.receive(device)
+        assert np.array_equal(received.counts, fleet.state.counts)
+        assert received.net.units.packed.tobytes() == fleet.state.units.tobytes()
+
+
 def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
     dense, pruned = (Fleet(pruning(prune=p), THREE, m=M) for p in (None, 0.5))
     for fleet in (dense, pruned):
@@ -210,6 +224,20 @@ def test_the_guard_ends_at_the_pruning() -> None:
     for _ in range(5):
         fleet.play(*"abc", gain=1.0)
     assert fleet.state.halvings == 1  # after rounds 1 and 2
+
+
+def test_a_careful_bundle_trains_its_smaller_network_at_the_usual_rate_and_personal_models_carefully() -> None:
+    m = normed().model_copy(update={"seed": None})
+    course = Course(model(m), seed=3, rounds=5, cohort=3)
+    whole = network(course, None)
+    small = network(course, choose(m, course.model.parameters, 0.5, {}))
+    default = Lattice(prune=0.5, personal_epochs=3)
+    assert [default.plan(net).rate for net in (whole, small)] == [0.003, 0.01]
+    assert [default.personal_plan(net).rate for net in (whole, small)] == pytest.approx([0.001, 0.001])
+    given = Lattice(prune=0.5, personal_epochs=3, lr=0.06)
+    assert [given.plan(net).rate for net in (whole, small)] == [0.06, 0.06]
+    own = Lattice(prune=0.5, personal_epochs=3, lr=0.06, prune_lr=0.2)
+    assert (own.plan(small).rate, own.personal_plan(small).rate) == (0.2, pytest.approx(0.02))
 
 
 def test_statistics_and_batch_norm_rows_go_with_their_channel() -> None:
@@ -325,6 +353,10 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
     start(pruning(), mixed)  # the units that a recurrent layer reads stay
     with pytest.raises(ConfigError, match="recurrent"):
         start(pruning(prune_keep={"0": 0.5}), mixed)
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(prune=0.95, prune_keep={"0": 1.0, "1": 1.0}))
+    with pytest.raises(ConfigError, match="removes no unit"):
+        start(pruning(), M.model_copy(update={"groups": (recurrent,)}))
 
 
 # --- personal models

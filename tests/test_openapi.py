@@ -117,7 +117,7 @@ def test_every_problem_has_an_example_of_its_kind_and_status(document: dict[str,
 def test_every_message_shows_itself_in_its_schema(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     for name, model in MODELS.items():
-        if name == "DeviceMetrics":  # the metadata of a payload, not JSON on the wire
+        if name in ("DeviceMetrics", "Cost"):  # a payload's metadata and a header, not JSON on the wire
             continue
         for example in schemas[name]["examples"]:
             model.model_validate_json(json.dumps(example))

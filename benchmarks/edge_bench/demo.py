@@ -112,6 +112,7 @@ class Fleet:
             place = self.folder / name / device
             models[device] = place / "personal.onnx"
             arguments = ["join", self.url, "--device", device, "--data", str(file), "--state", str(place)]
+            arguments += ["--meter", "none"]  # the devices share this machine
             if secrets_of is not None:
                 arguments += ["--secret", str(secrets_of[device])]
             log = self.folder / name / f"{device}.log"

@@ -8,8 +8,9 @@ machines agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from edge_kernels import counter
@@ -26,6 +27,7 @@ U32 = NDArray[np.uint32]
 FINEST = 0.02  # of the step of a tensor that moves no more than the average
 SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
 HISTORY = 16  # rounds whose changes the server keeps for late devices
+BLOCK = 1 << 14  # values handled at a time
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
@@ -65,9 +67,15 @@ def spread(part: Part, each: F32) -> F32:
 
 
 def common(course: Course, round_: int, size: int) -> U32:
-    """The uniform numbers of a round that all its devices share, in units of 2**-32."""
-    words = counter.uint64(counter.key(course.seed, "dither", round_), size)
-    high: U32 = (words >> np.uint64(32)).astype(np.uint32)
+    """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only."""
+    return _drawn(counter.key(course.seed, "dither", round_), size)
+
+
+@lru_cache(maxsize=2)
+def _drawn(stream: int, size: int) -> U32:
+    """Kept, because a coordinator needs a round's numbers for each of its devices."""
+    high: U32 = (counter.uint64(stream, size) >> np.uint64(32)).astype(np.uint32)
+    high.flags.writeable = False
     return high
 
 
@@ -79,12 +87,40 @@ def dither(a: Assignment, size: int) -> U32:
 
 def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
     """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
-    fall, rise = np.full(size, 0xFFFFFFFF, np.uint32), np.full(size, 0xFFFFFFFF, np.uint32)
+    least, most = np.full(size, 0xFFFFFFFF, np.uint32), np.zeros(size, np.uint32)
     for round_ in rounds:
         folded = common(course, round_, size) * np.uint32(course.cohort)  # modulo 2**32: the place drops out
-        np.minimum(fall, folded // np.uint32(course.cohort), out=fall)
-        np.minimum(rise, ~folded // np.uint32(course.cohort), out=rise)
-    return fall, rise
+        np.minimum(least, folded, out=least)
+        np.maximum(most, folded, out=most)
+    cohort = np.uint32(course.cohort)
+    return least // cohort, ~most // cohort
+
+
+def moves(part: Part, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
+    """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
+    out = np.empty(part.size, np.int32)
+    for s, factor in _blocks(part, factors):
+        exact = change[s] * factor
+        exact += dither[s] * 2.0**-32
+        np.floor(exact, out=exact)
+        out[s] = np.minimum(np.maximum(exact, -most), most)
+    return out
+
+
+def added(part: Part, start: F32, unit: F32, counts: Counts) -> F32:
+    """``start + unit * counts`` with a unit for each tensor, computed in float64; it may be infinite."""
+    out = np.empty(part.size, np.float32)
+    with np.errstate(over="ignore"):
+        for s, each in _blocks(part, unit.astype(np.float64)):
+            out[s] = start[s] + each * counts[s]
+    return out
+
+
+def _blocks(part: Part, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.float64]]:
+    """The places of every tensor with its value, in pieces that stay in the cache."""
+    for place, value in zip(part.places, each, strict=True):
+        for low in range(place.start, place.stop, BLOCK):
+            yield slice(low, min(low + BLOCK, place.stop)), value
 
 
 def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Manifest, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Kept, Narrow, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Personal
 
@@ -34,32 +35,45 @@ class Units:
     manifest: Manifest
     alive: Bits
 
-    @property
+    @cached_property
     def packed(self) -> Packed:
         """As it travels and is stored."""
         return bitset.pack(self.alive)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The structure's 64-bit name."""
         return bits_digest(self.packed)
 
-    @property
+    @cached_property
     def channels(self) -> Kept:
         """The units that stay, by group."""
         parts = _split(self.manifest, self.alive)
         return {g.name: np.flatnonzero(part) for g, part in zip(self.manifest.groups, parts, strict=True)}
 
+    @cached_property
+    def small(self) -> Narrow:
+        """The network of the units that stay."""
+        return narrow(self.manifest, self.channels)
+
     @property
     def places(self) -> NDArray[np.int64]:
         """Where the live parameters lie in the flat vector."""
-        return narrow(self.manifest, self.channels).parameters
+        return self.small.parameters
 
     def applied(self, parameters: F32, buffers: F32) -> Personal:
         """The model with all parameters of removed units zero, and its mask."""
+        return self.placed(parameters[self.places], buffers[self.small.buffers], buffers)
+
+    def placed(self, parameters: F32, buffers: F32, others: F32) -> Personal:
+        """The smaller network's values, float32[d'] and float32[buffers_d'], as a model of the whole one's size.
+
+        Parameters of removed units are zero and masked; their statistics are those of `others`, float32[buffers_d].
+        """
+        values, statistics = np.zeros(self.manifest.d, np.float32), others.copy()
         mask = np.zeros(self.manifest.d, np.bool_)
-        mask[self.places] = True
-        return Personal(np.where(mask, parameters, np.float32(0)), buffers, mask)
+        values[self.places], mask[self.places], statistics[self.small.buffers] = parameters, True, buffers
+        return Personal(values, statistics, mask)
 
 
 def whole(manifest: Manifest) -> Units:
@@ -74,6 +88,26 @@ def whole(manifest: Manifest) -> Units:
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
     """The structure that `packed` says. Raises ValueError for bits that are none."""
+    return _unpacked(_Same(manifest), packed.tobytes())
+
+
+class _Same:
+    """A manifest as a key, by identity: to compare two takes as long as to make a structure."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def __hash__(self) -> int:
+        return id(self.manifest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.manifest is self.manifest
+
+
+@lru_cache(maxsize=16)
+def _unpacked(same: _Same, data: bytes) -> Units:
+    """As `unpacked`. Every update of a round names a structure, most of them the same one."""
+    manifest, packed = same.manifest, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
     empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
     if empty:

@@ -29,7 +29,7 @@ from edge_export.evaluation import evaluating
 from edge_export.graphs import eval_graph, torch_program, train_graph
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 
-_FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2"})
+_FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "train.pte", "eval.pte"})
 
 
 def export_bundle(
