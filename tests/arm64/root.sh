@@ -16,3 +16,12 @@ done
 cp "$root/usr/share/base-passwd/passwd.master" "$root/etc/passwd"
 cp "$root/usr/share/base-passwd/group.master" "$root/etc/group"
 if [ -L "$root/proc" ]; then rm "$root/proc"; fi # in some containers a link to the machine's own
+
+# The four cores of a Raspberry Pi 4, as its kernel describes them.
+mkdir -p "$root/sys/devices/system/cpu"
+for list in possible present online; do echo 0-3 >"$root/sys/devices/system/cpu/$list"; done
+for core in 0 1 2 3; do
+  printf '%s\t: %s\n' processor $core BogoMIPS 108.00 Features 'fp asimd evtstrm crc32 cpuid' \
+    'CPU implementer' 0x41 'CPU architecture' 8 'CPU variant' 0x0 'CPU part' 0xd08 'CPU revision' 3
+  echo
+done >"$root/etc/cpuinfo"
