@@ -194,7 +194,9 @@ def problem(status: int, kind: str, detail: str, headers: dict[str, str] | None 
     return httpx.Response(status, json=body, headers=headers)
 
 
-def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int) -> Report:
+def conclude(
+    bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int, align: str | int = "none"
+) -> Report:
     """Stands for compaction and measurement: the graph of this model was never exported."""
     write_whole(path, personal.parameters.tobytes())
     return Report(

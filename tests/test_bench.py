@@ -27,7 +27,7 @@ from edge_client.measure.energy import Trace
 from edge_client.measure.latency import FEWEST, in_turns, summary
 
 DIGITS = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles" / "digits"
-EXACT = ("dense", "masked", "compact")
+EXACT = ("dense", "masked", "compact", "aligned")
 QUICK = ["--runs", "12", "--warm-up", "1", "--seconds", "3", "--cold-starts", "1", "--energy-seconds", "0.1"]
 
 
@@ -120,7 +120,8 @@ def test_a_bundle_and_a_mask_give_dense_masked_and_compact_which_say_the_same(tm
     x = np.random.default_rng(0).standard_normal((16, 12)).astype(np.float32)
     found, failed = variants.made(variants.Source(bundle, personal, x), tmp_path, EXACT)
     assert ([v.name for v in found], failed) == (list(EXACT), {})
-    dense, masked, compact = (outputs(v.file, x) for v in found)
+    dense, masked, compact, aligned = (outputs(v.file, x) for v in found)
+    assert np.abs(masked - aligned).max() < 1e-5
     assert np.abs(masked - compact).max() < 1e-5
     assert np.abs(masked - dense).max() > 1e-2
     about = measure.of_files(found)
@@ -132,7 +133,7 @@ def test_without_a_mask_the_other_variants_say_what_they_need(tmp_path: Path) ->
     bundle = small(tmp_path / "b")
     found, failed = variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, EXACT)
     assert [v.name for v in found] == ["dense"]
-    assert set(failed) == {"masked", "compact"}
+    assert set(failed) == {"masked", "compact", "aligned"}
     assert all("--personal FILE, or --keep SHARE" in why for why in failed.values())
     with pytest.raises(ConfigError, match="no variant 'tiny'"):
         variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, ["tiny"])
@@ -142,7 +143,7 @@ def test_a_share_of_the_largest_units_is_kept() -> None:
     bundle = Bundle.open(DIGITS)
     kept = variants.keep_largest_units(bundle, 0.25)
     assert kept.mask is not None
-    weight = bundle.manifest.tensors[bundle.manifest.groups[0].producers[0].weight]
+    weight = bundle.manifest.tensors[bundle.manifest.layers[0].weights[0]]
     rows = kept.mask[weight.span].reshape(weight.shape).any(axis=1)
     norms = np.linalg.norm(bundle.model().parameters[weight.span].reshape(weight.shape), axis=1)
     assert rows.sum() == np.ceil(0.25 * len(rows))
@@ -243,9 +244,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits: Path) -> None:
     found = json.loads((digits / "report.json").read_text())
     rows = found["rows"]
-    assert [(r["variant"], r["threads"]) for r in rows] == [
-        (v, t) for t in (1, 2) for v in ("dense", "masked", "compact", "int8")
-    ]
+    assert [(r["variant"], r["threads"]) for r in rows] == [(v, t) for t in (1, 2) for v in (*EXACT, "int8")]
     for row in rows:
         for clock in ("wall_ms", "cpu_ms"):
             assert set(row[clock]) == {"p50", "p90", "p99", "p50_interval", "p90_interval", "p99_interval", "mean",
@@ -358,7 +357,7 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     path = tmp_path / "b.json"
     path.write_text(json.dumps(second))
     found = {(p.variant, p.threads): p for p in compare.pairs(first, compare.read(path))}
-    assert len(found) == 7
+    assert len(found) == 9
     assert found["compact", 1].ratio == pytest.approx(10, rel=1e-3)
     assert found["compact", 1].verdict == "faster"
     assert found["masked", 1].verdict == "no difference"

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from edge_client.artifacts import Limits, make, writer
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.compaction.tuning import clock
 from edge_client.errors import ConfigError, DataError, MaskfleetError
 from edge_client.measure import engines
 from edge_client.methods.units import counts, strongest, whole
@@ -79,6 +80,13 @@ def _compact(source: Source, file: Path) -> str:
     return f"{report.parameters_compact} of {report.parameters_dense} parameters, equal to {report.max_abs_diff:.1g}"
 
 
+def _aligned(source: Source, file: Path) -> str:
+    masked = source.masked
+    measure = clock(source.samples[:1])
+    report = write_personal(source.bundle, masked, file, source.samples, align="auto", clock=measure)
+    return f"{report.parameters_compact} of {report.parameters_dense} parameters, widths that run fastest here"
+
+
 def _artifact(kind: str) -> Maker:
     """A maker of another form of the smallest model there is, compact or dense."""
 
@@ -98,6 +106,7 @@ MAKERS: Mapping[str, tuple[str, Maker]] = {
     "dense": (".onnx", _dense),
     "masked": (".onnx", _masked),
     "compact": (".onnx", _compact),
+    "aligned": (".onnx", _aligned),
     "int8": (".onnx", _artifact("int8")),
     "pte": (".pte", _artifact("pte")),
     "pte-int8": (".pte", _artifact("pte-int8")),
