@@ -116,7 +116,9 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     title = f"{report['model']}, one sample of {report['input']['shape']}"
     for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
+        )
         for i, head in enumerate(heads):
             table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
         for row in report["rows"]:
