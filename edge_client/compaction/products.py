@@ -254,7 +254,7 @@ def _any(a: Bools, b: Bools) -> Bools:
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, third = operands(s, node)
+    first, second, _, third = operands(s, node)
     a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
