@@ -256,7 +256,7 @@ def _any(a: Bools, b: Bools) -> Bools:
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, third = operands(s, node)
+    first, second, _, third = operands(s, node)
     a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
@@ -399,10 +399,10 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
         return False
     summed, other = _entry(a, s.shape(first), -1), _entry(b, s.shape(second), -2)
     columns = _entry(b, s.shape(second), -1)
-    if b.shape[-1] == whole.shape[-1]:  # none is cut, also of a head without entries
-        columns = np.broadcast_to(np.arange(b.shape[-1]), (*b.shape[:-2], b.shape[-1]))
     if summed is None or other is None or columns is None or not np.array_equal(summed, other):
         return False
+    if b.shape[-1] == whole.shape[-1]:  # a head without entries has its constant at every column
+        columns = np.where((other < 0).all(axis=-1, keepdims=True), np.arange(b.shape[-1]), columns)
     if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
     need = _needed(s, node, first, second)
