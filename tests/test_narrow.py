@@ -22,6 +22,7 @@ from edge_client.training.cut import cut, cut_graphs
 torch = pytest.importorskip("torch")
 from edge_export import export_bundle  # noqa: E402
 from exported import SHARED, exported  # noqa: E402
+from torch import Tensor as T  # noqa: E402
 from torch import nn  # noqa: E402
 
 BACKENDS = ["onnxruntime", "torch"]
@@ -44,19 +45,41 @@ def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
     )
 
 
+class _Block(nn.Module):
+    """A residual block with a depthwise convolution inside; `stem` and `back` write the same channels."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, a, 3, stride=2), nn.BatchNorm2d(a)
+        self.inner, self.depth = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1, groups=b)
+        self.back = nn.Conv2d(b, a, 1)
+
+    def forward(self, x: T) -> T:
+        x = torch.relu(self.norm(self.stem(x)))
+        return torch.relu(x + self.back(torch.relu(self.depth(torch.relu(self.inner(x))))))
+
+
+def _residual_cnn(a: int, b: int) -> nn.Sequential:
+    return nn.Sequential(_Block(a, b), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(a, 5))
+
+
 Make = Callable[[int, int], nn.Sequential]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
 
-@pytest.fixture(scope="module", params=["mlp", "max-pool cnn", "average pool cnn"])
+@pytest.fixture(scope="module", params=["mlp", "max-pool cnn", "average pool cnn", "residual cnn"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Make, Bundle]:
     if request.param in SHARED:
         return SHARED[request.param].of_size, exported(request.param).bundle
-    module = _avg_pool_cnn(10, 8)
-    module[0].requires_grad_(False)  # a frozen layer is cut as any other
+    make: Make = _avg_pool_cnn if request.param == "average pool cnn" else _residual_cnn
+    module = make(10, 8)
+    if make is _avg_pool_cnn:
+        module[0].requires_grad_(False)  # a frozen layer is cut as any other
     x, target = torch.zeros(2, 2, 14, 14), Classification(classes=5)
     folder = tmp_path_factory.mktemp("bundle") / "b"
-    return _avg_pool_cnn, export_bundle(module, x, folder, name="b", target=target, seed=1)
+    bundle = export_bundle(module, x, folder, name="b", target=target, seed=1)
+    assert [g.size for g in bundle.manifest.groups][:2] == [10, 8]
+    return make, bundle
 
 
 def _choice(m: Manifest, name: str) -> Kept:
@@ -213,7 +236,8 @@ def test_two_groups_may_share_an_axis_and_a_smaller_group_knows_its_places_there
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        ([("LogSoftmax", ["h"], ["logits"])], "LogSoftmax. is not an operator"),
+        ([("CumSum", ["h", "one"], ["logits"])], "CumSum. is not an operator"),
+        ([("LogSoftmax", ["h"], ["logits"])], "works along the axis of the channels"),
         ([("ReduceSum", ["h"], ["logits"])], "works along the axis of the channels"),
         ([("Add", ["h", "w2"], ["logits"])], "joins values of which different channels stay"),
         ([("Shape", ["h"], ["s"]), ("Cast", ["s"], ["logits"])], "computes with the number of channels"),
@@ -227,7 +251,8 @@ def test_a_graph_that_mixes_the_channels_is_refused_with_the_node_and_the_reason
     made = [h.make_node("Gemm", ["x", "w"], ["h"], transB=1)]
     made += [h.make_node(op, reads, gives, **({"to": floats} if op == "Cast" else {})) for op, reads, gives in nodes]
     inputs = [h.make_tensor_value_info(n, floats, s) for n, s in (("x", ["n", 3]), ("w", [4, 3]), ("w2", [1, 4]))]
-    graph = h.make_graph(made, "g", inputs, [h.make_tensor_value_info("logits", floats, None)])
+    one = onnx.numpy_helper.from_array(np.array(1), "one")
+    graph = h.make_graph(made, "g", inputs, [h.make_tensor_value_info("logits", floats, None)], [one])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 20)], ir_version=10)
     with pytest.raises(ConfigError, match=why):
         cut(model, (3,), {"w": (np.array([True, False, True, True]), None)})

@@ -2,7 +2,7 @@
 
 A fused projection of queries, keys and values goes through reshapes, transposes and gathers until each part arrives at
 its product. Where the whole chain is a slice, a reshape and a transpose, it is written so: each part may then be cut by
-itself. A chain that only permutes the entries of one axis, as a channel shuffle does, becomes one `Gather`.
+itself. A chain that only takes entries of one axis in some order, as a channel shuffle does, becomes one `Gather`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _constant(net: Net, name: str, value: Ids) -> str:
 
 
 def _permuted(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None:
-    """One `Gather`, when the chain permutes the entries of one axis."""
+    """One `Gather`, when the chain takes entries of one axis."""
     shape = net.shapes[name]
-    if moved.shape != shape or net.moving[out] != net.moving[name]:
-        return None
     lists = by_axis(moved, shape)
-    changed = [a for a, own in enumerate(lists or []) if not np.array_equal(own, np.arange(len(own)))]
-    if lists is None or len(changed) != 1:
+    if lists is None or net.moving[out] != net.moving[name]:
+        return None
+    changed = [a for a, own in enumerate(lists) if not np.array_equal(own, np.arange(shape[a]))]
+    if len(changed) != 1 or net.moving[name][changed[0]]:
         return None
     order = _constant(net, f"{out}.order", lists[changed[0]])
     return [helper.make_node("Gather", [name, order], [out], axis=changed[0])]

@@ -235,7 +235,7 @@ class Labelled:
             one.append(flat.max(axis=-1))
             self.atoms.join(flat, np.broadcast_to(one[-1][..., None], flat.shape))
         self.atoms.join(one[0], one[1])
-        return np.where(one[0] >= 0, one[0], one[1])[..., None, None]
+        return np.asarray(np.where(one[0] >= 0, one[0], one[1])[..., None, None])
 
     def _matrices(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
         """Labels of a product of two values: what is summed leaves both, and rows and columns keep their labels."""

@@ -36,8 +36,8 @@ def preferred(w: Writer, value: str) -> Ids | None:
         axes = [a for a, free in enumerate(w.study.channels(value)) if free]
         return np.arange(w.study.shape(value)[axes[0]]) if len(axes) == 1 else None
     last = value
-    while len(w.users.get(last, [])) == 1 and last != w.net.output:
-        node = w.users[last][0]
+    while len(w.study.users.get(last, [])) == 1 and last != w.net.output:
+        node = w.study.users[last][0]
         if node.op_type in REGROUP and node.input[0] == last:
             if w.study.shape(last) != w.study.shape(value):
                 return None

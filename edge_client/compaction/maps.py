@@ -17,7 +17,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array, settings
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 
@@ -38,23 +38,23 @@ class Behaviour:
 
 
 def behaviour(s: Study, node: NodeProto) -> Behaviour | None:
-    """How `node` treats axes; None when it is no map: an output of another rank, no float, or nothing kept apart."""
+    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart."""
     net = s.net
     data = net.data(node)
     out = [o for o in node.output if o]
-    if len(out) != 1 or not data or not net.is_float(out[0]):
+    if len(out) != 1 or not data or not net.is_plain(out[0]):
         return None
     rank = len(net.shapes[out[0]])
     ranks = [len(net.shapes[node.input[k]]) for k in data]
-    if max(ranks) != rank or any(not net.is_float(node.input[k]) for k in data):
+    if max(ranks) != rank or any(not net.is_plain(node.input[k]) for k in data):
         return None
     key = ("behaviour", node.op_type, _key(net, node))
     if key not in s.notes:
         try:
-            s.notes[key] = _probe(net, node, data, rank)  # type: ignore[index]
+            s.notes[key] = _probe(net, node, data, rank)
         except CompactionError:
-            s.notes[key] = None  # type: ignore[index]
-    found: Behaviour | None = s.notes[key]  # type: ignore[index]
+            s.notes[key] = None
+    found: Behaviour | None = s.notes[key]
     return found
 
 
@@ -83,7 +83,10 @@ class _Probe:
                 made.append(None)
             elif k in self.data:
                 x = 2 * self.random.standard_normal(self.net.shapes[v])
-                made.append(np.abs(x) + 0.5 if positive else x)
+                if not self.net.is_float(v):
+                    made.append(x > 0)
+                else:
+                    made.append(np.abs(x) + 0.5 if positive else x)
             elif self.is_parameter(k):
                 made.append(self.random.uniform(0.5, 1.5, self.net.known(v).shape))
             else:
@@ -103,11 +106,14 @@ class _Probe:
         for positive, (given, before) in enumerate(zip(self.given, self.before, strict=True)):
             x = np.array(given[k])
             place = (slice(None),) * axis + (entry,)
-            x[place] = self.random.uniform(0.5, 3.0, x[place].shape)
-            if not positive:
+            if x.dtype.kind == "b":
+                x[place] = ~x[place]
+            else:
+                x[place] = self.random.uniform(0.5, 3.0, x[place].shape)
+            if not positive and x.dtype.kind == "f":
                 x[place] *= self.random.choice([-1, 1], x[place].shape)
             after = self.net.operators.run(self.node, [*given[:k], x, *given[k + 1 :]])[0]
-            made |= ~((after == before) | (np.isnan(after) & np.isnan(before)))
+            made |= ~((after == before) | ((after != after) & (before != before)))
         return made
 
     def owner(self, k: int, axis: int) -> int | None:
@@ -118,7 +124,7 @@ class _Probe:
         moved = self.changed(k, axis, n // 2)
         found = []
         for at in [a for a, size in enumerate(shape) if size == n]:
-            hit = moved.any(axis=tuple(b for b in range(len(shape)) if b != at))
+            hit = some(moved, tuple(b for b in range(len(shape)) if b != at))
             if hit[n // 2] and hit.sum() == 1:
                 found.append(at)
         right = axis + len(shape) - x.ndim
@@ -164,16 +170,16 @@ def _spread(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Boo
 def _gathered(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Bools:
     """Of an input of `shape`, what the marked elements of the output depend on."""
     axes = tuple(a for a, free in enumerate(apart) if not free)
-    mask = mask.any(axis=axes, keepdims=True) if axes else mask
+    mask = some(mask, axes, keepdims=True) if axes else mask
     lead = mask.ndim - len(shape)
-    mask = mask.any(axis=tuple(range(lead))) if lead else mask
+    mask = some(mask, tuple(range(lead))) if lead else mask
     once = tuple(a for a, n in enumerate(shape) if n == 1 and mask.shape[a] > 1)
-    return np.broadcast_to(mask.any(axis=once, keepdims=True) if once else mask, shape)
+    return np.broadcast_to(some(mask, once, keepdims=True) if once else mask, shape)
 
 
 def _nonzero(s: Study, name: str) -> Bools:
     value, varies, _ = s.facts(name)
-    return varies | (value != 0)
+    return np.asarray(varies | (value != 0))
 
 
 def _others(s: Study, node: NodeProto, k: int) -> Bools | None:
@@ -203,7 +209,7 @@ def _forward(s: Study, node: NodeProto) -> None:
         label = mixed(label, np.broadcast_to(own, shape))
         factor = _others(s, node, k)
         varies |= _spread(mine, shape, found.apart) & (True if factor is None else factor)
-    s.learn(out, np.nan_to_num(value, copy=False) if np.isnan(value).any() else value, varies, label)
+    s.learn(out, value if value.dtype.kind == "b" else np.where(np.isnan(value), 0.0, value), varies, label)
 
 
 def _backward(s: Study, node: NodeProto) -> None:

@@ -15,12 +15,12 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array, settings
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
 from edge_client.errors import CompactionError
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-PICK = frozenset({"Gather", "Slice"})
+PICK = frozenset({"Gather", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
 
 
@@ -40,8 +40,8 @@ def sources(s: Study, node: NodeProto) -> list[Ids]:
             else:
                 known = s.net.known(v)
                 given.append(np.zeros(known.shape) if known.dtype.kind == "f" else known)
-        s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1  # type: ignore[index]
-    found: Ids = s.notes[key]  # type: ignore[index]
+        s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    found: Ids = s.notes[key]
     return [found]
 
 
@@ -64,9 +64,9 @@ def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
         for a, n in enumerate(shape):
             low, high = widths[:, axes.index(a)] if a in axes else (0, 0)
             places.append(np.clip(np.arange(-low, n + high), 0, n - 1))
-        return labels[0][np.ix_(*places)]
+        return np.asarray(labels[0][np.ix_(*places)])
     if node.op_type != "Concat":
-        return np.where(source >= 0, labels[0].reshape(-1)[np.maximum(source, 0)], 0)
+        return np.asarray(np.where(source >= 0, labels[0].reshape(-1)[np.maximum(source, 0)], 0))
     axis = settings(node)["axis"] % source.ndim
     if any((label != np.take(label, [0], axis)).any() for label in labels):
         return np.concatenate([label * (i + 1) + i for i, label in enumerate(labels)], axis)
@@ -126,9 +126,12 @@ def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
 
 def blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """Axes of a reshape that belong together: the fewest with equal products, in order."""
-    found, i, j = [], 0, 0
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
     while i < len(before) or j < len(after):
-        mine, made, a, b = [], [], 1, 1
+        mine: list[int] = []
+        made: list[int] = []
+        a = b = 1
         while not (mine or made) or a != b:
             if (a <= b and i < len(before)) or j >= len(after):
                 a *= before[i]
@@ -229,7 +232,7 @@ def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
             found.update({a: np.arange(before[a]) for a in mine})
             continue
         others = tuple(a for a in range(len(after)) if a not in made)
-        mask = live.any(axis=others) if others else live
+        mask = some(live, others) if others else live
         axes = [axis for axis in range(mask.ndim) if mask.shape[axis] > 1]
         found[big[0]] = min((_slots(mask, axis, level) for axis in (axes if level else axes[-1:])), key=len)
     return found

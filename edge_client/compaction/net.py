@@ -55,6 +55,10 @@ class Net:
         """Whether a value holds floats."""
         return self.kinds[name].kind == "f"
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a value holds floats or truth values."""
+        return self.kinds[name].kind in "fb"
+
     def layer(self, node: NodeProto) -> str:
         """The name of the weight of a layer; empty for a node that has none."""
         if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"):

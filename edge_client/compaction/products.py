@@ -211,14 +211,53 @@ def _factor(s: Study, name: str, transposed: bool) -> tuple[F64, Bools, NDArray[
     return (value.T, varies.T, label.T) if transposed else (value, varies, label)
 
 
+def _shift_free(s: Study, node: NodeProto) -> bool:
+    """Whether a term that is equal for all columns of the product changes nothing: a softmax over columns follows."""
+    key = ("shift", node.output[0])
+    if key not in s.notes:
+        s.notes[key] = _reaches_softmax(s, node.output[0])
+    return bool(s.notes[key])
+
+
+def _reaches_softmax(s: Study, value: str) -> bool:
+    if value == s.net.output:
+        return False
+    for user in s.users.get(value, []):
+        rest = [v for v in user.input if v != value]
+        rank = len(s.shape(value))
+        if user.op_type == "Softmax":
+            if settings(user).get("axis", -1) % rank != rank - 1:
+                return False
+        elif user.op_type == "Add" and len(rest) == 1:  # what is added does not mind
+            if not _reaches_softmax(s, user.output[0]) or len(s.shape(user.output[0])) != rank:
+                return False
+        elif user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1:
+            scalar = rest[0] in s.net.constants and s.net.constants[rest[0]].size == 1
+            if not scalar or not _reaches_softmax(s, user.output[0]):
+                return False
+        else:
+            return False
+    return bool(s.users.get(value))
+
+
+def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
+    """The second factor. Before a softmax, entries that are equal for all columns count as zero."""
+    _, name, transposed, _ = operands(s, node)
+    value, varies, label = _factor(s, name, transposed)
+    if node.op_type == "MatMul" and name in s.varies and _shift_free(s, node):
+        flat = ~varies.any(axis=-1, keepdims=True) & (value == value[..., :1]).all(axis=-1, keepdims=True)
+        value = np.where(flat, 0.0, value)
+    return value, varies, label
+
+
 def _any(a: Bools, b: Bools) -> Bools:
     """The product of marks: whether any pair of them meets."""
     return np.asarray(np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0)
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, third = operands(s, node)
-    a, b = _factor(s, first, False), _factor(s, second, transposed)
+    first, second, _, third = operands(s, node)
+    a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
     if third:
@@ -239,7 +278,7 @@ def _product_forward(s: Study, node: NodeProto) -> None:
 def _product_backward(s: Study, node: NodeProto) -> None:
     first, second, transposed, _ = operands(s, node)
     live = s.live(node.output[0])
-    a, b = _factor(s, first, False), _factor(s, second, transposed)
+    a, b = _factor(s, first, False), _second(s, node)
     some = [x[1] | (x[0] != 0) for x in (a, b)]
     read = _any(live, some[1].swapaxes(-1, -2))
     s.mark(first, _reduced(read, s.shape(first)))
@@ -247,8 +286,8 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     shape = s.shape(second)
     s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
     if first in s.read and second in s.read:
-        for name in (first, second):
-            s.due[name] |= s.read[name] & (s.value[name] != 0)
+        s.due[first] |= s.read[first] & (a[0] != 0)
+        s.due[second] |= s.read[second] & ((b[0].T if transposed else b[0]) != 0)
 
 
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
@@ -310,9 +349,9 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
 
 def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
     """Per batch entry, the contracted entries that must be in both factors, bool[..., k]."""
-    a, b = s.facts(first), s.facts(second)
+    a, b = s.facts(first), _second(s, node)
     live = s.live(node.output[0])
-    rows, columns = live.any(axis=-1, keepdims=True), some(live, -2)[..., None, :]
+    rows, columns = some(live, -1, keepdims=True), some(live, -2)[..., None, :]
 
     def of(marks: Bools, others: Bools, axis: int) -> Bools:
         return some(marks & others, axis)
@@ -340,7 +379,7 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
 
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
-    a, b = s.facts(first)[0][..., gone], s.facts(second)[0][..., gone, :]
+    a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]
     if gone.size and a.any() and b.any():
         rest = np.broadcast_to(np.matmul(a, b), shape)
         for axis, kept in enumerate(target):
@@ -362,6 +401,8 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     columns = _entry(b, s.shape(second), -1)
     if summed is None or other is None or columns is None or not np.array_equal(summed, other):
         return False
+    if b.shape[-1] == whole.shape[-1]:  # a head without entries has its constant at every column
+        columns = np.where((other < 0).all(axis=-1, keepdims=True), np.arange(b.shape[-1]), columns)
     if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
     need = _needed(s, node, first, second)
@@ -374,7 +415,7 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     if (need & gone).any() or (s.live(out) & ~np.isin(whole, ids)).any():
         return False
     made = w.emit("MatMul", [w.pieces[first].name, w.pieces[second].name])
-    rest = np.matmul(s.facts(first)[0] * gone[..., None, :], s.facts(second)[0] * gone[..., :, None])
+    rest = np.matmul(s.facts(first)[0] * gone[..., None, :], _second(s, node)[0] * gone[..., :, None])
     if rest.any():
         held_rest = np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0)
         made = w.emit("Add", [made, w.mapped(held_rest)])

@@ -51,9 +51,9 @@ def _starts(s: Study, node: NodeProto) -> list[str]:
 def _forward(s: Study, node: NodeProto) -> None:
     inputs, units = _links(s, node)
     moves = some(s.facts(node.input[0])[1], (0, 1))
-    varies = (inputs & moves).any(axis=2)
+    varies = some(inputs & moves, 2)
     for name in _starts(s, node):
-        varies |= s.facts(name)[1][:, 0]
+        varies = varies | s.facts(name)[1][:, 0]
     for _ in range(units.shape[1]):
         more = varies | (units & varies[:, None, :]).any(axis=2)
         if (more == varies).all():
@@ -91,7 +91,7 @@ def _backward(s: Study, node: NodeProto) -> None:
     s.mark(node.input[0], np.broadcast_to(read, s.shape(node.input[0])))
     for name in _starts(s, node):
         s.mark(name, np.broadcast_to(live[:, None], s.shape(name)))
-    s.notes["live", node.output[0]] = live  # type: ignore[index]
+    s.notes["live", node.output[0]] = live
 
 
 def _courses(s: Study, node: NodeProto) -> F64:
@@ -128,7 +128,7 @@ def _basis(courses: F64) -> tuple[Ids, F64]:
 def _rewrite(w: Writer, node: NodeProto) -> None:
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
-    live: Bools = s.notes["live", node.output[0]]  # type: ignore[index]
+    live: Bools = s.notes["live", node.output[0]]
     weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
     ways, h = live.shape
     has_bias = len(node.input) > 3 and bool(node.input[3])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +46,13 @@ class Study:
     label: dict[str, Labels] = field(default_factory=dict)
     read: dict[str, Bools] = field(default_factory=dict)
     due: dict[str, Bools] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What a rule keeps from one pass for the next, by the node's first output."""
+    notes: dict[Any, Any] = field(default_factory=dict)
+    """What a rule keeps from one pass for the next."""
+
+    @cached_property
+    def users(self) -> dict[str, list[NodeProto]]:
+        """The nodes that read each value."""
+        return self.net.users()
 
     def shape(self, name: str) -> Shape:
         """The shape for one sample."""
@@ -59,7 +65,7 @@ class Study:
         known = self.net.known(name)
         return known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape)
 
-    def learn(self, name: str, value: Array, varies: Bools, label: Labels) -> None:
+    def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
         """Store the facts of a value; it keeps 0 where it varies."""
         shape = self.shape(name)
         varies = np.array(np.broadcast_to(varies, shape))
@@ -138,7 +144,7 @@ def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bo
 def mixed(a: Labels, b: Labels) -> Labels:
     """Labels of elements made of two: equal where both are."""
     with np.errstate(over="ignore"):
-        return a * _MIX + b if np.any(b) else a * np.int64(1) + np.int64(0) * b
+        return np.asarray(a * (_MIX if np.any(b) else np.int64(1)) + b, np.int64)
 
 
 def _settled(rule: Rule) -> Rule:

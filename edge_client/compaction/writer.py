@@ -84,7 +84,6 @@ class Writer:
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, Array] = {}
         self.stopped: list[str] = []
-        self.users = study.net.users()
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
         self._count = 0
@@ -253,7 +252,7 @@ class Writer:
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
-                if not self.net.is_float(value):
+                if not self.net.is_plain(value):
                     raise Ragged(value, f"value {value!r} lacks channels")
                 name, places = self._padded(name, axis, len(shape), len(own), places, absent)
             name = self.picked(
@@ -263,9 +262,9 @@ class Writer:
             lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
             if lost.any():
                 raise Ragged(value, f"value {value!r} lacks a channel that varies")
-            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], 0.0)
+            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
             if fill.any():
-                name = self.emit("Add", [name, self.mapped(fill)])
+                name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
         return name
 
     def _padded(

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper, shape_inference
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
@@ -138,27 +139,31 @@ def refusal(node: NodeProto, why: str) -> ConfigError:
 
 
 def shapes_of(model: ModelProto, sample: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The shape of every value for PROBE samples, as far as it can be inferred."""
+    """The shape of every value for PROBE samples, by running the graph. Raises ConfigError when it does not run."""
     probe = ModelProto()
     probe.CopyFrom(model)
-    del probe.graph.value_info[:]
-    for value in probe.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        if value.name == "x":
-            del dims[:]
-            for size in (PROBE, *sample):
-                dims.add().dim_value = size
-        elif value.name == "y" and dims:
-            dims[0].dim_value = PROBE
-    for value in probe.graph.output:
-        value.ClearField("type")
-    graph = shape_inference.infer_shapes(probe, data_prop=True).graph
-    found = {t.name: tuple(t.dims) for t in graph.initializer}
-    for value in (*graph.input, *graph.value_info, *graph.output):
+    feed: dict[str, NDArray[Any]] = {}
+    for value in model.graph.input:
         kind = value.type.tensor_type
-        if kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim):
-            found[value.name] = tuple(d.dim_value for d in kind.shape.dim)
-    return found
+        size = (PROBE, *sample) if value.name == "x" else tuple(d.dim_value for d in kind.shape.dim)
+        size = (PROBE, *size[1:]) if value.name == "y" and size else size
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        feed[value.name] = np.full(size, 0.5 if dtype.kind == "f" else 0, dtype)
+    names = [name for node in model.graph.node for name in node.output if name]
+    del probe.graph.output[:]
+    probe.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = ort.InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        made = session.run(names, feed)
+    except Exception as error:  # onnxruntime raises a class of its own for every status
+        raise ConfigError(f"the channels cannot be cut out of the graph, which does not run: {error}") from None
+    found = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    found |= {name: value.shape for name, value in feed.items()}
+    return found | {name: np.shape(value) for name, value in zip(names, made, strict=True)}
 
 
 def _declare(value: ValueInfoProto, axes: Axes) -> None:
@@ -219,17 +224,59 @@ def _gemm(g: _Cut, node: NodeProto) -> Axes:
     return a[0], b[1]
 
 
+def _matmul(g: _Cut, node: NodeProto) -> Axes:
+    """Axes before the matrices are broadcast."""
+    a, b = (g.stays(name) for name in node.input)
+    _agree(node, a[-1], b[-2])
+    rank = max(len(a), len(b))
+    lead: list[NDArray[np.bool_] | None] = []
+    for i in range(rank - 2):
+        own = []
+        for name, x in zip(node.input, (a, b), strict=True):
+            k = i - (rank - len(x))
+            own += [x[k]] if k >= 0 and g.shape(name)[k] > 1 else []
+        lead.append(_agree(node, *own) if own else None)
+    return (*lead, a[-2], b[-1])
+
+
 def _conv(g: _Cut, node: NodeProto) -> Axes:
     """Both directions: a weight is [out, in, ...], and a transposed convolution reads `out` and makes `in`."""
-    if _settings(node).get("group", 1) != 1:
-        raise refusal(node, "is a grouped convolution")
     x, weight = g.stays(node.input[0]), g.stays(node.input[1])
-    made, read = weight[:2] if node.op_type == "Conv" else weight[1::-1]
-    _agree(node, x[1], read)
     _whole(node, x, [0, *range(2, len(x))])
+    groups = _settings(node).get("group", 1)
+    if groups == 1:
+        made, read = weight[:2] if node.op_type == "Conv" else weight[1::-1]
+        _agree(node, x[1], read)
+    else:
+        made = _groups(g, node, groups, x[1], weight)
     if len(node.input) > 2 and node.input[2]:
         _agree(node, made, g.stays(node.input[2])[0])
     return (None, made, *x[2:])
+
+
+def _groups(
+    g: _Cut, node: NodeProto, groups: int, x: NDArray[np.bool_] | None, weight: Axes
+) -> NDArray[np.bool_] | None:
+    """Whole groups leave a grouped convolution."""
+    if node.op_type != "Conv" or weight[1] is not None or (x is None) != (weight[0] is None):
+        raise refusal(node, "is a grouped convolution")
+    if x is None or weight[0] is None:
+        return None
+    parts = [x.reshape(groups, -1), weight[0].reshape(groups, -1)]
+    stays = parts[0][:, 0]
+    if any((part != stays[:, None]).any() for part in parts):
+        raise refusal(node, "loses a part of a group")
+    kept = [a for a in node.attribute if a.name != "group"]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute("group", int(stays.sum()))])
+    return weight[0]
+
+
+def _softmax(g: _Cut, node: NodeProto) -> Axes:
+    x = g.stays(node.input[0])
+    axis = _settings(node).get("axis", -1) % len(x)
+    _whole(node, x, range(axis, len(x)) if node.op_type == "LayerNormalization" else [axis])
+    return x
 
 
 def _batch_norm(g: _Cut, node: NodeProto) -> Axes:
@@ -315,9 +362,29 @@ def _concat(g: _Cut, node: NodeProto) -> Axes:
 
 
 def _slice(g: _Cut, node: NodeProto) -> Axes:
+    """Along an axis that loses entries, the bounds move by what is gone before them."""
     x = g.stays(node.input[0])
-    _whole(node, x, [i % len(x) for i in g.values(node, 3)] if len(node.input) > 3 else range(len(x)))
-    return x
+    if len(node.input) > 1 and all(stays is None for stays in x):
+        return x
+    starts, ends, axes = (g.values(node, k) for k in (1, 2, 3)) if len(node.input) > 3 else ([], [], range(len(x)))
+    axes = [i % len(x) for i in axes]
+    if all(x[i] is None for i in axes):
+        return x
+    steps = g.values(node, 4) if len(node.input) > 4 else [1] * len(axes)
+    made = list(x)
+    for k, i in enumerate(axes):
+        stays = x[i]
+        if stays is None:
+            continue
+        if steps[k] != 1:
+            raise refusal(node, "works along the axis of the channels")
+        low, high, _ = slice(starts[k], ends[k]).indices(len(stays))
+        made[i] = stays[low:high]
+        starts[k], ends[k] = int(stays[:low].sum()), int(stays[:high].sum())
+        if starts[k] == ends[k]:
+            raise refusal(node, "loses all its channels")
+    node.input[1], node.input[2] = g.constant(np.array(starts, np.int64)), g.constant(np.array(ends, np.int64))
+    return tuple(made)
 
 
 def _pad(g: _Cut, node: NodeProto) -> Axes:
@@ -388,10 +455,14 @@ RULES: dict[str, Callable[[_Cut, NodeProto], Axes]] = {
     "Expand": _expand,
     "Flatten": _reshape,
     "Gemm": _gemm,
+    "LayerNormalization": _softmax,
+    "LogSoftmax": _softmax,
+    "MatMul": _matmul,
     "Pad": _pad,
     "Reshape": _reshape,
     "Shape": _shape,
     "Slice": _slice,
+    "Softmax": _softmax,
     "Squeeze": _squeeze,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
