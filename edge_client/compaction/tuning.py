@@ -7,8 +7,9 @@
 `auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
 each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
 far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
-turns: as narrow as possible, with the table's widths, with the table's widths and all layers of a stream alike, and
-with all channels. The fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any.
+turns: as narrow as possible, with the table's widths, with all layers of a stream alike, with the channels besides
+that no layer reads directly (those of attention heads, say), and with all channels. The fastest is taken; of two as
+fast, the one with fewer multiply-adds. So it is no slower than any of them.
 
 Without a clock, as where the model is cut for another device, `auto` is the rule: multiples of 4 where a convolution
 makes or reads the channels.
@@ -177,6 +178,7 @@ def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
     made = [
         narrow,
         *(_wide(found, lambda s: steps[s.values], joined) for joined in (False, True)),
+        _wide(found, lambda s: steps[s.values] if s.readers else s.size, True),
         _wide(found, lambda s: s.size, True),
     ]
     candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())

@@ -25,7 +25,7 @@ from edge_bench.cli import check_writable, write_json
 from edge_bench.compaction.masks import MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, timed
-from edge_bench.compaction.zoo import ZOO, Case
+from edge_bench.compaction.zoo import FAMILIES, ZOO, Case
 from edge_client.compaction.tuning import clock
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.measure.macs import macs
@@ -40,8 +40,12 @@ FIELDS = {
 }
 
 
-def chosen(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list. Raises ConfigError."""
+def chosen(names: str | None, family: str | None) -> list[Case]:
+    """The cases of a family, or of a list of names. Raises ConfigError."""
+    if family is not None and names is None:
+        if family not in FAMILIES:
+            raise ConfigError(f"there is no family {family!r}; the suite has {', '.join(FAMILIES)}")
+        return list(FAMILIES[family])
     wanted = [n.strip() for n in names.split(";" if ";" in names else ",")] if names else list(ZOO)
     unknown = sorted(set(wanted) - ZOO.keys())
     if unknown:
@@ -133,6 +137,7 @@ def summary(rows: list[Result]) -> dict[str, Any]:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
+    family: Annotated[str | None, typer.Option(help="Only this family: chains, joins, sequences, known.")] = None,
     masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
     kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
     runs: Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no timing.")] = 0,
@@ -148,7 +153,7 @@ def main(
     rows: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for case in chosen(models):
+        for case in chosen(models, family):
             for kind in masks.split(","):
                 for share in kept.split(","):
                     found = measure(

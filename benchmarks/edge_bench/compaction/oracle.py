@@ -73,11 +73,11 @@ def bound(module: nn.Module, case: Case) -> Bound:
     module = copy.deepcopy(module).double().eval().requires_grad_(False)
     x = _samples(case)
     watch = _Watch()
-    with _from_embeddings(module) if case.ids is not None else _nothing(), watch:
+    with torch.enable_grad(), _from_embeddings(module) if case.ids is not None else _nothing(), watch:
         outputs = module(x if case.ids is not None else x.requires_grad_())
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     # Averaging places would let their gradients cancel by symmetry; random weights do not.
-    (outputs * weights).sum().backward()
+    torch.autograd.backward((outputs * weights).sum())
     sites = [s for s in watch.sites.values() if s.out]
     largest = max((float(t.grad.abs().max()) for s in sites for t in s.out if t.grad is not None), default=0.0)
     parts = tuple((s.kind, *_count(s, largest)) for s in sites)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from edge_bench.compaction.zoo import chains, joins, known, sequences
 from edge_bench.compaction.zoo.case import Case
 
-__all__ = ["ZOO", "Case"]
+__all__ = ["FAMILIES", "ZOO", "Case"]
 
-ZOO: dict[str, Case] = {c.name: c for c in (*chains.CASES, *joins.CASES, *sequences.CASES, *known.CASES)}
+FAMILIES: dict[str, tuple[Case, ...]] = {
+    "chains": chains.CASES,
+    "joins": joins.CASES,
+    "sequences": sequences.CASES,
+    "known": known.CASES,
+}
+ZOO: dict[str, Case] = {c.name: c for cases in FAMILIES.values() for c in cases}

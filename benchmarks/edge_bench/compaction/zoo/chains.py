@@ -141,7 +141,7 @@ def _first(name: str, make: Callable[[], nn.Module], needs: str = "", quick: boo
 
 
 CASES = (
-    _first("relu", lambda: activated(nn.ReLU), quick=True),
+    _first("relu", lambda: activated(nn.ReLU)),
     _first("gelu", lambda: activated(nn.GELU), "smooth activation", quick=True),
     _first("gelu tanh", lambda: activated(lambda: nn.GELU("tanh")), "smooth activation"),
     _first("silu", lambda: activated(nn.SiLU), "smooth activation"),

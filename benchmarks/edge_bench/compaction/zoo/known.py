@@ -128,7 +128,7 @@ def lstm_har() -> nn.Module:
 
 
 CASES = (
-    Case("MLP", partial(models.mlp, *models.HAR), (1152,), ("4",), quick=True),
+    Case("MLP", partial(models.mlp, *models.HAR), (1152,), ("4",)),
     Case("LeNet", models.lenet, IMAGE, ("11",)),
     Case("EMNIST CNN", models.emnist_cnn, (1, 28, 28), ("9",)),
     Case("VGG9", partial(models.vgg9, 3), IMAGE, ("23",)),

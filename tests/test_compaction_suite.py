@@ -1,0 +1,130 @@
+"""The compaction suite: masks, the bound against hand counts, and its quick graphs compacted exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from edge_bench.compaction.masks import masked  # noqa: E402
+from edge_bench.compaction.oracle import bound  # noqa: E402
+from edge_bench.compaction.suite import Result, compacted, export, prepare  # noqa: E402
+from edge_bench.compaction.zoo import ZOO, Case  # noqa: E402
+from edge_bench.compaction.zoo.case import Net, conv, pooled  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+QUICK = [case for case in ZOO.values() if case.quick]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bundles")
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda c: c.name)
+def test_a_compact_model_says_what_its_masked_module_says_at_the_fewest_multiply_adds(
+    case: Case, bundles: Path, tmp_path: Path
+) -> None:
+    bundle = export(case, bundles / case.name)
+    for kind in ("act", "weight"):
+        subject = prepare(case, bundle, kind, 0.5)
+        result = compacted(subject, kind, 0.5, tmp_path / "personal.onnx")
+        assert result.status == "ok"
+        assert result.exact, result.row()
+        assert result.reached, result.row()
+
+
+def test_the_suite_has_graphs_enough_and_their_names_are_theirs_alone() -> None:
+    assert len(ZOO) >= 60
+    assert 10 <= len(QUICK) <= 15
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 5))
+
+
+CHAIN = Case("chain", chain, (6,), ("4",))
+
+
+@pytest.mark.parametrize("kind", ["act", "weight"])
+def test_the_bound_of_a_chain_is_the_product_of_what_its_layers_keep(kind: str) -> None:
+    found = bound(masked(CHAIN, kind, 0.5).module, CHAIN)
+    assert (found.dense, found.live) == (6 * 8 + 8 * 4 + 4 * 5, 6 * 4 + 4 * 2 + 2 * 5)
+
+
+def test_a_unit_that_happens_to_be_off_counts_as_live() -> None:
+    module = chain().eval()
+    with torch.no_grad():
+        module[0].bias.fill_(-50.0)  # type: ignore[index,union-attr]
+    assert bound(module, CHAIN).live == bound(module, CHAIN).dense
+
+
+def test_what_no_output_reads_and_what_no_input_reaches_is_dead() -> None:
+    def wiring(m: Net, x: Tensor) -> Tensor:
+        constant = m.still(torch.ones(x.shape[0], 3, dtype=x.dtype))  # type: ignore[operator]
+        return m.head(torch.relu(m.a(x)) + constant + 0.0 * m.unread(x))  # type: ignore[operator, no-any-return]
+
+    case = Case(
+        "dead",
+        lambda: Net(wiring, a=nn.Linear(6, 4), unread=nn.Linear(6, 4), still=nn.Linear(3, 4), head=nn.Linear(4, 2)),
+        (6,),
+        ("head",),
+    )
+    assert bound(case.make().eval(), case).live == 6 * 4 + 4 * 2
+
+
+def test_a_depthwise_layer_counts_the_channels_that_both_masks_leave() -> None:
+    case = Case(
+        "depthwise",
+        lambda: nn.Sequential(conv(3, 8, 1), nn.ReLU(), conv(8, 8, 3, groups=8), nn.ReLU(), pooled(8, 2)),
+        (3, 4, 4),
+        ("4.2",),
+    )
+    made = masked(case, "weight", 0.5)
+    both = int((made.kept["0"] & made.kept["2"]).sum())
+    assert bound(made.module, case).live == 16 * (3 * both + 9 * both) + 2 * both
+
+
+def test_an_index_of_a_product_counts_where_either_side_varies_and_not_where_the_softmax_cancels_it() -> None:
+    def wiring(m: Net, x: Tensor) -> Tensor:
+        weights = torch.softmax(m.q(x) @ m.k(x).transpose(1, 2), -1)  # type: ignore[operator]
+        return m.head((weights @ x).mean(1))  # type: ignore[operator, no-any-return]
+
+    case = Case("cancels", lambda: Net(wiring, q=nn.Linear(4, 3), k=nn.Linear(4, 3), head=nn.Linear(4, 2)), (5, 4), ())
+    module = case.make().eval()
+    rest = 2 * 4 + 5 * 5 * 4  # the classifier, and the product with the weights
+    with torch.no_grad():
+        module.q.weight[0] = 0.0  # a constant query times a varying key: a score of each key
+        assert bound(module, case).live == rest + 5 * 4 * (2 + 3) + 25 * 3
+        module.k.weight[1] = 0.0  # a varying query times a constant key: the same for all keys
+        assert bound(module, case).live == rest + 5 * 4 * (1 + 2) + 25 * 2
+
+
+def test_masks_keep_the_share_of_every_layer_and_zero_the_batch_norm_behind_it_for_act() -> None:
+    case = ZOO["transposed convolution"]
+    for kind in ("act", "weight"):
+        made = masked(case, kind, 0.3)
+        assert [int(k.sum()) for k in made.kept.values()] == [max(1, round(0.3 * len(k))) for k in made.kept.values()]
+        state = made.module.state_dict()
+        dead = ~made.kept["3"]  # the transposed convolution; its batch-norm is 4
+        assert not state["3.weight"][:, dead].any()
+        assert bool(state["3.weight"][:, ~dead].any())
+        assert bool((state["3.bias"][dead] == 0).all()) == (kind == "act")
+        assert bool((state["4.bias"][dead] == 0).all()) == (kind == "act")
+        assert float(state["4.running_var"].std()) > 0
+
+
+def test_an_lstm_is_pruned_by_units_in_all_its_gates() -> None:
+    made = masked(ZOO["lstm"], "weight", 0.5)
+    gates = made.module.state_dict()["cells.weight_hh_l0"].view(4, 16, 16).abs().sum((0, 2))
+    assert torch.equal(gates > 0, made.kept["cells.l0"])
+
+
+def test_a_result_is_exact_within_the_dense_graphs_own_rounding_and_at_the_bound_within_five_percent() -> None:
+    assert Result("m", "act", 0.5, error_std=9e-6).exact
+    assert not Result("m", "act", 0.5, error_std=2e-5, error_dense_std=1e-6).exact
+    assert Result("m", "act", 0.5, error_std=2e-5, error_dense_std=1.5e-5).exact
+    assert not Result("m", "act", 0.5).exact
+    assert Result("m", "act", 0.5, macs_compact=105, macs_bound=100).reached
+    assert not Result("m", "act", 0.5, macs_compact=106, macs_bound=100).reached
