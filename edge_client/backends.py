@@ -11,7 +11,7 @@ from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError
 
 DEFAULT_BACKEND = "onnxruntime"
-PARTS = {"onnxruntime": ("train.onnx", "eval.onnx"), "torch": ("model.pt2",)}
+PARTS = {"onnxruntime": ("train.onnx", "eval.onnx"), "torch": ("model.pt2", "model-eval.pt2")}
 """What this project's backends open. The parts that a third party's backend opens are known when it runs."""
 
 
