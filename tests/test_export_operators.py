@@ -176,7 +176,7 @@ def _moving(module: Any, y: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "python state": (Odd(_count), "differently from the module"),
+    "python state": (Odd(_count), "other outputs when it runs again"),
     "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only|differently from the module"),
     "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
     "item": (Odd(lambda _, y: y * y.max().item()), "reads a tensor's values in Python"),

@@ -33,12 +33,12 @@ from edge_client.targets import Classification
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     # name: module, one sample, values of an integer input (0: floats), classes
     "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0, 10),
-    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0, 10),
-    "vgg9": (models.vgg9, (1, 32, 32), 0, 10),
-    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0, 10),
-    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80, 80),
-    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11, CLASSES),
     "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0, 10),
+    "vgg9": (models.vgg9, (1, 32, 32), 0, 10),
+    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11, CLASSES),
+    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80, 80),
+    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0, 10),
+    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0, 10),
 }
 
 
@@ -78,22 +78,19 @@ def main(
     torch.set_num_threads(1)
     origin = provenance.origin(" ".join(["python -m edge_bench.export_operators", *sys.argv[1:]]))
     chosen = None if only is None else set(only.split(","))
-    found: dict[str, dict[str, Any]] = {"cases": {}, "models": {}}
-    for name, case in CASES.items():
-        if chosen is None or name in chosen:
-            torch.manual_seed(0)
-            found["cases"][name] = _shown(name, row(case.make(), case.example(), CLASSES))
+    found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
+    rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor, int]]] = {"models": [], "cases": []}
     for name, (make, sample, integers, classes) in MODELS.items():
-        if chosen is None or name in chosen:
-            torch.manual_seed(0)
-            example = Case(make, sample, integers).example()
-            found["models"][name] = _shown(name, row(make(), example, classes))
-    write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", **found})
-
-
-def _shown(name: str, made: dict[str, Any]) -> dict[str, Any]:
-    print(name, made, flush=True)
-    return made
+        rows["models"].append((name, make, Case(make, sample, integers).example(), classes))
+    for name, case in CASES.items():
+        rows["cases"].append((name, case.make, case.example(), CLASSES))
+    for kind, listed in rows.items():
+        for name, make, example, classes in listed:
+            if chosen is None or name in chosen:
+                torch.manual_seed(0)
+                found[kind][name] = row(make(), example, classes)
+                print(name, found[kind][name], flush=True)
+                write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", **found})
 
 
 if __name__ == "__main__":

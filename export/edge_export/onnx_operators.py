@@ -372,7 +372,10 @@ def _norm(w: Writer, a: Any, out: Any) -> str:
         return w.op("ReduceSum", w.op("Abs", x), w.ints(axes), keepdims=keep)
     if a.ord == math.inf:
         return w.op("ReduceMax", w.op("Abs", x), w.ints(axes), keepdims=keep)
-    raise w.refuse(f"has order {a.ord}; norms of order 1, 2 and infinity are exported")
+    if a.ord <= 0:
+        raise w.refuse(f"has order {a.ord}; use a positive order")
+    powers = w.op("ReduceSum", w.op("Pow", w.op("Abs", x), w.constant(a.ord, out.dtype)), w.ints(axes), keepdims=keep)
+    return w.op("Pow", powers, w.constant(1 / a.ord, out.dtype))
 
 
 def _tri(upper: bool) -> Handler:

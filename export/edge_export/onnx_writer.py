@@ -169,6 +169,8 @@ class Writer:
         name, kind = "", type(expr).__name__
         if expr in self.batch:
             return self.batch[expr]
+        if expr.is_Symbol:
+            raise self.refuse("takes a tensor's value as a Python number; keep it a tensor")
         if expr.is_Integer:
             return self.ints([int(expr)])
         if expr.is_number:

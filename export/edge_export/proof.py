@@ -70,6 +70,7 @@ def prove(
     draw = _inputs(module, example, random)
     names = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers), "logits"]
     witness = _Witness(module, target, trainable, buffers)
+    _steady(witness, values, moved, draw(5))
     for n in BATCHES:
         least = dict.fromkeys(names, np.inf)
         level = 0.0
@@ -99,6 +100,18 @@ def prove(
             kind = name.partition(":")[0].replace("loss", "new")
             worst[kind] = max(worst[kind], error)
     return Shown(worst["grad"], worst["new"], worst["logits"])
+
+
+def _steady(witness: _Witness, values: Values, moved: Values, x: Tensor) -> None:
+    """Refuse a module whose second run on the same values differs from its first."""
+    for training in (True, False):
+        first, second = witness.twice(values, moved, x, training)
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            raise ModelError(
+                f"the module gives other outputs when it runs again on the same values{' in training' * training}: it "
+                "keeps state in Python or draws randomness of its own; keep state in a float32 buffer, draw by "
+                "torch.nn.Dropout"
+            )
 
 
 def _errors(found: Mapping[str, Any], true: Values, names: Sequence[str]) -> dict[str, float]:
@@ -231,6 +244,16 @@ class _Witness:
 
     def __init__(self, module: nn.Module, target: Target, trainable: Sequence[str], buffers: Sequence[str]) -> None:
         self.module, self.target, self.trainable, self.buffers = module, target, trainable, buffers
+
+    def twice(self, values: Values, moved: Values, x: Tensor, training: bool) -> list[Tensor]:
+        """The outputs of two runs of one copy, from the same values each."""
+        module = (in_training if training else in_evaluation)(duplicate(self.module))
+        made = []
+        for _ in range(2):
+            state = {k: v.clone() for k, v in (values | moved).items()}
+            with torch.no_grad(), Rewriting(repeatable(Drops(torch.tensor([KEY])))):
+                made.append(functional_call(module, state, (x,)))
+        return made
 
     def step(self, values: Values, moved: Values, x: Tensor, y: Tensor, wide: bool) -> Values:
         """loss, grad:<name>, new:<name> and logits."""

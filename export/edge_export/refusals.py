@@ -34,7 +34,7 @@ _BY_NAME = {name: text for names, text in ADVICE.items() for name in names.split
 GENERAL = "write it with the operators that docs/export.md lists"
 _READS_DATA = re.compile(
     r"data-dependent|GuardOnDataDependent|_local_scalar_dense|Cannot call \.?(item|numpy|tolist)|boolean value of Tensor"
-    r"|FakeTensor.*numpy|aten\.item|nonzero|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
+    r"|FakeTensor.*numpy|Cannot access data pointer|aten\.item|nonzero|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
     re.IGNORECASE,
 )
 
@@ -81,11 +81,9 @@ def where(module: nn.Module, example: Tensor, operator: str) -> str:
     except Exception:  # it ran before; where it no longer does, the answer is less exact
         return "the model"
     plain = operator.strip("_").removesuffix("_backward")
-    for name, path in seen.found.items():
-        stem = name.strip("_")
-        if stem == plain or stem.startswith(plain) or plain.startswith(stem):
-            return path
-    return "the model"
+    stems = {name.strip("_"): path for name, path in reversed(seen.found.items())}
+    close = [path for stem, path in stems.items() if len(stem) > 3 and (stem.startswith(plain) or plain.startswith(stem))]
+    return stems.get(plain) or (close or ["the model"])[-1]
 
 
 def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> ModelError:
@@ -104,8 +102,9 @@ def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iter
     try:
         yield
     except ModelError as error:
-        place = str(path) if path is not None and path.running else ""
-        raise ModelError(f"{place}: {error}") from error if place and place not in str(error) else error
+        if path is not None and path.running:
+            raise ModelError(f"{path}: {error}") from error
+        raise
     except Unsupported as error:
         raise unsupported(module, example, error) from error
     except Exception as error:  # PyTorch raises many kinds of errors here
