@@ -45,10 +45,28 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 _KEPT = (aten.where.self, aten.index_select.default)  # ONNX has them as they are
-_WHOLE = (  # activations and norms that an evaluation graph holds as one operator
-    "addmm mm bmm t gelu silu mish hardswish hardsigmoid elu leaky_relu softplus native_layer_norm native_batch_norm "
-    "_native_batch_norm_legit_no_training _prelu_kernel where index_select"
-).split()
+_WHOLE = frozenset(  # activations and norms that an evaluation graph holds as one operator
+    [
+        "addmm",
+        "mm",
+        "bmm",
+        "t",
+        "gelu",
+        "silu",
+        "mish",
+        "hardswish",
+        "hardsigmoid",
+        "elu",
+        "leaky_relu",
+        "softplus",
+        "native_layer_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit_no_training",
+        "_prelu_kernel",
+        "where",
+        "index_select",
+    ]
+)
 
 
 def evaluation_table() -> dict[Any, Callable[..., Any]]:
@@ -167,8 +185,9 @@ def _weight_gradient(
     return torch.stack(parts, -1).reshape(weight.shape)
 
 
-def _spread(parts: Sequence[Tensor], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
-            shape: Sequence[int]) -> Tensor:
+def _spread(
+    parts: Sequence[Tensor], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], shape: Sequence[int]
+) -> Tensor:
     """Gradient of the input of a pool from the gradient of each tap [n, c, ...]; the inverse of `_taps`, summed.
 
     Windows that tile the input are interleaved; others are placed on a zero field and added. `shape` is the padded

@@ -101,7 +101,6 @@ class Drops:
         }  # fmt: skip
 
 
-
 def repeatable(drops: Drops) -> dict[Any, Callable[..., Any]]:
     """Replacements for all of PyTorch that drops entries; calls without dropout stay PyTorch's own."""
 
@@ -124,7 +123,11 @@ def repeatable(drops: Drops) -> dict[Any, Callable[..., Any]]:
             ends: list[Any] = []
             for layer in range(layers):
                 if layer:  # as in the graph: time first
-                    x = drops.dropout(x.transpose(0, 1), dropout).transpose(0, 1) if batch_first else drops.dropout(x, dropout)
+                    x = (
+                        drops.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
+                        if batch_first
+                        else drops.dropout(x, dropout)
+                    )
                 at = slice(layer * ways, (layer + 1) * ways)
                 own = tuple(s[at] for s in start) if isinstance(start, tuple | list) else start[at]
                 flat = weights[layer * each : (layer + 1) * each]

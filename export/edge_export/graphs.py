@@ -1,4 +1,4 @@
-"""The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx` and the programs of the PyTorch backend.
+"""The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx`, and the PyTorch backend's programs.
 
 `train.onnx` is one training step as an ordinary graph: the forward pass, the target's loss and the backward pass are
 traced into ATen operators (`torch.func.vjp` under `make_fx`), written as ONNX by `onnx_writer` and reduced by
@@ -36,6 +36,7 @@ from edge_export.batch_norm import Statistics
 from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.onnx_layers import layers
+from edge_export.onnx_moves import moves
 from edge_export.onnx_operators import operators
 from edge_export.onnx_passes import free_flattens, tidy
 from edge_export.onnx_writer import Handler, to_onnx
@@ -116,7 +117,7 @@ def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProt
             "the forward pass holds for one number of samples only; take it from x.shape[0] and let no other size or "
             "branch depend on it"
         )
-    table: dict[str, Handler] = {**operators(), **layers()}
+    table: dict[str, Handler] = {**operators(), **moves(), **layers()}
     return to_onnx(traced, table)
 
 

@@ -299,4 +299,3 @@ def _attributes_cast(module: nn.Module, cast: Callable[[Tensor], Tensor]) -> nn.
             if isinstance(value, Tensor):
                 vars(part)[name] = cast(value)
     return module
-

@@ -47,7 +47,9 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
         if value.dtype != torch.float32 or value.numel() == 0:
             raise ModelError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
         if not bool(value.isfinite().all()):
-            raise ModelError(f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values")
+            raise ModelError(
+                f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values"
+            )
     layers = _layers(module, example)
     if not layers:
         raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
@@ -92,8 +94,8 @@ def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
     for name, buffer in found.items():
         if not buffer.is_floating_point():
             raise ModelError(
-                f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep float32 "
-                "buffers only: register it as float32, or do not change it"
+                f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep "
+                "float32 buffers only: register it as float32, or do not change it"
             )
     return found
 
@@ -113,7 +115,9 @@ def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
         m: n for n, m in module.named_modules() if isinstance(m, (*_MASKABLE, nn.MultiheadAttention))
     }
     called: list[nn.Module] = []
-    for m in [m for m in names if isinstance(m, _MASKABLE) and not _weighted(m)]:  # its weight is computed from other parameters
+    for m in [
+        m for m in names if isinstance(m, _MASKABLE) and not _weighted(m)
+    ]:  # its weight is computed from other parameters
         del names[m]
     hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
     try:

@@ -27,8 +27,8 @@ from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
 from edge_export.channels import find_groups
-from edge_export.modes import evaluating
 from edge_export.graphs import eval_graph, torch_programs, train_graph
+from edge_export.modes import evaluating
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence
 from edge_export.tables import InitScheme, Tables, tables, unseeded
