@@ -35,7 +35,8 @@ _BY_NAME = {name: text for names, text in ADVICE.items() for name in names.split
 GENERAL = "write it with the operators that docs/export.md lists"
 _READS_DATA = re.compile(
     r"data-dependent|GuardOnDataDependent|_local_scalar_dense|Cannot call \.?(item|numpy|tolist)"
-    r"|boolean value of Tensor|FakeTensor.*numpy|Cannot access data pointer|aten\.item|nonzero|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
+    r"|boolean value of Tensor|FakeTensor.*numpy|Cannot access data pointer|aten\.item|nonzero"
+    r"|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
     re.IGNORECASE,
 )
 
