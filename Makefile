@@ -6,12 +6,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One thread a process: the demo and the tests run many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint pytest fuzz bundles clean
+.PHONY: demo test lint pytest test-arm64 fuzz bundles clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      a coordinator and ten devices on this machine: Lattice, FedAvg and training alone compared"
 	@echo "make test      ruff, mypy --strict, import contracts, pytest"
+	@echo "make test-arm64  the base install on Debian arm64 under qemu-user (as root; about half an hour the first time)"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"
 	@echo "               coverage (MUTATIONS=n SECONDS_GUIDED=s for others)"
 	@echo "make bundles   rebuild the packaged bundles (needs torch: uses the test environment)"
@@ -32,6 +33,10 @@ lint: $(VENV)/.test
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+# Not part of `make test`: it needs root and qemu-user-static, debootstrap, proot of the system's packages.
+test-arm64: $(VENV)/.demo
+	nice -n 10 tests/arm64/run.sh $(abspath $(BIN))/python $(ARGS)
 
 MUTATIONS ?= 1000000
 SECONDS_GUIDED ?= 120

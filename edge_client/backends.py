@@ -11,7 +11,11 @@ from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError
 
 DEFAULT_BACKEND = "onnxruntime"
-PARTS = {"onnxruntime": ("train.onnx", "eval.onnx"), "torch": ("model.pt2", "model-eval.pt2")}
+PARTS = {
+    "onnxruntime": ("train.onnx", "eval.onnx"),
+    "torch": ("model.pt2", "model-eval.pt2"),
+    "executorch": ("train.pte", "eval.pte"),
+}
 """What this project's backends open. The parts that a third party's backend opens are known when it runs."""
 
 

@@ -58,6 +58,12 @@ def join(
     max_parameters: Annotated[
         int, typer.Option(min=1, help="Most parameters of a model; a larger one is refused before it takes memory.")
     ] = 1 << 25,
+    meter: Annotated[
+        str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
+    ] = "auto",
+    align: Annotated[
+        str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
+    ] = "auto",
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
@@ -67,6 +73,7 @@ def join(
     Can be stopped at any time, by Ctrl-C or by pulling the plug: the same command resumes.
     """
     end_on_signals()
+    from edge_client.align import align_of
     from edge_client.client import Client  # numpy and httpx only now: --help stays fast
 
     say = Terminal() if sys.stdout.isatty() else Log()
@@ -82,7 +89,9 @@ def join(
         poll=poll,
         personal=personal,
         max_parameters=max_parameters,
+        align=align_of(align),
         secret=secret,
+        meter=meter,
     )
     try:
         result = client.run(rounds, once, say)
@@ -119,7 +128,7 @@ class _Lazy(TyperGroup):
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name in self.entries:
-            return TyperCommand(cmd_name, help=_summary(self.entries[cmd_name]), rich_markup_mode=None)
+            return TyperCommand(cmd_name, help=summary(self.entries[cmd_name]), rich_markup_mode=None)
         prefix = f"{cmd_name}."
         below = {name.removeprefix(prefix): e for name, e in self.entries.items() if name.startswith(prefix)}
         return _Lazy(below, name=cmd_name, help=f"Commands about a {cmd_name}.") if below else None
@@ -135,7 +144,7 @@ def _load(entry: EntryPoint) -> Any:
     try:
         loaded = entry.load()
     except ImportError as error:
-        raise _needs(entry.name.replace(".", " "), entry.module.partition(".")[0], error) from None
+        raise needs(f"`maskfleet {entry.name.replace('.', ' ')}`", entry.module.partition(".")[0], error) from None
     return _command(loaded, entry.name.rpartition(".")[2])
 
 
@@ -147,7 +156,7 @@ def _command(what: Any, name: str) -> Any:
     return typer.main.get_command(app)
 
 
-def _summary(entry: EntryPoint) -> str:
+def summary(entry: EntryPoint) -> str:
     """First line of a command's docstring (or a typer.Typer's help), read from its source without running it."""
     package, *below = entry.module.split(".")
     try:
@@ -171,10 +180,10 @@ def _summary(entry: EntryPoint) -> str:
     return ""
 
 
-def _needs(command: str, package: str, error: ImportError) -> ConfigError:
-    """The error that names the extra which brings a missing module."""
+def needs(command: str, package: str, error: ImportError) -> ConfigError:
+    """The error that names the extra which brings a missing module; `package` is that of the command."""
     return ConfigError(
-        f"`maskfleet {command}` needs {error.name or error}, which is not installed; "
+        f"{command} needs {error.name or error}, which is not installed; "
         f"run: pip install 'maskfleet[{_extra(package, error.name)}]'"
     )
 
@@ -229,7 +238,8 @@ def main() -> None:
         print(f"maskfleet: {shown(str(error))}", file=sys.stderr)
         sys.exit(exit_code(error))
     except ImportError as error:
-        print(f"maskfleet: {_needs((sys.argv[1:] or [''])[0], '', error)}", file=sys.stderr)
+        command = " ".join(["maskfleet", *sys.argv[1:2]])
+        print(f"maskfleet: {needs(f'`{command}`', '', error)}", file=sys.stderr)
         sys.exit(ExitCode.CONFIG)
     except Exception as error:
         if os.environ.get("MASKFLEET_DEBUG"):

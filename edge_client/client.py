@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from edge_client.align import Align
 from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
@@ -38,7 +39,11 @@ from edge_client.errors import (
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal, Pending, Secret
 from edge_client.local import Outcome, failure_of, personal, run_round
+from edge_client.measure.energy import Meter
+from edge_client.measure.meters import AUTO, choose
+from edge_client.measure.round_cost import RoundCost
 from edge_client.methods import below
+from edge_client.protocol.cost import COST_HEADER, Cost, in_words, to_header
 from edge_client.protocol.messages import Enrolled, Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote import Remote
@@ -87,8 +92,10 @@ class Client:
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
     UnreachableError; `poll` the longest it may hold a request for work; `personal` where the personal model is written
     (default: `personal.onnx` in the state folder). A model with more than `max_parameters` parameters and statistics is
-    refused before memory is taken for it. `secret` fixes the device's own randomness, for experiments that must be
-    repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
+    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `align`
+    says how wide the personal model's layers are (`edge_client.compaction.tuning`); "auto" measures here. `secret`
+    fixes the device's own randomness, for experiments that must be repeatable; None draws it at the enrolment.
+    `transport` is httpx's, a seam for tests.
     """
 
     url: str = field(kw_only=False)
@@ -103,6 +110,8 @@ class Client:
     personal: str | Path | None = None
     max_parameters: int = MAX_PARAMETERS
     secret: int | None = field(default=None, repr=False)
+    meter: str = AUTO
+    align: Align = "none"
     transport: httpx.BaseTransport | None = None
 
     def __post_init__(self) -> None:
@@ -135,11 +144,16 @@ class Client:
         `edge_client.exit_codes` says what each kind means to a shell.
         """
         say: OnEvent = on_event or (lambda _: None)
+        chosen = choose(self.meter)
+        for line in chosen.lines[1:]:
+            log.debug("%s", line)
+        if chosen.meter is not None:
+            say(Event("info", chosen.why))
         transport = Transport(self.url, self.transport)
         try:
             with Journal(self.folder) as journal:
                 remote = Remote(transport, Retry(transport.url, self.patience, say))
-                return _Run(self, journal, remote, say).go(1 if once and rounds is None else rounds, once)
+                return _Run(self, journal, remote, say, chosen.meter).go(1 if once and rounds is None else rounds, once)
         finally:
             transport.close()
 
@@ -147,8 +161,9 @@ class Client:
 class _Run:
     """One call of `Client.run`: its parts, and the loop."""
 
-    def __init__(self, client: Client, journal: Journal, remote: Remote, say: OnEvent) -> None:
+    def __init__(self, client: Client, journal: Journal, remote: Remote, say: OnEvent, meter: Meter | None) -> None:
         self.client, self.journal, self.remote, self.say = client, journal, remote, say
+        self.cost = RoundCost(meter)
         self.failures = 0  # rounds that failed in a row
         self.unreadable = 0  # of those, the latest whose downlink could not be read
         self.lost_end = False
@@ -248,22 +263,24 @@ class _Run:
 
     def _round(self, session: Session, work: Train, linger: float | None) -> Receipt | None:
         """Train and send one round: its receipt, with the next round's work when that comes within `linger` seconds."""
-        outcome = self._train(session, work)
-        if outcome is None:
+        trained = self._train(session, work)
+        if trained is None:
             return None
+        outcome, cost = trained
         self.failures = self.unreadable = 0
-        pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update))
+        pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update), to_header(cost))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
         figures = f"loss {m.loss:.4f}"
         if m.test_samples:
             figures += f", score {m.score_before:.3f} -> {m.score_after:.3f}"
-        text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes"
+        text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes; "
+        text += in_words(cost.model_dump(exclude_none=True))
         self.say(Event("trained", text, work.round))
         return self._send(session.enrolled, pending, linger)
 
-    def _train(self, session: Session, work: Train) -> Outcome | None:
-        """The round, trained; None when it is over, or failed and the failure is reported."""
+    def _train(self, session: Session, work: Train) -> tuple[Outcome, Cost] | None:
+        """The round, trained, and what it cost; None when it is over, or failed and the failure is reported."""
         try:
             downlink = self._downlink(session, work)
             if downlink is None:
@@ -271,7 +288,8 @@ class _Run:
             text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
-            return run_round(session.method, session.task(work.round, work.place), kept, decode(downlink))
+            task, content = session.task(work.round, work.place), decode(downlink)
+            return self.cost.of(lambda: run_round(session.method, task, kept, content))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
             if failure is None:
@@ -307,6 +325,8 @@ class _Run:
         """Upload an update until the coordinator has it, or answers that the round went on without it (None)."""
         path = f"{enrolled.path}/rounds/{pending.round}/updates/{enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
+        if pending.cost:
+            headers[COST_HEADER] = pending.cost
         what = f"sending the update of round {pending.round}"
         try:
             receipt = self.remote.put(path, pending.update, headers, Receipt, what, linger)
@@ -354,7 +374,7 @@ class _Run:
             self._fail(session.enrolled, work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
-        report = conclude(session.bundle, task, model, self.client.model, self.client.threads)
+        report = conclude(session.bundle, task, model, self.client.model, self.client.threads, self.client.align)
         path = f"{session.enrolled.path}/devices/{session.enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)

@@ -7,7 +7,8 @@
     |-- PayloadError     bytes from the network are not the payload they should be
     |   `-- LostError    a downlink builds on values that this device no longer holds
     |-- ConfigError      a configuration names something unknown or out of range
-    |   `-- ModelError   an author's model cannot become a bundle
+    |   |-- ModelError   an author's model cannot become a bundle
+    |   `-- MeterError   an energy meter is not there, or its recording cannot be used
     |-- ServerError      the coordinator refused a request (carries the problem+json)
     |-- UnreachableError the coordinator gave no usable answer for longer than the client's patience
     |-- StateError       a state folder cannot be written, read back or locked
@@ -74,6 +75,10 @@ class ConfigError(MaskfleetError):
 
 class ModelError(ConfigError):
     """An author's model cannot become a bundle: what is wrong with it, and what to change."""
+
+
+class MeterError(ConfigError):
+    """An energy meter is not there, cannot be read, or its recording does not cover what was measured."""
 
 
 class CompactionError(MaskfleetError):

@@ -70,16 +70,21 @@ class _Header(_Stored):
     kept: int
     kept_sha256: str
     update_sha256: str
+    cost: str = ""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A trained update that is not acknowledged yet. `downlink` is the digest of what it was trained from."""
+    """A trained update that is not acknowledged yet. `downlink` is the digest of what it was trained from.
+
+    `cost` is what the round cost (`protocol.cost`), sent beside the update; empty when it is not known.
+    """
 
     round: int
     lease: str
     downlink: str
     update: bytes
+    cost: str = ""
 
     @cached_property
     def sha256(self) -> str:
@@ -188,6 +193,7 @@ class Journal:
             kept=len(body),
             kept_sha256=digest(body),
             update_sha256=pending.sha256,
+            cost=pending.cost,
         )
         line = header.model_dump_json().encode() + b"\n"
         write_whole(self._path("pending", pending.round), line, body, pending.update)
@@ -199,7 +205,7 @@ class Journal:
             found = self._read_round("pending", round_)
             if found is not None:
                 header, _, update = found
-                return Pending(header.round, header.lease, header.downlink, update)
+                return Pending(header.round, header.lease, header.downlink, update, header.cost)
         return None
 
     def acknowledge(self, round_: int) -> None:

@@ -54,8 +54,8 @@ class Assignment:
     """One device's part in one round. All shared randomness is keyed by these fields. Rounds count from 1.
 
     `place` is the device's place in the round's cohort, 0 .. cohort - 1; 0 after the last round. The devices of the
-    round's first attempt have the places in the order of their names. Those that a later attempt asks for the first
-    time take the places that follow, modulo the cohort.
+    round's first attempt have the places in the order of their names. Those that a later attempt adds have the places
+    of devices that have not reported.
     """
 
     course: Course

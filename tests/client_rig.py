@@ -214,6 +214,7 @@ def numpy_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 def device(folder: Path, coordinator: Coordinator, **options: Any) -> Client:
     """A client of `coordinator` with its state in `folder`."""
     options = {"device": "dev", "state": folder, "transport": coordinator.transport(), "patience": 5.0, **options}
+    options.setdefault("meter", "none")
     return Client(URL, options.pop("token", "good"), options.pop("data", samples()), **options)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from mask_fleet import stored
 from numpy.typing import NDArray
 from numpy_mlp import mlp, model, secret
+from rounds import stored
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData
@@ -96,8 +96,8 @@ class Fleet:
                 self.records.pop(device, None)
         raise AssertionError("lost twice")
 
-    def play(self, *devices: str, gain: float | None = None) -> None:
-        """One round of these devices; their place is their order."""
+    def play(self, *devices: str, gain: float | Mapping[str, float] | None = None, dropped: bool = False) -> None:
+        """One round of these devices; their place is their order. When it is dropped, no update is counted."""
         received = {d: self.receive(d) for d in devices}
         self.round += 1
         total: Any = None
@@ -109,8 +109,14 @@ class Fleet:
             if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * self.m.d:
                 assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.model)
             update = self.method.read_update(t.assignment, self.state, self.records.get(d), sent)
-            update = update if gain is None else replace(update, gain=gain)
+            if gain is not None:
+                update = replace(update, gain=gain[d] if isinstance(gain, Mapping) else gain)
+            if dropped:
+                self.method.influence(t.assignment, self.state, update)
+                continue
             total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, None)
+        if dropped:
+            return
         self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
         self.state = stored(self.state)
 

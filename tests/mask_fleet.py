@@ -9,9 +9,9 @@ import numpy as np
 from edge_kernels import bits
 from numpy.typing import NDArray
 from numpy_mlp import clusters, course, mlp, model, secret, task
+from rounds import stored
 
 from edge_client.bundle import F32, Manifest
-from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.bernoulli import BernoulliMasks, Bits, HeadUpdate
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
@@ -20,13 +20,6 @@ from edge_client.training import Gradient
 M = mlp(20, 16, 12, 3)
 MASKED = 20 * 16 + 16 * 12
 DEVICES = ("a", "b", "c")
-
-
-def stored(value: Any) -> Any:
-    """A state, record or kept value after it was stored and read again."""
-    if value is None:
-        return None
-    return from_arrays(type(value), decode(encode(Payload(to_arrays(value)))).arrays)
 
 
 class Fleet:
@@ -136,4 +129,4 @@ def steady_task(trainer: Steady, device: str = "a", round_: int = 2) -> Task:
     return Task(a, trainer, clusters(trainer.manifest, 1), secret(device))
 
 
-__all__ = ["DEVICES", "MASKED", "Fleet", "M", "local_round", "model", "own_mask", "steady", "steady_task", "stored"]
+__all__ = ["DEVICES", "MASKED", "Fleet", "M", "local_round", "model", "own_mask", "steady", "steady_task"]

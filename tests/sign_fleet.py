@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from channel_groups import between
 from edge_kernels import bits
-from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
 
@@ -29,10 +29,8 @@ def grouped(m: Manifest) -> Manifest:
     """The multilayer perceptron with the channel groups between its layers."""
     groups = []
     for a, b in zip(m.layers, m.layers[1:], strict=False):
-        producer = Producer("linear", a.weights[0], a.biases[0] if a.biases else None)
-        consumer = Consumer("linear", b.weights[0], b.biases[0] if b.biases else None, reads=1)
         size = m.tensors[a.weights[0]].shape[0]
-        groups.append(ChannelGroup(a.name, size, (producer,), (Op("relu"),), (consumer,)))
+        groups.append(between(size, a.weights[0], b.weights[0], bias=a.biases[0] if a.biases else None, name=a.name))
     return m.model_copy(update={"groups": tuple(groups)})
 
 
@@ -57,11 +55,12 @@ class Fixed:
         return Embedded(self, kept)
 
 
-def fixed_task(m: Manifest, gradient: Any, weights: Any) -> Task:
-    """Round 1 of device "a" with that gradient and those weights; an epoch is one batch of 64."""
+def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a") -> Task:
+    """Round 1 with that gradient and those weights, by default ones; an epoch is one batch of 64."""
+    weights = np.ones(m.d) if weights is None else weights
     model = Model(m, np.array(weights, np.float32), np.zeros(m.buffers_d, np.float32))
-    a = Assignment(Course(model, seed=0, rounds=1, cohort=1), 1, "a")
-    return Task(a, Fixed(m, np.array(gradient, np.float32)), clusters(m, 1), secret("a"))
+    a = Assignment(Course(model, seed=0, rounds=1, cohort=1), 1, device)
+    return Task(a, Fixed(m, np.array(gradient, np.float32)), clusters(m, 1), secret(device))
 
 
 def first(method: SignMasks, t: Task) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task, stored
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
 from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
+from rounds import stored
 
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError

@@ -23,12 +23,11 @@ from edge_client.methods.theta import Posterior
 from edge_client.protocol.payload import Payload, encode
 
 
-def agrees(fleet: Fleet, device: str) -> None:
-    """What the device decodes from its next downlink is what the server has."""
-    received = fleet.receive(device)
-    assert (received.posterior.ones == fleet.state.posterior.ones).all()
-    assert received.posterior.masks == fleet.state.posterior.masks
-    assert (received.head == fleet.state.head).all()
+def agrees(fleet: Fleet, device: str) -> bool:
+    """Whether what the device decodes from its next downlink is what the server has."""
+    received, state = fleet.receive(device), fleet.state
+    numbers = np.array_equal(received.posterior.ones, state.posterior.ones)
+    return numbers and received.posterior.masks == state.posterior.masks and np.array_equal(received.head, state.head)
 
 
 def wiped(fleet: Fleet, device: str, kept: Kept | None = None) -> None:
@@ -44,7 +43,7 @@ def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
     for _ in range(6):
         fleet.play(*DEVICES)
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
             if fleet.round > 1:
                 assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
@@ -62,10 +61,10 @@ def test_a_device_receives_what_it_lacks_and_no_more() -> None:
     assert set(fleet.ask("c").arrays) == {"net_short.coupled-net", "streams"}
     assert set(fleet.ask("b").arrays) == {"counts.counts"}  # it missed a round; the head it has
     for d in DEVICES:
-        agrees(fleet, d)
+        assert agrees(fleet, d)
     fleet.play(*DEVICES)
     for d in DEVICES:
-        agrees(fleet, d)
+        assert agrees(fleet, d)
         assert (fleet.masks[d] == own_mask(fleet, d)).all()
 
 
@@ -86,7 +85,7 @@ def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
             assert (fleet.state.posterior.ones == (ones if reset else before.ones + ones)).all()
             assert fleet.state.posterior.masks == len(took_part) + (0 if reset else before.masks)
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
 
 
 def test_a_cohort_larger_than_the_references_receives_counts_against_counts() -> None:
@@ -94,11 +93,11 @@ def test_a_cohort_larger_than_the_references_receives_counts_against_counts() ->
     for _ in range(4):
         fleet.play(*DEVICES)
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
     assert set(fleet.ask("a").arrays) == {"change.counts"}
     fleet.play("a", "b")
     assert set(fleet.ask("a").arrays) == {"net_short.coupled-net", "streams"}
-    agrees(fleet, "a")
+    assert agrees(fleet, "a")
 
 
 def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
@@ -128,7 +127,7 @@ def test_a_device_that_lost_what_it_kept_receives_everything_and_trains_again() 
     assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
     for _ in range(2):
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
         fleet.play(*DEVICES)
     assert fleet.state.posterior.masks == 3
 
@@ -139,7 +138,7 @@ def test_a_device_that_reports_its_loss_can_be_asked_again_in_the_same_round() -
     wiped(fleet, "a")
     fleet.play(*DEVICES)
     for d in DEVICES:
-        agrees(fleet, d)
+        assert agrees(fleet, d)
         assert (fleet.masks[d] == own_mask(fleet, d)).all()
     assert fleet.audience("a") == "short"
     assert fleet.audience("b") == "long"
@@ -152,7 +151,7 @@ def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundle
     assert set(fleet.ask("a").arrays) == {"counts.counts"}
     wiped(fleet, "a")
     assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
-    agrees(fleet, "a")
+    assert agrees(fleet, "a")
 
 
 @pytest.mark.parametrize("references", [64, 2], ids=["net flips", "counts"])
@@ -168,7 +167,7 @@ def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int,
     assert set(fleet.ask("a").arrays) == {"head", "counts.counts"}
     for _ in range(2):
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
         fleet.play(*DEVICES)
         assert (fleet.masks["a"] == own_mask(fleet, "a")).all()
 
@@ -196,7 +195,7 @@ def test_after_any_absence_and_any_loss_both_sides_hold_the_same(
         for d in took_part & fleet.masks.keys():
             assert (fleet.masks[d] == own_mask(fleet, d)).all()
         for d in DEVICES:
-            agrees(fleet, d)
+            assert agrees(fleet, d)
 
 
 def test_devices_of_one_audience_receive_the_same_bytes() -> None:
@@ -223,7 +222,7 @@ def test_the_last_downlink_is_whole_for_every_device(rounds: int) -> None:
     buffers, none = np.zeros(0, np.float32), Posterior(np.zeros(3, np.uint32), 0)
     for kept in (None, fleet.kept["b"], Kept(buffers, None, Held(none, buffers, None))):
         fleet.kept["a"] = kept
-        agrees(fleet, "a")
+        assert agrees(fleet, "a")
         assert (fleet.method.personal(t, kept, fleet.receive("a")).parameters == expected).all()
     assert set(fleet.ask("a").arrays) == ({"head"} if rounds == 1 else {"head", "counts.counts"})
     assert len({fleet.audience(d) for d in DEVICES}) == 1
@@ -235,7 +234,7 @@ def test_a_device_restored_from_before_the_probing_round_recovers() -> None:
     backup = fleet.kept["a"]
     play_rounds(fleet, 2)
     wiped(fleet, "a", backup)
-    agrees(fleet, "a")
+    assert agrees(fleet, "a")
 
 
 @pytest.mark.parametrize("references", [64, 2])
@@ -270,7 +269,7 @@ def test_a_change_of_cohort_size_is_coded_against_the_scaled_counts() -> None:
     play_rounds(fleet, 2)
     before = fleet.state
     fleet.play("a", "b")
-    agrees(fleet, "a")
+    assert agrees(fleet, "a")
     data = fleet.ask("a").arrays["change.counts"].tobytes()
     ones = counts.decode(data, MASKED, 2, (before.posterior.ones * np.uint32(2) + np.uint32(1)) // np.uint32(3))
     assert (ones == fleet.state.posterior.ones).all()

@@ -10,8 +10,9 @@ import pytest
 from edge_kernels import bits, codecs, counter
 from edge_kernels.coupling import coupling_contexts
 from edge_kernels.folding import Tally
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task, stored
+from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
 from numpy_mlp import assignment, course, mlp, secret
+from rounds import stored
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method

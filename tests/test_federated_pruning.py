@@ -12,8 +12,8 @@ from numpy_mlp import clusters, course, grouped, model, task
 from edge_client.bundle import views
 from edge_client.errors import LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods.fedavg import FedAvg
-from edge_client.methods.federated_pruning import FederatedPruning, Holds, State, Update
+from edge_client.methods.fedavg import FedAvg, Update
+from edge_client.methods.federated_pruning import FederatedPruning, Holds, State
 from edge_client.methods.units import Units, counts, live, whole
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment

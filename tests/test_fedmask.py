@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,22 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, secret, task
+from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, task
+from sign_fleet import Fixed, fixed_task
 
 from coord_server import aggregation
 from coord_server.aggregation import Contribution
 from edge_client import local
-from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor
+from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
 from edge_client.methods import bits_digest, changes, make_method
 from edge_client.methods.fedmask import FedMask, State
 from edge_client.methods.fedmask_wire import Held, Kept, Record
+from edge_client.methods.structure import Choice
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
-from edge_client.task import Assignment, Course, Local, Task
-from edge_client.training import Gradient
+from edge_client.task import Assignment, Local, Task
 
 M = mlp(6, 5, 4, 3)
 MASKED = 6 * 5 + 5 * 4 + 4 * 3
@@ -182,30 +183,52 @@ def test_an_lstm_is_pruned_as_one_layer_and_not_gate_by_gate() -> None:
     assert np.array_equal(division.expand(bitset.pack(lopsided)), lopsided)
 
 
+# --- a trained network
+
+
+TRAINED = M.model_copy(update={"seed": None})
+
+
+def test_defaults_for_a_trained_network_are_its_own_and_given_settings_win() -> None:
+    drawn, trained = FedMask().chosen(model(M)), FedMask().chosen(model(TRAINED))
+    assert drawn == Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10)
+    assert trained == Choice(keep=1, head="masked", group_lasso=0, restart="latent", lr=0.03)
+    paper = {f.name: getattr(drawn, f.name) for f in fields(Choice)}
+    assert FedMask(**paper).chosen(model(TRAINED)) == drawn
+    assert FedMask(**paper).division(model(TRAINED)).kept == FedMask().division(model(M)).kept
+    assert FedMask(lr=3).chosen(model(TRAINED)) == replace(trained, lr=3)
+
+
+def test_an_untrained_head_of_a_trained_network_is_not_masked() -> None:
+    m = model(TRAINED)
+    parameters = m.parameters.copy()
+    parameters[-15:-3] = 0  # 4 x 3 weights before 3 biases
+    untrained = Model(TRAINED, parameters, m.buffers)
+    assert FedMask().chosen(untrained).head == "local"
+    assert FedMask().division(untrained).masked.size == 30 + 20
+    assert FedMask(head="masked").division(untrained).masked.size == MASKED
+
+
+def test_without_pruning_no_structure_is_sent_and_no_epoch_is_trained_for_it() -> None:
+    data, method = clusters(TRAINED, 1), FedMask(epochs=1, batch=40)
+    trainer = NumpyMlp(TRAINED)
+    t = replace(task(TRAINED, data=data), trainer=trainer)
+    done = trained(method, t)
+    assert trainer.calls == 1
+    assert done.update.arrays["structure.bits"].size == 0
+    assert method.division(model(TRAINED)).live == MASKED
+
+
+def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(FedMask(biases="frozen"), TRAINED)
+    still, plain = Fixed(TRAINED, np.zeros(TRAINED.d, np.float32)), fleet.task
+    monkeypatch.setattr(fleet, "task", lambda device: replace(plain(device), trainer=still))
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    assert np.array_equal(fleet.personal("a").parameters, model(TRAINED).parameters)
+
+
 # --- the device's half
-
-
-@dataclass
-class Fixed:
-    """A trainer whose gradient is always the same vector; every call adds one to the statistics."""
-
-    manifest: Manifest
-    value: F32
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return Gradient(1.0, self.value, buffers + np.float32(1))
-
-    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
-        return np.zeros((len(x), 2), np.float32)
-
-
-def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a") -> Task:
-    """Round 1 with that gradient and those frozen weights, by default ones."""
-    weights = np.ones(m.d) if weights is None else weights
-    buffers = np.zeros(m.buffers_d, np.float32)
-    c = Course(Model(m, np.array(weights, np.float32), buffers), seed=0, rounds=1, cohort=1)
-    trainer = Fixed(m, np.array(gradient, np.float32))
-    return Task(Assignment(c, 1, device), trainer, clusters(m, 1), secret(device))
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, 1e30])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edge_kernels import counter, lattice
+from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import CodecError, arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +71,26 @@ def test_what_is_decoded_is_what_was_encoded_whatever_both_sides_know(case: tupl
     found = lattice.decode(data, known)
     assert found.dtype == np.int32
     assert np.array_equal(found, values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_numpy_alone_writes_and_reads_the_same_bytes(case: tuple[I32, lattice.Known]) -> None:
+    pytest.importorskip("numba")
+    values, known = case
+    data = lattice.encode(values, known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "compiled", None)
+        patch.setattr(lattice_model, "compiled", None)
+        assert lattice.encode(values, known) == data
+        assert np.array_equal(lattice.decode(data, known), values)
+
+
+@pytest.mark.parametrize("top", [1, 2**20, 2**31 - 1])
+def test_sums_of_large_numbers_do_not_wrap(top: int) -> None:
+    values = np.full((7, 5000), top, np.int32)
+    assert (lattice_model._sum(values, 0, top) == 7 * top).all()
+    assert (lattice_model._sum(values, 1, top) == 5000 * top).all()
 
 
 def test_zeros_take_no_bytes_and_a_single_number_few() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from edge_kernels.channels import ChannelGroup
-from edge_kernels.compaction import Compact, compact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
@@ -31,8 +30,9 @@ from sequential_bundle import (
 )
 
 import edge_client.compaction.personal as personal_module
-from edge_client.bundle import F32, Bundle, Input, views
+from edge_client.bundle import Bundle, Input, views
 from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
+from edge_client.compaction.smaller import Smaller, smaller
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.task import Personal
@@ -46,7 +46,7 @@ MLP = (Linear(3), Act(), Linear(2))
 MLP_VALUES = {
     "linear0.weight": [[1, 2], [0, 0], [3, -1]],  # unit 1 has no inputs and a bias of 2
     "linear0.bias": [0.5, 2, 0],
-    "linear1.weight": [[1, 10, 0], [0, -20, 0]],  # nobody reads unit 2
+    "linear1.weight": [[1, 10, 0], [0, -20, 0]],  # unit 2 is never read
     "linear1.bias": [0.25, 0],
 }
 
@@ -57,22 +57,30 @@ def test_an_mlp_loses_a_constant_unit_and_an_unread_one(tmp_path: Path) -> None:
     assert report.parameters_dense == 3 * 2 + 3 + 2 * 3 + 2
     assert report.parameters_live == 4 + 2 + 3 + 1
     assert report.parameters_compact == 2 + 1 + 2 + 2
-    assert report.groups == {"linear0": 1}
+    assert report.layers["linear0.weight"] == (3, 1)
     # by hand: h = relu(1*1 + 2*1 + .5) = 3.5; logits = [3.5 + 10*2 + .25, -20*2]
     np.testing.assert_allclose(run(tmp_path / "personal.onnx", np.ones((1, 2), np.float32)), [[23.75, -40.0]])
+
+
+def forgetful(lost: float) -> Callable[..., Smaller]:
+    """`smaller` with a part of the last layer's bias lost: what a compactor that forgets constants does."""
+
+    def made(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
+        result = smaller(model, probe)
+        last = [n for n in result.model.graph.node if n.op_type == "Gemm"][-1]
+        (bias,) = (t for t in result.model.graph.initializer if t.name == last.input[2])
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) * np.float32(1 - lost), bias.name))
+        return result
+
+    return made
 
 
 def test_dropping_the_constant_instead_of_folding_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a compactor that forgets biases does: the difference is 20 here, and no file appears."""
+    """The difference is 20 here, and no file appears."""
     bundle = sequential_bundle(tmp_path, (2,), MLP)
-
-    def forgetful(tensors: dict[str, np.ndarray], groups: object) -> Compact:
-        result = compact(tensors, groups)  # type: ignore[arg-type]
-        return replace(result, tensors={**result.tensors, "linear1.bias": tensors["linear1.bias"]})
-
-    monkeypatch.setattr(personal_module, "compact", forgetful)
+    monkeypatch.setattr(personal_module, "smaller", forgetful(1.0))
     with pytest.raises(CompactionError, match=r"differ from the masked model's by \d+"):
         write_personal(bundle, personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.onnx", "manifest.json"]
@@ -90,8 +98,8 @@ def test_a_constant_dropped_from_a_cnn_would_be_wrong_by_more_than_a_tenth(tmp_p
     personal.buffers[:4], personal.buffers[4:] = 0.0, 1.0
     personal = replace(personal, mask=None)
     report = write_personal(bundle, personal, tmp_path / "personal.onnx")
-    # unpadded: only the live filter stays; padded: the largest constant too, and -1 dies behind the ReLU
-    assert next(iter(report.groups.values())) == (1 if padding == 0 else 2)
+    # only the live filter stays: behind padding the constants' border is a map
+    assert report.layers["conv0.weight"] == (4, 1)
     tensors["norm1.bias"][:3] = 0.0  # the constants forgotten
     write_dense(bundle, personal, tmp_path / "wrong.onnx")
     x = np.random.default_rng(0).standard_normal((8, 1, 6, 6)).astype(np.float32)
@@ -124,7 +132,7 @@ def test_a_model_whose_layers_die_keeps_one_channel_and_its_constant_logits(tmp_
     bundle = sequential_bundle(tmp_path, (1, 6, 6), (Conv(4, padding=1), Act(), Conv(4), Act(), Flatten(), Linear(2)))
     personal = personal_of(bundle, {"conv1.bias": [1, 2, 3, -4], "linear2.weight": np.ones((2, 64))})
     report = write_personal(bundle, personal, tmp_path / "personal.onnx")
-    assert list(report.groups.values()) == [1, 1]
+    assert report.layers["conv0.weight"] == (4, 0)
     logits = run(tmp_path / "personal.onnx", np.ones((3, 1, 6, 6), np.float32))
     np.testing.assert_allclose(logits, np.full((3, 2), (1 + 2 + 3) * 16))
 
@@ -238,15 +246,7 @@ def test_a_part_of_a_constant_lost_between_units_that_never_moved_is_refused(
     tmp_path: Path, seed: int, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, personal = still(tmp_path, seed)
-
-    def forgetful(tensors: dict[str, F32], groups: tuple[ChannelGroup, ...]) -> Compact:
-        made = compact(tensors, groups)
-        ((name, kept),) = ((c.bias, made.kept[groups[-1].name]) for c in groups[-2].consumers)
-        folded = made.tensors[name] - tensors[name][kept]
-        assert np.abs(folded).max() > 0.1
-        return replace(made, tensors={**made.tensors, name: made.tensors[name] - lost * folded})
-
-    monkeypatch.setattr(personal_module, "compact", forgetful)
+    monkeypatch.setattr(personal_module, "smaller", forgetful(lost))
     with pytest.raises(CompactionError, match="outputs differ"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", X)
 
@@ -265,7 +265,7 @@ def test_a_bias_is_rounded_after_the_batch_norm_behind_it_is_folded(tmp_path: Pa
         "linear1.weight": np.ones((2, 1), np.float32),
         "linear1.bias": np.zeros(2),
     }
-    frozen = {t.name: numpy_helper.to_array(t) for t in freeze(model, tensors, {}).graph.initializer}
+    frozen = {t.name: numpy_helper.to_array(t) for t in freeze(model, tensors).graph.initializer}
     assert {value.dtype for value in frozen.values()} == {np.dtype(np.float32)}
     np.testing.assert_allclose(frozen["linear0.bias"], 2.0**-26 / np.sqrt(1e-5), rtol=1e-6)
 
@@ -356,10 +356,6 @@ def test_any_compact_model_equals_its_masked_model(
         report = write_personal(bundle, personal, Path(folder) / "personal.onnx")
     assert report.max_abs_diff <= TOLERANCE * 10
     assert report.max_scaled_diff <= TOLERANCE
-    assert all(1 <= report.groups[g.name] <= g.size for g in bundle.manifest.groups)
-    assert report.parameters_compact <= report.parameters_dense + sum(
-        t.shape[0] for t in bundle.manifest.parameters if len(t.shape) > 1
-    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

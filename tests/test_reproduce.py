@@ -15,7 +15,7 @@ from edge_client.errors import ConfigError
 
 TINY = """
 title = "Digits"
-reference = "Nobody 1999, Table 0"
+reference = "An Author 1999, Table 0"
 minutes = 1
 seeds = [0, 1]
 notes = "A note."
@@ -235,6 +235,34 @@ def test_the_late_score_is_the_mean_of_the_last_ten_rounds_that_have_one() -> No
     before = [0.0, 0.9, None, *[0.5] * 8]
     run = {"task": "t", "label": "m", "seed": 0, "rounds": {"score_before": before}}
     assert summary([run])["t/m"]["late_score"]["mean"] == pytest.approx((0.9 + 8 * 0.5) / 9, rel=1e-5)
+
+
+def test_a_pruned_model_is_measured_beside_the_whole_network(tmp_path: Path) -> None:
+    pruned = "[methods.lattice]\nprune = 0.25\nprune_after = 1\n[paper.digits]"
+    text = TINY.replace("minutes = 1", "minutes = 1\nsmall = true").replace("[paper.digits]", pruned)
+    (reproduction.FOLDER / "tiny.toml").write_text(text)
+    reproduce("tiny", seeds=1, out=tmp_path / "out")
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())["summary"]
+    assert "step_ms_small" not in rows["digits/fedavg"]
+    row = {name: f["mean"] for name, f in rows["digits/lattice"].items() if isinstance(f, dict)}
+    # digits is 64-64-32-10: a quarter of 64 and of 32 units stays
+    assert (row["multiply_adds_whole"], row["multiply_adds_small"]) == (64 * 64 + 64 * 32 + 320, 64 * 16 + 16 * 8 + 80)
+    assert row["parameters_small"] == row["multiply_adds_small"] + 16 + 8 + 10
+    assert all(row[f"{what}_ms_{which}"] > 0 for what in ("inference", "step") for which in ("whole", "small"))
+    assert "| lattice | 6,570 -> 1,266 (0.19) | 6,464 -> 1,232 (0.19) |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_method_that_ends_below_the_bundle_s_own_score_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = command.run_cell
+    monkeypatch.setattr(command, "run_cell", lambda *given: {**real(*given), "score_start": 0.99})
+    reproduce("tiny", seeds=1, only="fast", out=tmp_path / "out")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fast ends at" in said
+    assert "below the bundle's own start (0.990)" in said
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "The bundle's own weights score 99.0; below that end `fast`." in table
 
 
 # --- the page

@@ -12,7 +12,7 @@ from edge_client.methods import make_method
 DUE = {
     "fedmask-har", "fedmask-cifar2class", "hidenseek-har", "hidenseek-mnist-dirichlet", "deltamask-cifar",
     "hermes-cifar2class", "fedmap-cifar", "fedmap-shakespeare", "lattice-mnist", "lattice-har", "lattice-femnist",
-    "lattice-cifar", "lattice-fashion", "frontier",
+    "lattice-cifar", "lattice-fashion", "lattice-pruned", "pretrained-femnist", "fedpm-mnist", "frontier",
 }  # fmt: skip
 
 

@@ -65,6 +65,6 @@ def test_a_personal_model_has_the_averaged_signs_inside_the_devices_structure() 
 
 
 def test_the_sign_gate_has_no_lasso() -> None:
-    assert Signed().group_lasso == 0
+    assert Signed().drawn.group_lasso == Signed().trained.group_lasso == 0
     with pytest.raises(ConfigError, match="group_lasso"):
         make_method({"name": "signed", "group_lasso": 1e-4})

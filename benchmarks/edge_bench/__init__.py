@@ -1,0 +1,30 @@
+"""Benchmarks, simulation, demo. `python -m edge_bench` lists the benchmarks.
+
+A benchmark started by `python -m edge_bench.NAME` ends with one sentence when a package is missing or an input is
+wrong: the hook below sees what nothing else caught. It is set before typer is imported, which keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """One sentence for an error that the person at the keyboard can mend, a traceback for a fault."""
+    from edge_client.cli import needs
+    from edge_client.errors import MaskfleetError
+    from edge_client.events import shown
+
+    if isinstance(error, ImportError):
+        print(f"edge_bench: {needs('this benchmark', __name__, error)}", file=sys.stderr)
+    elif isinstance(error, MaskfleetError):
+        print(f"edge_bench: {shown(str(error))}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[:1] == ["-m"]:  # so it is while `python -m edge_bench...` imports this package, and never else
+    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")
+    sys.excepthook = _say

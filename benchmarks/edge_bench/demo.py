@@ -7,11 +7,12 @@ This module starts them and watches them through the operator's REST API.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from coord_server import aggregation
@@ -86,10 +87,12 @@ class Fleet:
         progress: Callable[[list[Round]], None] = lambda closed: None,
         backend: str | None = None,
         secrets_of: Mapping[str, int] | None = None,
+        python_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Ended:
         """One federation, from enrolment to every device's personal model. Raises ProcessError.
 
         `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
+        `python_of` gives a device the command of another Python than this process's.
         """
         config = FederationConfig(
             name=name,
@@ -109,10 +112,12 @@ class Fleet:
             place = self.folder / name / device
             models[device] = place / "personal.onnx"
             arguments = ["join", self.url, "--device", device, "--data", str(file), "--state", str(place)]
+            arguments += ["--meter", "none"]  # the devices share this machine
             if secrets_of is not None:
                 arguments += ["--secret", str(secrets_of[device])]
             log = self.folder / name / f"{device}.log"
-            joined.append(self._start(f"{name}, {device}", arguments, log, {"MASKFLEET_TOKEN": token}))
+            secret = {"MASKFLEET_TOKEN": token}
+            joined.append(self._start(f"{name}, {device}", arguments, log, secret, python=python_of.get(device, ())))
         self._watch(id_, joined, progress)
         return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +77,19 @@ def _interrupts_later() -> Iterator[None]:
 
 
 class Start(Protocol):
-    """Starts ``python -m MODULE ARGUMENTS``, ``maskfleet ARGUMENTS`` by default, with a log and `extra` environment."""
+    """Starts ``python -m MODULE ARGUMENTS``, ``maskfleet ARGUMENTS`` by default, with a log and `extra` environment.
+
+    `python` is the command of another interpreter; this process's own when it is empty.
+    """
 
     def __call__(
-        self, what: str, arguments: list[str], log: Path, extra: Mapping[str, str], module: str = "edge_client.cli"
+        self,
+        what: str,
+        arguments: list[str],
+        log: Path,
+        extra: Mapping[str, str],
+        module: str = "edge_client.cli",
+        python: Sequence[str] = (),
     ) -> Process: ...
 
 
@@ -90,12 +99,17 @@ def children() -> Iterator[Start]:
     started: list[Process] = []
 
     def start(
-        what: str, arguments: list[str], log: Path, extra: Mapping[str, str], module: str = "edge_client.cli"
+        what: str,
+        arguments: list[str],
+        log: Path,
+        extra: Mapping[str, str],
+        module: str = "edge_client.cli",
+        python: Sequence[str] = (),
     ) -> Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out, _interrupts_later():
             popen = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*(python or (sys.executable,)), "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

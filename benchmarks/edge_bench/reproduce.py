@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from edge_bench import datasets, provenance, report, reproduction, results_page
+from edge_bench import datasets, provenance, report, reproduction, results_page, small
 from edge_bench.cli import plain_console
 from edge_bench.curves import mean, shown
 from edge_bench.progress import Steps
@@ -29,7 +29,7 @@ from edge_bench.simulate import RoundRow, find_bundle, run_all
 from edge_client.bundle import Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.methods import make_method
+from edge_client.methods import Method, make_method
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
@@ -38,17 +38,22 @@ LATE = 10
 """So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
 
 AVERAGED = (
-    "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
+    "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
     "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
 )  # fmt: skip
 
 Run = dict[str, Any]
 
 
+def method_of(cell: Cell) -> Method:
+    """The cell's method."""
+    (table,) = cell.config.methods.values()
+    return make_method(table)
+
+
 def key(cell: Cell, bundle: Bundle) -> str:
     """The digest of everything that a cell's figures depend on, except the code: all settings with their defaults."""
-    (table,) = cell.config.methods.values()
-    method = make_method(table)
+    method = method_of(cell)
     content = {
         "config": cell.config.model_dump(mode="json", exclude={"methods", "bundle", "processes"}),
         "method": {"name": method.name, **method.model_dump(mode="json")},
@@ -57,16 +62,16 @@ def key(cell: Cell, bundle: Bundle) -> str:
     return digest(json.dumps(content, sort_keys=True).encode())[:16]
 
 
-def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps) -> Run:
-    """Run one cell. Raises MaskfleetError."""
+def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps, compact: bool = False) -> Run:
+    """Run one cell; with `compact` also measure a pruned model of its first device. Raises MaskfleetError."""
 
     def said(label: str, row: RoundRow) -> None:
         r = row.record
         score = f"loss {shown(r.loss, '.3f')}  score {shown(mean(r.score_before), '.3f')}"
         steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
 
-    result = run_all(cell.config, bundle, devices, said, models=False)[cell.label]
-    method = make_method(cell.config.methods[cell.label])
+    result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
+    method = method_of(cell)
     record = report.simulated(result, method, bundle.model())
     rounds = record.pop("rounds")
     slim = {
@@ -87,6 +92,9 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
         "commit": provenance.commit(),
         "machine": provenance.machine(),
     }
+    if compact and result.kept_share < 1:
+        first = min(result.personal)
+        slim["small"] = small.figures(bundle, result.personal[first], devices[first])
     short: Run = _rounded(slim)
     return short
 
@@ -161,6 +169,8 @@ def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
         figures["late_score"] = [fmean(values) for values in late if values]
         counted = [r["bytes_as_the_paper_counts"] for r in mine if r.get("bytes_as_the_paper_counts")]
         figures |= {f"paper_bytes_{side}": [c[side] for c in counted] for side in ("up", "down")}
+        for figure in {name: None for r in mine for name in r.get("small", {})}:
+            figures[figure] = [r["small"][figure] for r in mine if "small" in r]
         for figure, values in figures.items():
             if values:
                 deviation = stdev(values) if len(values) > 1 else pstdev(values)
@@ -283,7 +293,7 @@ def reproduce(
                 if data[0] != (cell.task, config.seed):
                     devices = datasets.load(config.data, config.seed, bundle.manifest)
                     data = (cell.task, config.seed), devices
-                run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps)
+                run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, r.small)
             except MaskfleetError as error:
                 failures[cell.name] = str(error)
                 steps.say(f"{cell.name} failed: {error}")
@@ -294,6 +304,8 @@ def reproduce(
             write_atomically(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
             done[sha] = run
             steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
+            for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}):
+                steps.say(warning)
     finish(name, r, folder, done, full)
     if validation:
         for cell, sha in keyed.values():

@@ -69,6 +69,8 @@ class Reproduction(BaseModel):
     baseline: str = "fedavg"
     """The method whose bytes the others' are compared with."""
     final_epochs: bool = True
+    small: bool = False
+    """Also measure one device's pruned model beside the whole network (`small`)."""
     guard: Literal["clip", "drop", "none"] = "none"
     """What papers have: an uneven weight counts in full."""
     notes: str = ""

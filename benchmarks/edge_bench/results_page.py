@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from edge_bench import reproduction
@@ -108,7 +109,37 @@ def tables(result: Mapping[str, Any]) -> str:
             elif label in paper:
                 out.append(f"| {label} | {printed(paper[label])} |{' - |' * (len(COLUMNS) - 2)}")
         out.append("")
+        starts = {r["seed"]: r.get("score_start") for r in result["runs"].values() if r["task"] == task}
+        if starts and None not in starts.values():
+            out.append(against_start(fmean(starts.values()), rows) + "\n")
+        if any("multiply_adds_small" in row for row in rows.values()):
+            out += [*small_models(rows), ""]
     return "\n".join(out)
+
+
+def against_start(start: float, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the bundle scores before any training, and which methods end below that."""
+    under = [label for label, row in rows.items() if row["score_mean"]["mean"] < start]
+    ends = f"below that end {', '.join(f'`{label}`' for label in under)}" if under else "no method ends below that"
+    return f"The bundle's own weights score {100 * start:.1f}; {ends}."
+
+
+def small_models(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table of what the pruned models save, whole network -> small one."""
+    figures = ("parameters", ",.0f"), ("multiply_adds", ",.0f"), ("inference_ms", ".3f"), ("step_ms", ".2f")
+    out = [
+        "| method | parameters | multiply-adds | inference, ms | training step of 32, ms |",
+        f"| --- |{' ---: |' * 4}",
+    ]
+    for label, row in rows.items():
+        if "multiply_adds_small" not in row:
+            continue
+        cells = []
+        for name, form in figures:
+            whole, small = (row[f"{name}_{which}"]["mean"] for which in ("whole", "small"))
+            cells.append(f"{whole:{form}} -> {small:{form}} ({small / whole:.2f})")
+        out.append(f"| {label} | {' | '.join(cells)} |")
+    return out
 
 
 def section(name: str, result: Mapping[str, Any]) -> str:

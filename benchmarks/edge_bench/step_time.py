@@ -42,8 +42,8 @@ from edge_client.training.gates import Bernoulli, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import MaskedStep, masked_step
 
-FEDMASK = FedMask()
-MASKED = {"mask": 0.0, "mask_lasso": FEDMASK.group_lasso}  # strength of the lasso
+FEDMASK, SETTINGS = FedMask(), FedMask.drawn
+MASKED = {"mask": 0.0, "mask_lasso": SETTINGS.group_lasso}  # strength of the lasso
 WAYS = {"": True, "_numpy": False}  # compiled or not
 BACKENDS = ("onnxruntime", "torch")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int, int]] = {
@@ -66,7 +66,7 @@ def steps(bundle: Bundle, backend: str, x: Any, y: Any, burst: int) -> dict[str,
 
     def mask_step(lasso: float, compiled: bool) -> Callable[[], object]:
         def layer(t: Tensor) -> MaskedStep:
-            scores, sgd = np.full(t.size, FEDMASK.radius, np.float32), Sgd(t.size, FEDMASK.lr, FEDMASK.momentum)
+            scores, sgd = np.full(t.size, FEDMASK.radius, np.float32), Sgd(t.size, SETTINGS.lr, FEDMASK.momentum)
             penalty = GroupLasso(t.shape, lasso) if lasso else None
             return masked_step(SigmoidThreshold(), frozen[t.span], scores, sgd, penalty, compiled)
 

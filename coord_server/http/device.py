@@ -15,7 +15,8 @@ from coord_server.http.access import BundleDigest, Caller, Calling, Reading, Rou
 from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.errors import StateError
+from edge_client.errors import PayloadError, StateError
+from edge_client.protocol.cost import from_header
 from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
@@ -166,6 +167,9 @@ async def upload_update(
     device: DeviceName,
     maskfleet_lease: Lease,
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
+    maskfleet_cost: Annotated[
+        str | None, Header(description="`seconds,joules,megabytes,celsius` of the round, each of which may be empty.")
+    ] = None,
     wait: Annotated[float | None, Hold] = None,
 ) -> Any:
     """Idempotent: the same body again gets the same receipt. 201 or 200 means it is durable and counts once.
@@ -175,10 +179,16 @@ async def upload_update(
     """
     _own(calling, device, "upload")
     sha256 = bodies.sha256_of_header(content_digest)
+    if maskfleet_cost is not None:
+        try:
+            from_header(maskfleet_cost)
+        except PayloadError as error:
+            raise Refusal("bad-message", str(error)) from None
     known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
     if known is None:
         bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
-        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, request.stream())
+        body = request.stream()
+        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
         receipt, released = await _with_work(calling, receipt, wait)
         answer = _json(receipt, 201, released)
     else:  # its sender reads the answer only after sending the whole body: answer at once

@@ -24,6 +24,7 @@ from coord_server.store import Store
 from coord_server.store.tables import Head
 from coord_server.store.values import Content, put, read
 from edge_client.errors import MaskfleetError, StorageDamagedError
+from edge_client.protocol.cost import from_header, means
 
 log = logging.getLogger("maskfleet")
 
@@ -121,7 +122,9 @@ class Rounds:
             log.error("%s: no update of round %d can be folded", self.id, round_)
             await self._commits.submit(events.Unusable(now, round_, decision.attempt, tuple(left_out)))
             return
-        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed),
+        costs = await asyncio.to_thread(self._store.metadata.costs, self.id, round_)
+        taken = [from_header(costs[d]) for d in closed.round.devices if d in costs]
+        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed), "cost": means(taken),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
         record = closed.round.model_copy(update=more).model_dump_json()
         content, kept = await asyncio.to_thread(self._written, closed, round_)

@@ -61,10 +61,19 @@ class Uploads:
     def _receipt(self, event: Updated, size: int) -> Receipt:
         return Receipt(federation=self.id, round=event.round, device=event.device, sha256=event.sha256, size=size)
 
-    async def take(self, round_: int, device: str, lease: str, sha256: str, body: AsyncIterator[bytes]) -> Receipt:
-        """Receive, check, commit, acknowledge. Raises Refusal, StateError.
+    async def take(
+        self,
+        round_: int,
+        device: str,
+        lease: str,
+        sha256: str,
+        body: AsyncIterator[bytes],
+        cost: str | None = None,
+    ) -> Receipt:
+        """Receive, check, commit, acknowledge; `cost` is the header beside the update, checked before.
 
-        A refused update leaves nothing behind. A checked one is committed even when the caller disconnects.
+        Raises Refusal, StateError. A refused update leaves nothing behind. A checked one is committed even when the
+        caller disconnects.
         """
         event = Updated(self._commits.clock(), round_, device, lease, sha256)
         incoming = self._store.blobs.receive(self._values.shelf("updates", round_))
@@ -75,7 +84,7 @@ class Uploads:
                 now, content = self._commits.clock(), Content(sha256, small)
                 await self._commits.submit(
                     event,
-                    lambda rows: rows.add_update(round_, device, content, size, now, checked.influence),
+                    lambda rows: rows.add_update(round_, device, content, size, now, checked.influence, cost),
                     lambda: self._rounds.remember(device, round_, checked),
                 )
         except Refusal:  # an earlier request may have committed it without a confirmation

@@ -23,6 +23,7 @@ from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import below, make_method
+from edge_client.protocol.cost import UNITS, in_words, over_rounds
 from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Phase, Round, TokenRequest
 
 if sys.version_info >= (3, 11):
@@ -192,7 +193,15 @@ def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: A
     with _operator(url, token_file) as operator:
         found = operator.federation(id_)
         rounds, devices = (operator.rounds(id_), operator.devices(id_)) if found.round > 1 else ([], [])
-    Console().print(*_federation(found), *warnings(found, rounds, devices), sep="\n")
+    Console().print(*_federation(found), *cost_line(rounds), *warnings(found, rounds, devices), sep="\n")
+
+
+def cost_line(rounds: Sequence[Round]) -> list[Text]:
+    """What a round costs a device, as a mean over all rounds; nothing when no device said."""
+    figures = over_rounds([r.cost for r in rounds])
+    if not figures:
+        return []
+    return [Text(f"a device's round: {in_words({name: f.mean for name, f in figures.items()})} (mean of all rounds)")]
 
 
 def warnings(found: Federation, rounds: Sequence[Round], devices: Sequence[Device]) -> list[Text]:
@@ -285,12 +294,19 @@ def _rounds(found: Sequence[Round]) -> list[Table | Text]:
         t = r.traffic
         sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
         kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
+    costs = _table("round", *(f"{name} {unit}" for name, unit in UNITS.items()), "joules most", "devices")
+    for r in found:
+        most = r.cost.get("joules")
+        means = (f"{r.cost[name].mean:.4g}" if name in r.cost else "" for name in UNITS)
+        given = max((c.devices for c in r.cost.values()), default=0)
+        costs.add_row(str(r.round), *means, "" if most is None else f"{most.most:.4g}", str(given or ""))
+    spent: list[Table | Text] = [costs, Text()] if any(r.cost for r in found) else []
     notes = list[Text]()
     for r in found:
         notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
         notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
         notes += [_plain(f"round {r.round}: {device} skipped: its update could not be folded") for device in r.skipped]
-    return [table, Text(), kinds, Text(), *notes]
+    return [table, Text(), kinds, Text(), *spent, *notes]
 
 
 def _by_kind(sizes: dict[str, int]) -> str:

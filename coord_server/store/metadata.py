@@ -92,11 +92,18 @@ class Rows:
         self._c, self._federation = connection, federation
 
     def add_update(
-        self, round_: int, device: str, content: Content, size: int, at: float, influence: Influence | None
+        self,
+        round_: int,
+        device: str,
+        content: Content,
+        size: int,
+        at: float,
+        influence: Influence | None,
+        cost: str | None = None,
     ) -> None:
-        """An update of `size` bytes that is acknowledged at `at`."""
+        """An update of `size` bytes that is acknowledged at `at`; `cost` is the header beside it."""
         row = {"federation": self._federation, "round": round_, "device": device, "sha256": content.sha256,
-               "size": size, "received_at": at, "content": content.data}  # fmt: skip
+               "size": size, "received_at": at, "content": content.data, "cost": cost}  # fmt: skip
         figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
         self._c.execute(_ADD_UPDATE, {**row, **figures})
         named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size}
@@ -377,6 +384,12 @@ class Metadata:
         query = select(u.device, *(u[name] for name in Influence.__dataclass_fields__)).where(u.norm.is_not(None))
         found = self._all(query.where(u.federation == federation, u.round == round_))
         return {row[0]: Influence(*row[1:]) for row in found}
+
+    def costs(self, federation: str, round_: int) -> dict[str, str]:
+        """What the round cost the devices of acknowledged updates, as far as they said it."""
+        u = updates.c
+        query = select(u.device, u.cost).where(u.federation == federation, u.round == round_, u.cost.is_not(None))
+        return {row[0]: row[1] for row in self._all(query)}
 
     def record(self, federation: str, device: str) -> tuple[int, Content] | None:
         """What the method keeps about a device, and the round that wrote it."""

@@ -94,6 +94,7 @@ updates = Table(
     Column("norm", Float),  # Influence; NULL when the method bounds it by construction
     Column("weight", Float),
     Column("statistics", Float),
+    Column("cost", String(64)),  # what the round cost the device, as its header said it; NULL when it said nothing
     Column("content", LargeBinary),  # dropped when the round is closed
 )
 rounds = Table("rounds", METADATA, _key("federation"), _key("round", Integer), _column("record", Text))  # Round as JSON

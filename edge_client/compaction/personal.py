@@ -1,7 +1,7 @@
 """A device's mask becomes its own small model: `personal.onnx`, shown equal to the masked model before it is written.
 
-Numpy, onnx and onnxruntime only. `edge_kernels.compaction` decides which channels go, `edge_client.compaction.surgery`
-edits the graph; this module holds the proof and writes the file.
+Numpy, onnx and onnxruntime only. `edge_client.compaction.smaller` decides what goes and writes the smaller graph; this
+module holds the proof and writes the file.
 
 The masked model is `eval.onnx` with the effective values. Its batch-norms are computed in float64: where a unit never
 moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from edge_kernels.compaction import compact
 from numpy.typing import NDArray
 
+from edge_client.align import Align
 from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.compaction.smaller import analysed
 from edge_client.compaction.surgery import freeze, widen
+from edge_client.compaction.tuning import Clock, aligned
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
 from edge_client.task import Personal
@@ -43,7 +45,9 @@ LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
-    `parameters_live` counts the dense model's parameters that are not zero, `groups` each group's remaining channels.
+    `parameters_live` counts the dense model's parameters that are not zero. `layers` gives for each weight how many
+    outputs its layer had and how many it has left. `stopped` has a line for each operator that reads channels although
+    they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
     probes, divided by the scale.
     """
@@ -51,37 +55,46 @@ class PersonalReport:
     parameters_dense: int
     parameters_live: int
     parameters_compact: int
-    groups: Mapping[str, int]
+    layers: Mapping[str, tuple[int, int]]
+    stopped: tuple[str, ...]
     bytes_compact: int
     max_abs_diff: float
     max_scaled_diff: float
 
 
 def write_personal(
-    bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None
+    bundle: Bundle,
+    personal: Personal,
+    path: Path,
+    samples: NDArray[Any] | None = None,
+    *,
+    align: Align = "none",
+    clock: Clock | None = None,
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
-    `samples` [n, *input] joins the probes; a model of integers needs it. The file appears whole or not at all.
+    `samples` [n, *input] joins the probes; a model of integers needs it. `align` says how wide its layers are, and
+    `clock` measures for it (`tuning`). The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
     the bundle, StateError when the file cannot be written.
     """
     manifest = bundle.manifest
     tensors = _effective(manifest, personal)
-    try:
-        result = compact(tensors, manifest.groups)
-    except ValueError as error:
-        raise CompactionError(str(error)) from None
-    data = freeze(_read_eval(bundle), result.tensors, result.biases).SerializeToString()
+    if manifest.input.dtype != "float32" and (samples is None or not len(samples)):
+        raise CompactionError(
+            "this model reads integers and the bundle does not say of which range; give samples to check on"
+        )
+    probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
+    made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock)
+    data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
-    statistics = {t.name for t in manifest.buffers}
     return PersonalReport(
         parameters_dense=manifest.d,
         parameters_live=int(np.count_nonzero(personal.parameters)),
-        parameters_compact=sum(t.size for name, t in result.tensors.items() if name not in statistics)
-        + sum(b.size for b in result.biases.values()),
-        groups={g.name: len(result.kept[g.name]) for g in manifest.groups},
+        parameters_compact=made.parameters,
+        layers=made.layers,
+        stopped=made.stopped,
         bytes_compact=len(data),
         max_abs_diff=largest,
         max_scaled_diff=scaled,
@@ -98,10 +111,10 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     """
     tensors, model = _effective(bundle.manifest, personal), _read_eval(bundle)
     try:
-        data = freeze(model, tensors, {}).SerializeToString()
+        data = freeze(model, tensors).SerializeToString()
         _prove(bundle, tensors, data, samples)
     except CompactionError:
-        data = freeze(model, tensors, {}, fold=False).SerializeToString()
+        data = freeze(model, tensors, fold=False).SerializeToString()
         _open(data)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
     return len(data)
@@ -189,10 +202,6 @@ def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[
     shape = (PROBES, *manifest.input.shape)
     if samples is not None and len(samples):
         yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
-    elif manifest.input.dtype != "float32":
-        raise CompactionError(
-            "this model reads integers and the bundle does not say of which range; give samples to check on"
-        )
     if manifest.input.dtype != "float32":
         return
     random = np.random.default_rng(0)

@@ -1,11 +1,10 @@
 """Edits of an exported evaluation graph.
 
-`freeze` puts values in, creates biases, folds batch-norm and removes leftovers. `widen` makes the same graph compute in
+`freeze` puts values in, folds batch-norm and removes leftovers. `widen` makes the same graph compute in
 float64: the reference that a folded graph is compared with.
 
-Both work on the canonical form that `edge_export` writes: parameters and statistics are graph inputs by name, a linear
-layer is `Gemm(transB=1)`, a convolution `Conv`, batch-norm `BatchNormalization`, and a flatten takes no fixed sizes.
-`edge_client.compaction.personal` decides which values to put in.
+Both work on the form that `edge_export` writes: parameters and statistics are graph inputs by name.
+`edge_client.compaction.smaller` removes channels.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ _WIDENED = frozenset({"BatchNormalization", "Gemm"})
 _STAY_WIDE = frozenset({"Relu", "Clip", "Tanh", "Sigmoid", "MaxPool", "Flatten"})
 
 
-def freeze(
-    model: ModelProto, tensors: Mapping[str, F32 | F64], biases: Mapping[str, F32 | F64], *, fold: bool = True
-) -> ModelProto:
+def freeze(model: ModelProto, tensors: Mapping[str, F32 | F64], *, fold: bool = True) -> ModelProto:
     """A copy of `model` with `tensors` as float32 constants and its data input alone.
 
-    `biases` adds a bias to the layer of each weight named. With `fold`, a batch-norm behind a linear or convolution
-    layer becomes part of that layer; float64 values are rounded afterwards. Recorded shapes of intermediate values and
-    the exporter's notes are dropped. Raises CompactionError when the graph is not in the canonical form.
+    With `fold`, a batch-norm behind a linear or convolution layer becomes part of that layer; float64 values are
+    rounded afterwards. Recorded shapes of intermediate values and the exporter's notes are dropped. Raises
+    CompactionError when the graph has other inputs.
     """
     frozen = ModelProto()
     frozen.CopyFrom(model)
     graph = frozen.graph
     for name, value in tensors.items():
         graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-    for weight, bias in biases.items():
-        _add_bias(graph, weight, bias)
     inputs = [i for i in graph.input if i.name not in tensors]
     if len(inputs) != 1:
         raise CompactionError(
@@ -58,7 +53,7 @@ def freeze(
         del node.metadata_props[:]
     if fold:
         _fold_batch_norms(graph)
-    own = {*tensors, *map(_bias_name, biases)}
+    own = set(tensors)
     for tensor in graph.initializer:
         if tensor.name in own and tensor.data_type == TensorProto.DOUBLE:
             _store(tensor, _read(tensor))

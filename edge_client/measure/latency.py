@@ -1,25 +1,108 @@
-"""Latency of ONNX models in ONNX Runtime on this machine, one sample at a time.
+"""Wall and CPU time of calls on this machine, taken in turns, and what is said of them.
 
-Models to be compared are timed in turns, one call each, so that a busy moment or a change of clock affects all of them:
-their ratio is then far steadier than either figure. Energy meters are other modules of this package.
+Calls to be compared are timed in turns, one each, so that a busy moment or a change of clock affects all of them: their
+ratio is then far steadier than either figure.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
+from edge_client.measure.engines import open_onnx
 
+F64 = NDArray[np.float64]
 WARM_UP = 20
 RUNS = 200
+FEWEST = 20  # runs that are made however long they take
+PERCENTILES = (50, 90, 99)
+RESAMPLES = 1000
+SURE = 0.95  # of an interval
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of each call, float64[calls, runs]: wall clock, and processor time of all threads."""
+
+    wall: F64
+    cpu: F64
+
+
+def in_turns(
+    calls: Sequence[Callable[[], object]], runs: int = RUNS, warm_up: int = WARM_UP, seconds: float = np.inf
+) -> Times:
+    """Time `calls` in turns, after `warm_up` turns: `runs` turns, or as many as fit in `seconds`, at least `FEWEST`.
+
+    Each turn has an order of its own: the first call after another finds a colder cache.
+    """
+    if runs < 1 or warm_up < 0 or not calls:
+        raise ConfigError(f"runs = {runs}, warm_up = {warm_up}, {len(calls)} calls: need 1, 0 and 1 at least")
+    order = np.random.default_rng(0)
+    found = np.empty((2, len(calls), runs))
+    stop, done = np.inf, 0
+    for run in range(-warm_up, runs):
+        if run == 0:
+            stop = time.perf_counter() + seconds
+        elif run >= min(FEWEST, runs) and time.perf_counter() > stop:
+            break
+        for index in order.permutation(len(calls)):
+            call = calls[index]
+            cpu = time.process_time_ns()
+            wall = time.perf_counter_ns()
+            call()
+            taken = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+            if run >= 0:
+                found[:, index, run] = taken
+        done = run + 1
+    found = found[:, :, :done] / 1e6
+    return Times(found[0], found[1])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is said of a series of times in ms. Intervals hold the true percentile with probability `SURE`."""
+
+    p50: float
+    p90: float
+    p99: float
+    p50_interval: tuple[float, float]
+    p90_interval: tuple[float, float]
+    p99_interval: tuple[float, float]
+    mean: float
+    cv: float
+    """Coefficient of variation: standard deviation over mean."""
+    runs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For a report: four digits."""
+        return {k: _digits(v) for k, v in asdict(self).items()}
+
+
+def _digits(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_digits(v) for v in value]
+    return value if isinstance(value, int) else float(f"{value:.4g}")
+
+
+def summary(times: F64) -> Summary:
+    """Percentiles with intervals by a bootstrap over blocks of neighbours, as a busy moment lasts for several runs."""
+    n = len(times)
+    block = max(1, round(n ** (1 / 3)))
+    starts = np.random.default_rng(0).integers(0, n, (RESAMPLES, -(-n // block)))
+    chosen = (starts[:, :, None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :n] % n
+    again = np.percentile(times[chosen], PERCENTILES, axis=1)
+    ends = np.percentile(again, [50 * (1 - SURE), 50 * (1 + SURE)], axis=1)
+    p50, p90, p99 = (float(v) for v in np.percentile(times, PERCENTILES))
+    i50, i90, i99 = ((float(low), float(high)) for low, high in ends.T)
+    mean = float(times.mean())
+    return Summary(p50, p90, p99, i50, i90, i99, mean, float(times.std() / mean) if mean else 0.0, n)
 
 
 @dataclass(frozen=True)
@@ -38,33 +121,10 @@ def latency(
     warm_up: int = WARM_UP,
     threads: int = 1,
 ) -> tuple[Latency, ...]:
-    """Latency of each model on the batch `x`, timed in turns. Every model has one input.
+    """Latency in ONNX Runtime of each model on the batch `x`, timed in turns. Every model has one input.
 
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
-    if runs < 1 or warm_up < 0 or threads < 1:
-        raise ConfigError(f"runs = {runs}, warm_up = {warm_up}, threads = {threads}: need runs >= 1, 0 and 1 at least")
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    sessions = []
-    for index, model in enumerate(models):
-        what = str(model) if isinstance(model, Path) else f"model {index}"
-        try:
-            session = ort.InferenceSession(
-                model if isinstance(model, bytes) else str(model), options, providers=["CPUExecutionProvider"]
-            )
-            (name,) = (i.name for i in session.get_inputs())
-            session.run(None, {name: x})
-        except Exception as error:  # onnxruntime raises a class of its own for every status
-            raise ConfigError(f"{what} does not run on {x.dtype}{list(x.shape)}: {error}") from None
-        sessions.append((session, {name: x}))
-    times = np.empty((len(sessions), runs))
-    for run in range(-warm_up, runs):
-        # Alternate who goes first: the first call after a switch finds a colder cache.
-        for index in range(len(sessions)) if run % 2 else reversed(range(len(sessions))):
-            session, feed = sessions[index]
-            start = time.perf_counter_ns()
-            session.run(None, feed)
-            if run >= 0:
-                times[index, run] = (time.perf_counter_ns() - start) / 1e6
-    return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), runs) for t in times)
+    calls = [open_onnx(model, x, threads) for model in models]
+    wall = in_turns(calls, runs, warm_up).wall
+    return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), len(t)) for t in wall)

@@ -167,8 +167,8 @@ class BernoulliMasks(Method):
         return False
 
     def reference(self, a: Assignment, state: Any) -> Bits:
-        """That mask, bool[masked], when `referenced`."""
-        raise NotImplementedError
+        """That mask, bool[masked]; all zeros where there is none."""
+        return np.zeros(self.exchanged(a.model), np.bool_)
 
     # --- parts of the model
 
@@ -303,8 +303,7 @@ class BernoulliMasks(Method):
                 n = self.exchanged(a.model)
                 total = Votes(Tally(n), np.zeros(n, np.int64))
             total.masks.add(update)
-            if self.referenced:
-                total.reference += self.reference(a, state)
+            total.reference += self.reference(a, state)
         return total, record
 
     def finish(

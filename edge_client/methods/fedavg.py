@@ -140,22 +140,17 @@ class FedAvg(Method):
         return Update(model.parameters, model.buffers, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        moved = distance(update.parameters, state.parameters)
-        return Influence(moved, update.samples, distance(update.buffers, state.buffers))
+        return influence(state, update)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
-        parameters = toward(state.parameters, update.parameters, scale)
-        return Update(parameters, toward(state.buffers, update.buffers, scale), weight)
+        return limited(state, update, scale, weight)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: None
     ) -> tuple[Total, None]:
         """Add n_k w_k and n_k, in float64: with the fixed order of devices the mean is the same everywhere."""
-        parameters, buffers = total or (Mean(state.parameters.size), Mean(state.buffers.size))
-        parameters.add(update.samples, update.parameters)
-        buffers.add(update.samples, update.buffers)
-        return (parameters, buffers), None
+        return added(total, update.samples, update.parameters, update.buffers), None
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
@@ -204,15 +199,26 @@ class FedAvg(Method):
         return Personal(received.parameters, received.buffers)
 
 
-def train(task: Task, start: State, lr: float, momentum: float, epochs: int, batch: int) -> tuple[F32, F32, float]:
-    """SGD with momentum on all parameters: those after it, the statistics, and the last epoch's mean loss."""
+def train(
+    task: Task, start: State, lr: float, momentum: float, epochs: int, batch: int, pull: float = 0.0
+) -> tuple[F32, F32, float]:
+    """SGD with momentum on all parameters: those after it, the statistics, and the last epoch's mean loss.
+
+    With `pull` on the loss plus ``pull / 2 * |w - start|**2``; the loss that is returned is without that term.
+    """
     parameters, buffers = start.parameters.copy(), start.buffers.copy()
-    optimiser, loss = Sgd(parameters.size, lr, momentum), EpochLoss()
+    optimiser, loss, away = Sgd(parameters.size, lr, momentum), EpochLoss(), np.empty_like(parameters)
     for step in task.batches(epochs, batch):
         g = task.gradient(parameters, buffers, step)
         loss.add(step, g)
         buffers[:] = g.buffers
-        optimiser.step(parameters, g.parameters)
+        slope = g.parameters
+        if pull:
+            np.subtract(parameters, start.parameters, out=away)
+            away *= np.float32(pull)
+            away += slope
+            slope = away
+        optimiser.step(parameters, slope)
     return parameters, buffers, loss.mean
 
 
@@ -237,6 +243,28 @@ def read_state(model: Model, payload: Payload, name: str = "parameters", codec: 
         return State(values.decode(codec, coded(payload, array, ("buffers",)), d, stream), buffers)
     except CodecError as error:
         raise PayloadError(f"array {array!r}: {error}") from None
+
+
+def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> Total:
+    """The means with one more device's values in them."""
+    means = total or (Mean(parameters.size), Mean(buffers.size))
+    means[0].add(weight, parameters)
+    means[1].add(weight, buffers)
+    return means
+
+
+def influence(start: State, update: Update) -> Influence:
+    """That of an update by its distance from the values that it was trained from."""
+    moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
+    return Influence(moved, update.samples, statistics)
+
+
+def limited(start: State, update: Update, scale: float, weight: float) -> Update:
+    """The update with its changes of parameters and statistics times `scale`."""
+    parameters, buffers = (
+        toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))
+    )
+    return Update(parameters, buffers, weight)
 
 
 def distance(a: F32, b: F32) -> float:

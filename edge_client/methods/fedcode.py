@@ -31,7 +31,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, State, distance, toward, train
+from edge_client.methods.fedavg import Mean, State, added, distance, toward, train
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -161,9 +161,7 @@ class FedCode(Method):
         if update.model is None:
             total.codebooks.append(update.codebook)
         else:
-            total.means = total.means or (Mean(state.parameters.size), Mean(state.buffers.size))
-            total.means[0].add(update.samples, update.model.parameters)
-            total.means[1].add(update.samples, update.model.buffers)
+            total.means = added(total.means, update.samples, update.model.parameters, update.model.buffers)
         return total, Record(a.round)
 
     def finish(

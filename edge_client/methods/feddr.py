@@ -24,10 +24,9 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32
-from edge_client.methods.fedavg import FedAvg, State, Update
+from edge_client.methods.fedavg import FedAvg, State, Update, train
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment, EpochLoss, Local, Personal, Task
-from edge_client.training.sgd import Sgd
+from edge_client.task import Assignment, Local, Personal, Task
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,7 @@ class FedDR(FedAvg):
         y = received.parameters
         if kept is not None and kept.x.shape == kept.y.shape == y.shape:
             y = kept.y + np.float32(self.alpha) * (y - kept.x)
-        x, buffers, loss = y.copy(), received.buffers.copy(), EpochLoss()
-        optimiser, pull = Sgd(x.size, self.lr, self.momentum), np.empty_like(x)
-        for batch in task.batches(self.epochs, self.batch):
-            g = task.gradient(x, buffers, batch)
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            np.subtract(x, y, out=pull)
-            pull *= np.float32(1 / self.eta)
-            pull += g.parameters
-            optimiser.step(x, pull)
+        start = State(y, received.buffers)
+        x, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch, pull=1 / self.eta)
         update, _ = self.update(task, None, received, State(2 * x - y, buffers))
-        return Local(Kept(x, y), update, Personal(x, buffers), loss.mean)
+        return Local(Kept(x, y), update, Personal(x, buffers), loss)

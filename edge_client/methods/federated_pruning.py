@@ -25,10 +25,9 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError
 from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, distance, toward, train
 from edge_client.methods.fedavg import State as Weights
+from edge_client.methods.fedavg import Total, Update, added, influence, limited, train
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
-from edge_client.narrow import Narrow, narrow
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -57,19 +56,6 @@ class Received:
     units: Units
     parameters: F32
     buffers: F32
-
-
-@dataclass(frozen=True)
-class Update:
-    """A device's trained network and the number of samples behind it."""
-
-    parameters: F32
-    buffers: F32
-    samples: float
-
-
-Total = tuple[Mean, Mean]
-"""The means of live parameters and of statistics."""
 
 
 class FederatedPruning(Method):
@@ -103,8 +89,8 @@ class FederatedPruning(Method):
         return "new" if record is None else unpacked(course.model.manifest, record.units).digest
 
     def downlink(self, course: Course, round_: int, state: State, record: Holds | None) -> Payload:
-        units, small = _network(course.model, state)
-        arrays = {"parameters": state.parameters[small.parameters], "buffers": state.buffers[small.buffers]}
+        units, sent = unpacked(course.model.manifest, state.units), _live_values(course.model, state)
+        arrays = {"parameters": sent.parameters, "buffers": sent.buffers}
         known = record is not None and record.units.tobytes() == state.units.tobytes()
         return Payload(arrays | ({} if known else {"units": state.units}), {"structure": units.digest})
 
@@ -124,36 +110,29 @@ class FederatedPruning(Method):
         return 4 * (self._live(model) + model.manifest.buffers_d)
 
     def read_update(self, a: Assignment, state: State, record: Holds | None, payload: Payload) -> Update:
-        _, small = _network(a.model, state)
+        small = unpacked(a.model.manifest, state.units).small
         allow_only(payload, "parameters", "buffers")
         parameters = vector(payload, "parameters", small.parameters.size)
         buffers = vector(payload, "buffers", small.buffers.size)
         return Update(parameters, buffers, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        start = _live_values(a.model, state)
-        moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
-        return Influence(moved, update.samples, statistics)
+        return influence(_live_values(a.model, state), update)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
-        start = _live_values(a.model, state)
-        parameters = toward(start.parameters, update.parameters, scale)
-        return Update(parameters, toward(start.buffers, update.buffers, scale), weight)
+        return limited(_live_values(a.model, state), update, scale, weight)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Holds | None
     ) -> tuple[Total, Holds]:
         """Add to the means weighted by samples; the device now holds the units."""
-        parameters, buffers = total or (Mean(update.parameters.size), Mean(update.buffers.size))
-        parameters.add(update.samples, update.parameters)
-        buffers.add(update.samples, update.buffers)
-        return (parameters, buffers), Holds(state.units)
+        return added(total, update.samples, update.parameters, update.buffers), Holds(state.units)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Holds]]:
         """The means in place, the values of pruned units as they were, and after `every` rounds another choice."""
-        _, small = _network(course.model, state)
+        small = unpacked(course.model.manifest, state.units).small
         parameters, buffers, units = state.parameters.copy(), state.buffers.copy(), state.units
         parameters[small.parameters], buffers[small.buffers] = total[0].value, total[1].value
         if round_ % self.every == 0 and round_ < course.rounds:
@@ -172,9 +151,8 @@ class FederatedPruning(Method):
             units = whole(m) if kept is None else held(m, kept.units)
         if units.digest != name:
             raise LostError(f"the parameters are of structure {name!r}, the device holds {units.digest!r}")
-        small = narrow(m, units.channels)
-        parameters = vector(downlink, "parameters", small.parameters.size)
-        return Received(units, parameters, vector(downlink, "buffers", small.buffers.size))
+        parameters = vector(downlink, "parameters", units.places.size)
+        return Received(units, parameters, vector(downlink, "buffers", units.small.buffers.size))
 
     def local_round(self, task: Task, kept: Holds | None, received: Received) -> Local:
         """Local SGD on the smaller network."""
@@ -201,20 +179,11 @@ class FederatedPruning(Method):
         return strongest(whole(model.manifest), parameters, self._counts(model))
 
 
-def _network(model: Model, state: State) -> tuple[Units, Narrow]:
-    units = unpacked(model.manifest, state.units)
-    return units, narrow(model.manifest, units.channels)
-
-
 def _live_values(model: Model, state: State) -> Weights:
-    _, small = _network(model, state)
+    small = unpacked(model.manifest, state.units).small
     return Weights(state.parameters[small.parameters], state.buffers[small.buffers])
 
 
 def _placed(task: Task, received: Received) -> Personal:
     """The smaller network in the whole one's vectors, all else zero; statistics of pruned units as initially."""
-    model = task.assignment.model
-    small = narrow(model.manifest, received.units.channels)
-    parameters, buffers = model.parameters.copy(), model.buffers.copy()
-    parameters[small.parameters], buffers[small.buffers] = received.parameters, received.buffers
-    return received.units.applied(parameters, buffers)
+    return received.units.placed(received.parameters, received.buffers, task.assignment.model.buffers)

@@ -21,7 +21,8 @@ from edge_kernels.pruning import keep_largest, lamp_scores
 
 from edge_client.bundle import F32
 from edge_client.errors import LostError
-from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State, Total
+from edge_client.methods.fedavg import Total
+from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State
 from edge_client.methods.pruned import (
     MASK,
     Bits,

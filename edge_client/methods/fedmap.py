@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.pruned import (
     MASK,
     Bits,
@@ -115,10 +115,6 @@ class Update:
     change: F32
     buffers: F32
     weight: float
-
-
-Total = tuple[Mean, Mean]
-"""The means of changes and of statistics."""
 
 
 class DouglasRachford(BaseModel):
@@ -278,10 +274,7 @@ class FedMap(Method):
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
-        change, buffers = total or (Mean(update.change.size), Mean(update.buffers.size))
-        change.add(update.weight, update.change)
-        buffers.add(update.weight, update.buffers)
-        return (change, buffers), Record(a.round)
+        return added(total, update.weight, update.change, update.buffers), Record(a.round)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total

@@ -33,7 +33,7 @@ from edge_client.methods import Influence
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
-from edge_client.methods.structure import Bits, Packed, PrunedMasks
+from edge_client.methods.structure import Bits, Choice, Packed, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -60,7 +60,10 @@ class State:
 
 
 class FedMask(PrunedMasks):
-    """Personal binary masks on frozen weights."""
+    """Personal binary masks on frozen weights.
+
+    `drawn` is the paper's setting. From a trained network the masks stay close to the first one, all ones.
+    """
 
     name: ClassVar[str] = "fedmask"
     hint: ClassVar[str] = "keep = 0.8, then lr"
@@ -70,11 +73,11 @@ class FedMask(PrunedMasks):
     one_time: ClassVar[frozenset[str]] = frozenset({STRUCTURE})
     gate: ClassVar[Gate] = SigmoidThreshold()
 
-    group_lasso: Annotated[float, Field(ge=0, le=100)] = 2e-4
+    drawn: ClassVar[Choice] = Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10.0)
+    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=0.03)
+
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
-    restart: Literal["radius", "latent"] = "radius"
-    """`latent`: a device keeps its own score where the received bit is the one it had."""
     initial_mask: Literal["ones", "random"] = "ones"
     codec: ExactCodecName = "auto"
     """The set codec of changed bits; `bits` takes one bit an element, like the paper."""
@@ -84,8 +87,6 @@ class FedMask(PrunedMasks):
     """`client`: a device receives only the averages of rounds that it took part in."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=10_000)] = 10.0
-    """Learning rate of the scores: their gradients carry a factor W / 4, hence the size."""
     local_lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
     """Learning rate of everything trained as float32."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -188,7 +189,10 @@ class FedMask(PrunedMasks):
         loss = self.train(task, values, buffers, scores, self.epochs, "train")
         mask = scores >= 0
         update = wire.update(mask[live], received, structure, wire.division.real.gather(values))
-        held, latent = Held(structure, bitset.pack(mask[live])), scores if self.restart == "latent" else None
+        held, latent = (
+            Held(structure, bitset.pack(mask[live])),
+            scores if self.chosen(model).restart == "latent" else None,
+        )
         own = Kept(held, wire.division.local.gather(values), buffers, latent)
         gates = self.gate.forward(scores, None)
         return Local(own, update, wire.division.under(model, values, gates, buffers), loss)
@@ -231,10 +235,10 @@ class FedMask(PrunedMasks):
     def train(self, task: Task, values: F32, buffers: F32, scores: F32, epochs: int, phase: str) -> float:
         """SGD on `scores` and on the float32 parameters in `values`, in place; the masked parts of it are scratch."""
         model, layers = task.assignment.model, []
-        division = self.division(model)
+        division, choice = self.division(model), self.chosen(model)
         for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
-            lasso = GroupLasso(b.shape, self.group_lasso) if self.group_lasso else None
-            frozen, sgd = model.parameters[b.span], Sgd(b.size, self.lr, self.momentum)
+            lasso = GroupLasso(b.shape, choice.group_lasso) if choice.group_lasso else None
+            frozen, sgd = model.parameters[b.span], Sgd(b.size, choice.lr, self.momentum)
             layers.append((b.span, masked_step(self.gate, frozen, scores[place], sgd, lasso)))
         free = Part(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 
-from edge_client.methods.fedavg import FedAvg, State
-from edge_client.task import EpochLoss, Task
-from edge_client.training.sgd import Sgd
+from edge_client.methods.fedavg import FedAvg, State, train
+from edge_client.task import Task
 
 
 class FedProx(FedAvg):
@@ -27,11 +25,5 @@ class FedProx(FedAvg):
 
     def train(self, task: Task, start: State) -> tuple[State, float]:
         """Epochs of SGD on the loss and the proximal term. The loss that is reported is without the term."""
-        own, buffers, mu = start.parameters.copy(), start.buffers.copy(), np.float32(self.mu)
-        optimiser, loss = Sgd(own.size, self.lr, self.momentum), EpochLoss()
-        for batch in task.batches(self.epochs, self.batch):
-            g = task.gradient(own, buffers, batch)
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            optimiser.step(own, g.parameters + mu * (own - start.parameters))
-        return State(own, buffers), loss.mean
+        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch, self.mu)
+        return State(parameters, buffers), loss

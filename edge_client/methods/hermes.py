@@ -32,7 +32,6 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence, Method
 from edge_client.methods.fedavg import distance, toward
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, shrunk, strongest, unpacked, whole
-from edge_client.narrow import narrow
 from edge_client.protocol.payload import Arrays, Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
@@ -192,7 +191,7 @@ class Hermes(Method):
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Prune when the gate is open, then train the smaller network."""
         units = self._prune(task, received)
-        small, t = narrow(units.manifest, units.channels), task.narrow(units.channels)
+        small, t = units.small, task.narrow(units.channels)
         parameters, buffers = received.parameters[small.parameters], received.buffers[small.buffers]
         weights = [name for layer in small.manifest.layers for name in layer.weights]
         optimiser, loss = Sgd(parameters.size, self.lr, self.momentum), EpochLoss()
@@ -206,13 +205,11 @@ class Hermes(Method):
                     if small.manifest.tensors[name].trainable:
                         add_lasso_slope(values[name], self.lasso, slopes[name])
             optimiser.step(parameters, g.parameters)
-        trained, statistics = np.zeros_like(received.parameters), received.buffers.copy()
-        trained[small.parameters], statistics[small.buffers] = parameters, buffers
+        personal = units.placed(parameters, buffers, received.buffers)
         arrays: Arrays = {"parameters": parameters}
         if units.digest != received.known:
             arrays["units"] = units.packed
-        personal = units.applied(trained, statistics)
-        return Local(Kept(units.packed, statistics), Payload(arrays), personal, loss.mean)
+        return Local(Kept(units.packed, personal.buffers), Payload(arrays), personal, loss.mean)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """W (.) M_k."""
@@ -222,8 +219,7 @@ class Hermes(Method):
         """The units after this round's step: fewer when the gate is open."""
         units, m = received.units, received.units.manifest
         now = live(m, counts(units))
-        small = narrow(m, units.channels)
-        model = Personal(received.parameters[small.parameters], received.buffers[small.buffers])
+        model = Personal(received.parameters[units.places], received.buffers[units.small.buffers])
         if now <= self.target * m.d or task.narrow(units.channels).score(model, "validation") <= self.threshold:
             return units
         most = max(self.target * m.d, (1 - self.rate) * now)

@@ -4,7 +4,7 @@ Vallapuram, Zhou, Kwon, Lee, Xu, Hui, "HideNseek: Federated Lottery Ticket via S
 Supermask", arXiv 2206.04385, 2022. docs/methods/hidenseek.md argues for the readings chosen here.
 
 - When the federation starts, the server drops the channels that carry the least synaptic flow (`synflow`), without
-  data, and nobody trains or sends anything of them again. Which channels stay travels once, a bit each.
+  data, and from then on nothing of them is trained or sent. Which channels stay travels once, a bit each.
 - A device trains the smaller network: latents of its signs, with forward sign(s) and slope 1 - tanh(s)^2, and its own
   head. The server averages signs by samples, or counts them (signs.py).
 """

@@ -11,7 +11,8 @@ tensor, the federation's cohort K. Whole numbers merge without error, so a devic
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
 - **Server.** ``N += sum of m``; with S < K reports N += floor(K / S * sum + u'), u' with the key (seed, "rounding",
-  round). In round 1 the sum is weighted by samples and in each device's own steps.
+  round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is counted,
+  the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
@@ -57,13 +58,15 @@ from edge_client.methods.lattice_grid import (
     History,
     dither,
     grid,
+    moves,
     rms,
     rounded,
     spans,
     spread,
     steps,
 )
-from edge_client.methods.lattice_prune import Network, check, choose, network
+from edge_client.methods.lattice_network import Network, network
+from edge_client.methods.lattice_prune import check, choose
 from edge_client.methods.lattice_settings import COARSER, Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update, cut
@@ -80,6 +83,7 @@ from edge_client.methods.lattice_wire import (
     received_statistics,
     stale,
 )
+from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -89,7 +93,7 @@ BAD_ROUNDS = 2  # in a row that halve the steps
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
-MOVES, CHANGE, UNITS = "moves", "change", "units"
+MOVES, CHANGE, UNITS, REPORTS = "moves", "change", "units", "reports"
 
 
 class Lattice(Settings):
@@ -126,11 +130,17 @@ class Lattice(Settings):
         return f"from-{self.base(round_, record)}"
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
-        """Nothing in round 1; then how N changed, and the steps for a device that never received them."""
-        if round_ == 1:
-            return Payload()
+        """Nothing in round 1; then how N changed, and the steps for a device that never received them.
+
+        While no update has been counted, a later round begins like the first one and its downlink says so.
+        """
+        state = self.current(course, round_, state)
+        if not state.reports:
+            units = {} if state.units is None else {UNITS: state.units}
+            return Payload(units, {REPORTS: 0} if round_ > 1 else {})
         net, base = network(course, state.units), self.base(round_, record)
-        held = np.zeros_like(state.counts) if base == 1 else state.history.before(state.counts, round_ - base)
+        base = 1 if base <= state.first else base  # N was 0 and without steps
+        held = np.zeros_like(state.counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
         missed = 0 if base == 1 else round_ - base
         head = DownHead(coupling.checksum([state.counts]), missed, state.halvings, state.samples)
         known = self.known_down(net, base, round_, held)
@@ -163,10 +173,11 @@ class Lattice(Settings):
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The moves decoded with the device's dither. Raises PayloadError."""
-        net, first = network(a.course, state.units), ("rms",) if a.round == 1 else ()
+        state = self.current(a.course, a.round, state)
+        net, first = network(a.course, state.units), () if state.reports else ("rms",)
         allow_only(payload, MOVES, "statistics", *first)
         a = net.assignment(a)
-        gain, moves = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
+        gain, moved = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
@@ -177,17 +188,19 @@ class Lattice(Settings):
         with np.errstate(over="ignore"):
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        return Update(moves, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
+        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
-        size = float(np.abs(self.moved(a, update)).sum())
-        few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
+        part = network(a.course, self.current(a.course, a.round, state).units).part
         statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
+        sizes = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
-            own = spread(grid(a.model.manifest), self.own_steps(a, update.rms)).mean()
-            return Influence(max(size, FEW * float(own)), update.samples, statistics)
-        return Influence(max(size, few) / update.samples, update.samples, statistics)
+            own = self.own_steps(a, part, update.rms).astype(np.float64)
+            few = FEW * float(own @ [p.stop - p.start for p in part.places]) / max(1, part.size)
+            return Influence(max(float(own @ sizes), few), update.samples, statistics)
+        few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
+        return Influence(max(float(sizes.sum()), few) / update.samples, update.samples, statistics)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
@@ -196,24 +209,26 @@ class Lattice(Settings):
             update, scale=share, samples=weight, statistics=(update.statistics * np.float32(scale)).astype(np.float32)
         )
 
-    def moved(self, a: Assignment, update: Update) -> NDArray[np.float64]:
-        """The moves as numbers, in round 1 in units of the weights."""
+    def moved(self, a: Assignment, part: Part, update: Update) -> NDArray[np.float64]:
+        """The moves as numbers, in the first round in units of the weights."""
         moves: NDArray[np.float64] = update.moves * np.float64(update.scale)
         if update.rms is not None:
-            moves *= spread(grid(a.model.manifest), self.own_steps(a, update.rms))
+            moves *= spread(part, self.own_steps(a, part, update.rms))
         return moves
 
-    def own_steps(self, a: Assignment, rms: F32) -> F32:
-        """The steps of round 1, from the device's own figures."""
-        return steps(grid(a.model.manifest), rms, self.quantum, a.course.cohort)
+    def own_steps(self, a: Assignment, part: Part, rms: F32) -> F32:
+        """The steps of the first round, from the device's own figures."""
+        return steps(part, rms, self.quantum, a.course.cohort)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
-        """Add the moves; in round 1 times the samples."""
+        """Add the moves; in the first round times the samples."""
+        state = self.current(a.course, a.round, state)
         if total is None:
             total = Total(np.zeros(state.counts.size), Mean(state.statistics.size))
-        total.moves += self.moved(a, update) * (1.0 if update.rms is None else update.samples)
+        part = network(a.course, state.units).part
+        total.moves += self.moved(a, part, update) * (1.0 if update.rms is None else update.samples)
         total.statistics.add(update.samples, update.statistics)
         total.samples.append(update.samples)
         total.gains.append(update.gain)
@@ -225,9 +240,10 @@ class Lattice(Settings):
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """N with the round's moves in it; finer steps after bad rounds; the pruning after the last dense round."""
+        state = self.current(course, round_, state)
         net = network(course, state.units)
         reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
-        if round_ == 1:
+        if not state.reports:
             middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
             each = steps(net.part, middle, self.quantum, course.cohort)
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
@@ -235,7 +251,10 @@ class Lattice(Settings):
             moved = total.moves * (course.cohort / reports)
         change, residual = self.rounded(course, round_, state, moved)
         counts = np.clip(state.counts.astype(np.int64) + change, -MOST, MOST).astype(np.int32)
-        history = state.history.then(counts - state.counts)
+        history = state.history
+        for _ in range(state.round + 1, round_):  # all of that round's updates were left out
+            history = history.then(np.zeros(0, np.int32))
+        history = history.then(counts - state.counts)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         finer = bad >= BAD_ROUNDS and state.halvings < MOST_HALVINGS
         if finer:
@@ -252,6 +271,8 @@ class Lattice(Settings):
             steps=each,
             statistics=statistics,
             history=history,
+            first=state.first or round_,
+            round=round_,
             samples=(state.samples * state.reports + weight) / seen,
             reports=seen,
             halvings=state.halvings + finer,
@@ -259,9 +280,12 @@ class Lattice(Settings):
             residual=residual,
             units=state.units,
         )
-        if self.prune is not None and round_ == self.prune_after:
-            state = self.pruned(course, state, self.prune)
-        return state, {}
+        return self.current(course, round_ + 1, state), {}
+
+    def current(self, course: Course, round_: int, state: State) -> State:
+        """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""
+        due = self.prune is not None and round_ > self.prune_after and state.units is None
+        return self.pruned(course, state, self.prune) if due and self.prune is not None else state
 
     def pruned(self, course: Course, state: State, prune: float) -> State:
         """The state of the smaller network."""
@@ -294,13 +318,16 @@ class Lattice(Settings):
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """N, from what the device kept and how it changed. Raises LostError, PayloadError."""
-        allow_only(downlink, *(() if a.round == 1 else (CHANGE, "steps", "statistics", UNITS)))
+        first = a.round == 1 or (downlink.meta.get(REPORTS) == 0 and CHANGE not in downlink.arrays)
+        allow_only(
+            downlink, *((CHANGE, "steps", "statistics") if not first else ()), *((UNITS,) if a.round > 1 else ())
+        )
         net = self.network(a, kept, downlink)
         kept = cut(kept, net)
         own = net.model.buffers
         if kept is not None and kept.statistics.size == own.size:
             own = kept.statistics
-        if a.round == 1:
+        if first:
             zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
             return Received(net, zeros, none, 0, 0.0, own, net.model.parameters)
         head, data = down_head(packed(downlink, CHANGE))
@@ -346,19 +373,18 @@ class Lattice(Settings):
         """SGD from the global model; the change as whole numbers."""
         net, task = received.net, received.net.task(task)
         a, part = task.assignment, net.part
-        rival = net.model if self.guarded(net) and a.round > 1 else None
+        rival = net.model if self.guarded(net) and received.samples else None
         own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
-        if a.round == 1:
+        if not received.samples:
             arrays["rms"] = each = rms(part, change)
             step, share = steps(part, each, self.quantum, a.course.cohort), 1.0
         else:
             step, share = received.steps, task.samples / received.samples * 2.0**received.halvings
-        moves = np.floor(change * (share / spread(part, step).astype(np.float64)) + dither(a, part.size) * 2.0**-32)
-        moves = np.clip(moves, -MOST_MOVE, MOST_MOVE).astype(np.int32)
-        head = UpHead(coupling.checksum([moves]), own.gain)
-        arrays[MOVES] = u8(head.pack() + lattice.encode(moves, self.known_up(net, a, received.counts)))
+        own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
+        head = UpHead(coupling.checksum([own_moves]), own.gain)
+        arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, self.known_up(net, a, received.counts)))
         if self.buffers(net.model):
             arrays["statistics"] = halved(own.buffers - received.statistics)
         local = own.buffers if self.statistics == "local" else own.buffers[:0]

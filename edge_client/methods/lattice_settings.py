@@ -10,7 +10,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method
-from edge_client.methods.lattice_prune import Network
+from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
 from edge_client.task import Course
 
@@ -43,9 +43,9 @@ class Settings(Method):
     prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
     """Epochs of the smaller network in a round."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """Its learning rate; None: as before."""
+    """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Epochs that make the personal model after the last round, at a third of the last rate."""
+    """Epochs that make the personal model after the last round, at a third of the whole network's rate."""
 
     def unit(self, course: Course, each: F32, halvings: int) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
@@ -70,10 +70,10 @@ class Settings(Method):
         """How a device trains this network in a round."""
         if net.units is None:
             return Plan(self.epochs, self.batch, self.rate(net.model), self.momentum, self.cosine)
-        rate = self.prune_lr or self.rate(net.origin.model)
+        rate = self.prune_lr or self.lr or RATE
         return Plan(self.prune_epochs, self.batch, rate, self.momentum, cosine=True)
 
     def personal_plan(self, net: Network) -> Plan:
         """How a device makes its personal model."""
-        plan = self.plan(net)
-        return replace(plan, epochs=self.personal_epochs, rate=plan.rate * PERSONAL_RATE)
+        rate = self.rate(net.origin.model) * PERSONAL_RATE
+        return replace(self.plan(net), epochs=self.personal_epochs, rate=rate)

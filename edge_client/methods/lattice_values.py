@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import Counts, History
-from edge_client.methods.lattice_prune import Network
+from edge_client.methods.lattice_network import Network
 from edge_client.methods.units import Packed
 
 
@@ -22,9 +22,10 @@ from edge_client.methods.units import Packed
 class State:
     """The global model and what it takes to go on.
 
-    `counts` int32[n] is N. `steps` float32[tensors] are as at first, to be divided by 2**halvings; zeros before round
-    1 is over. `statistics` float32[buffers_d] are exact. `samples` is the mean over `reports` updates. `bad` counts
-    the bad rounds in a row. `residual` float32[n], in units of step / K, only in that variant.
+    `counts` int32[n] is N. `steps` float32[tensors] are as at first, to be divided by 2**halvings; zeros before any
+    update was counted. `statistics` float32[buffers_d] are exact. `first` and `round` are the first and the last round
+    that counted an update, 0 before. `samples` is the mean over `reports` updates. `bad` counts the bad rounds in a
+    row. `residual` float32[n], in units of step / K, only in that variant.
     `units` are packed bits, None before the pruning.
     """
 
@@ -32,6 +33,8 @@ class State:
     steps: F32
     statistics: F32
     history: History
+    first: int = 0
+    round: int = 0
     samples: float = 0.0
     reports: int = 0
     halvings: int = 0
@@ -64,7 +67,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Received:
-    """A downlink decoded: the network, N, the steps as at first, the model float32[d]. `samples` is 0 in round 1."""
+    """A downlink decoded: the network, N, the steps as at first, the model float32[d].
+
+    `samples` is 0 while no update has been counted.
+    """
 
     net: Network
     counts: Counts
@@ -77,7 +83,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Update:
-    """A device's moves int32[n], to be multiplied by `scale`; in round 1 also its rms. `statistics` are changes."""
+    """A device's moves int32[n], to be multiplied by `scale`; at first also its rms. `statistics` are changes."""
 
     moves: Counts
     rms: F32 | None

@@ -22,7 +22,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, State, Update, distance, read_state, toward, train
+from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state, train
 from edge_client.parts import Part, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -121,27 +121,20 @@ class LGFedAvg(Method):
         return state if self.whole(a.round) else State(self.head(a.model).gather(state.parameters), NOTHING)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        before = self.received_part(a, state)
-        moved = distance(update.parameters, before.parameters)
-        return Influence(moved, update.samples, distance(update.buffers, before.buffers))
+        return influence(self.received_part(a, state), update)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
-        before = self.received_part(a, state)
-        parameters = toward(before.parameters, update.parameters, scale)
-        return Update(parameters, toward(before.buffers, update.buffers, scale), weight)
+        return limited(self.received_part(a, state), update, scale, weight)
 
     def fold(
-        self, a: Assignment, state: State, total: tuple[Mean, Mean] | None, update: Update, record: Record | None
-    ) -> tuple[tuple[Mean, Mean], Record]:
+        self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
+    ) -> tuple[Total, Record]:
         """Add n_k w_k and n_k, of the whole model or of the head."""
-        parameters, buffers = total or (Mean(update.parameters.size), Mean(update.buffers.size))
-        parameters.add(update.samples, update.parameters)
-        buffers.add(update.samples, update.buffers)
-        return (parameters, buffers), Record(a.round)
+        return added(total, update.samples, update.parameters, update.buffers), Record(a.round)
 
     def finish(
-        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: tuple[Mean, Mean]
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """The mean model; in the second phase the mean head beside the body of the first."""
         parameters, buffers = total

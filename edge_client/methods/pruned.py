@@ -13,10 +13,11 @@ from edge_kernels import codecs
 from edge_kernels.codecs import CodecError
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Manifest, Model, digest
+from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import PayloadError
+from edge_client.methods import bits_digest
 from edge_client.parts import Part, tensors
-from edge_client.protocol.payload import Payload, u8
+from edge_client.protocol.payload import Payload, coded, u8
 
 MASK = "mask.entropy"
 
@@ -76,7 +77,7 @@ def moved(manifest: Manifest, theta: F32, mask: Bits, change: F32) -> F32:
 
 def fingerprint(mask: Packed, values: F32) -> str:
     """The 64-bit name of a mask and the values that it leaves."""
-    return digest(mask.tobytes() + values.tobytes())[:16]
+    return bits_digest(np.concatenate([mask, values.view(np.uint8)]))
 
 
 def check_fingerprint(payload: Payload, held: str, error: type[PayloadError]) -> None:
@@ -92,10 +93,8 @@ def encoded_mask(manifest: Manifest, mask: Bits) -> Packed:
 
 def decoded_mask(manifest: Manifest, payload: Payload) -> Bits:
     """The mask of a whole downlink, bool[prunable]. Raises PayloadError."""
-    data, contexts = payload.arrays.get(MASK), layer_of(manifest)
-    if data is None or data.dtype != np.uint8 or data.ndim != 1:
-        raise PayloadError(f"the downlink has no array {MASK!r} of uint8[n]; fetch it again")
+    contexts = layer_of(manifest)
     try:
-        return codecs.decode_mask("entropy", data.tobytes(), contexts.size, contexts)
+        return codecs.decode_mask("entropy", coded(payload, MASK, ("values", "buffers")), contexts.size, contexts)
     except CodecError as error:
         raise PayloadError(f"the mask of the downlink: {error}; fetch it again") from None

@@ -8,11 +8,12 @@ FedMask's: the device prunes after one epoch, elements that two or more devices 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from edge_client.methods.fedmask import FedMask
+from edge_client.methods.structure import Choice
 from edge_client.training.gates import Gate, SignTanh
 
 
@@ -23,9 +24,10 @@ class Signed(FedMask):
     hint: ClassVar[str] = "lr, then more rounds"
     gate: ClassVar[Gate] = SignTanh()
 
-    keep: Annotated[float, Field(gt=0, le=1)] = 0.8
-    head: Literal["masked", "local"] = "local"
+    drawn: ClassVar[Choice] = Choice(keep=0.8, head="local", group_lasso=0.0, restart="radius", lr=10.0)
+    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=0.1)
+
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 1.0
     """A received bit becomes the score +radius or -radius."""
-    group_lasso: Annotated[float, Field(ge=0, le=0)] = 0.0
+    group_lasso: Annotated[float, Field(ge=0, le=0)] | None = None
     """Always 0: the lasso pulls soft values to 0, where a sign is least decided and not dead."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from edge_kernels import bits as bitset
+from edge_kernels.channels import by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Kept, Narrow, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Personal
 
@@ -34,32 +37,45 @@ class Units:
     manifest: Manifest
     alive: Bits
 
-    @property
+    @cached_property
     def packed(self) -> Packed:
         """As it travels and is stored."""
         return bitset.pack(self.alive)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The structure's 64-bit name."""
         return bits_digest(self.packed)
 
-    @property
+    @cached_property
     def channels(self) -> Kept:
         """The units that stay, by group."""
         parts = _split(self.manifest, self.alive)
         return {g.name: np.flatnonzero(part) for g, part in zip(self.manifest.groups, parts, strict=True)}
 
+    @cached_property
+    def small(self) -> Narrow:
+        """The network of the units that stay."""
+        return narrow(self.manifest, self.channels)
+
     @property
     def places(self) -> NDArray[np.int64]:
         """Where the live parameters lie in the flat vector."""
-        return narrow(self.manifest, self.channels).parameters
+        return self.small.parameters
 
     def applied(self, parameters: F32, buffers: F32) -> Personal:
         """The model with all parameters of removed units zero, and its mask."""
+        return self.placed(parameters[self.places], buffers[self.small.buffers], buffers)
+
+    def placed(self, parameters: F32, buffers: F32, others: F32) -> Personal:
+        """The smaller network's values, float32[d'] and float32[buffers_d'], as a model of the whole one's size.
+
+        Parameters of removed units are zero and masked; their statistics are those of `others`, float32[buffers_d].
+        """
+        values, statistics = np.zeros(self.manifest.d, np.float32), others.copy()
         mask = np.zeros(self.manifest.d, np.bool_)
-        mask[self.places] = True
-        return Personal(np.where(mask, parameters, np.float32(0)), buffers, mask)
+        values[self.places], mask[self.places], statistics[self.small.buffers] = parameters, True, buffers
+        return Personal(values, statistics, mask)
 
 
 def whole(manifest: Manifest) -> Units:
@@ -74,6 +90,27 @@ def whole(manifest: Manifest) -> Units:
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
     """The structure that `packed` says. Raises ValueError for bits that are none."""
+    bitset.check(packed, sum(g.size for g in manifest.groups))
+    return _unpacked(Same(manifest), packed.tobytes())
+
+
+class Same:
+    """A value as a key, by identity: to compare two manifests takes as long as what is kept for one."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+@lru_cache(maxsize=16)
+def _unpacked(same: Same, data: bytes) -> Units:
+    """As `unpacked`. Every update of a round names a structure, most of them the same one."""
+    manifest, packed = same.value, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
     empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
     if empty:
@@ -101,7 +138,7 @@ def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
     """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
     tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()
     for group, part, count in zip(units.manifest.groups, _split(units.manifest, alive), counts, strict=True):
-        norms = group_norms(tensors[p.weight] for p in group.producers)
+        norms = group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at("makes"))
         part &= keep_largest(np.where(part, norms, -1.0), count)
     return Units(units.manifest, alive)
 
@@ -115,11 +152,8 @@ def live(manifest: Manifest, counts: Sequence[int]) -> int:
     """The parameters of a network with so many units in each group."""
     shapes = {t.name: list(t.shape) for t in manifest.parameters}
     for group, n in zip(manifest.groups, counts, strict=True):
-        rows = [name for p in group.producers for name in (p.weight, p.bias) if name is not None]
-        for name in (*rows, *(name for op in group.ops for name in op.tensors if name in shapes)):
-            shapes[name][0] = n
-        for consumer in group.consumers:
-            shapes[consumer.weight][1] = n * consumer.repeat
+        for p in (p for p in group.places if p.tensor in shapes):
+            shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
 
 

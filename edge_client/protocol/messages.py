@@ -245,6 +245,14 @@ class DeviceMetrics(Message):
     """The weight of the scores in a mean."""
 
 
+class MeanCost(Message):
+    """One figure over the devices that gave it: mean, most, and how many they are."""
+
+    mean: float
+    most: float
+    devices: int
+
+
 class Traffic(Message):
     """Bytes of one round, all its devices together, by kind.
 
@@ -282,6 +290,8 @@ class Round(Message):
     """None, as is the next, when no device that took part has test samples."""
     score_after: Scores | None
     seconds: float
+    cost: dict[str, MeanCost] = {}
+    """What the round cost a device: "seconds", "joules", "megabytes", "celsius", as far as devices gave them."""
     skipped: list[str] = []
     """Devices whose acknowledged update could not be folded; it is left out of everything above."""
     guarded: dict[str, str] = {}

@@ -11,6 +11,8 @@ import torch
 import typer
 
 from edge_client.errors import ConfigError
+from edge_export.executorch.lowering import check_installed
+from edge_export.executorch.parts import add_parts
 from edge_export.writer import export_bundle
 
 
@@ -61,6 +63,10 @@ def export(
     dtype: Annotated[Literal["float32", "int64"], typer.Option(help="Type of one input value.")] = "float32",
     name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
+    executorch: Annotated[
+        bool, typer.Option("--executorch", help="Add train.pte and eval.pte, which the ExecuTorch backend needs.")
+    ] = False,
+    executorch_batch: Annotated[int, typer.Option(min=1, help="The most samples of a batch they run.")] = 64,
 ) -> None:
     """Export a PyTorch model as a bundle that devices train without PyTorch."""
     try:
@@ -71,6 +77,8 @@ def export(
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
     sizes = {k: n for k, n in (("classes", classes), ("outputs", outputs)) if n is not None}
     _check_folder(out)
+    if executorch:
+        check_installed()
     module = load_factory(factory)()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{factory} returned a {type(module).__name__}; it must return a torch.nn.Module")
@@ -88,6 +96,8 @@ def export(
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
+    if executorch:
+        bundle = add_parts(bundle, most=executorch_batch, progress=typer.echo)
     m = bundle.manifest
     typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")
     typer.echo(f"target {', '.join(f'{k} {v}' for k, v in m.target.model_dump().items())}")

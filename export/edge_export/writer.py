@@ -26,15 +26,17 @@ from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part,
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
-from edge_export.channels import find_groups
 from edge_export.graphs import eval_graph, torch_programs, train_graph
+from edge_export.groups import with_groups
 from edge_export.modes import evaluating
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 
 _TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
-_FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2"})
+_FILES = frozenset(
+    {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
+)
 
 
 def export_bundle(
@@ -83,10 +85,8 @@ def export_bundle(
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
     draws = any(v.name == "key" for v in made.train.graph.input)
-    parts = {
-        "train.onnx": made.train.SerializeToString(deterministic=True),
-        "eval.onnx": made.evaluation.SerializeToString(deterministic=True),
-    }
+    graphs = {"train.onnx": made.train, "eval.onnx": made.evaluation}
+    parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
     if torch_part:
         names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
@@ -100,12 +100,11 @@ def export_bundle(
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=find_groups(module, example),
         seed=seed,
         draws=draws,
         parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
     )
-    return _write(manifest, parts, folder)
+    return _write(with_groups(manifest, graphs), parts, folder)
 
 
 @dataclass(frozen=True)

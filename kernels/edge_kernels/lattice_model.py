@@ -20,6 +20,11 @@ from numpy.typing import NDArray
 from edge_kernels.codecs import CodecError
 from edge_kernels.codecs.arrivals import LEAST, MOST, UNIT, chance, ends
 
+try:
+    from edge_kernels import lattice_compiled as compiled
+except (ImportError, OSError):  # numba is not installed, or does not fit what is installed
+    compiled = None  # type: ignore[assignment]
+
 F64 = NDArray[np.float64]
 I16 = NDArray[np.int16]
 I32 = NDArray[np.int32]
@@ -102,16 +107,44 @@ class Model:
             tensor.factor = LOWEST + GUESS * guess
         found, part = [], given % _PERIOD
         for low, high in pairwise(_PASSES):
-            index = _part(self.base - self.scales(), low, high)
             grid, hazards = self.grid(), self.hazards()
             own = given[(part >= low) & (part < high)]
-            before = ends(_looked_up(_table(hazards, grid), index))
+            index, before = self.indices(low, high, _table(hazards, grid))
             mine = exchange(before, own // _PERIOD * (high - low) + own % _PERIOD - low)
             here = mine // (high - low) * _PERIOD + mine % (high - low) + low
             found.append(here)
             if high < _PERIOD:
                 self.learn(low, high, index, grid, _table(chance(hazards) >> 4, grid), mine, here)
         return np.sort(np.concatenate(found))
+
+    def indices(self, low: int, high: int, table: U32) -> tuple[I16, I64]:
+        """Of a pass the elements' indices into the curve, int16[n], and by `table` the hazard before each of them."""
+        if compiled is None or not self.tensors:
+            index = _part(self.base - self.scales(), low, high)
+            return index, ends(_looked_up(table, index))
+        found: tuple[I16, I64] = compiled.indices(self.base, *self._laid_out(), low, high, _PERIOD, table)
+        return found
+
+    def expected(self, low: int, high: int, index: I16, table: U32) -> tuple[list[tuple[I64, I64]], I64]:
+        """The members that `table` expects in a pass, in units of 2**-20: by each tensor's rows and columns; and how
+        many elements have each index."""
+        if compiled is None or not self.tensors:
+            due = _looked_up(table, index)
+            before, sums = ends(due), _spread(due, self.d, low, high)
+            parts = [tensor.sums(before, sums, low, high) for tensor in self.tensors]
+            return parts, np.bincount(index, minlength=_CLASSES * _SIZE)
+        laid, size = self._laid_out(), _CLASSES * _SIZE
+        rows, columns, counts = compiled.expected(index, *laid, low, high, _PERIOD, table, size)
+        by_row, by_column = (
+            np.split(f, np.cumsum(n)[:-1]) for f, n in ((rows, laid[0][:, 2]), (columns, laid[0][:, 3]))
+        )
+        return list(zip(by_row, by_column, strict=True)), counts
+
+    def _laid_out(self) -> tuple[I64, I64, I64]:
+        """The tensors for compiled loops: where each begins and ends, its rows and columns; all factors end to end."""
+        shapes = [(t.where.start, t.where.stop, len(t.row), len(t.column)) for t in self.tensors]
+        rows = np.concatenate([t.row + t.factor for t in self.tensors])
+        return np.array(shapes, np.int64), rows, np.concatenate([t.column for t in self.tensors])
 
     def scales(self) -> I16:
         """The logarithm of b of every element, in units of 2**-24, int16[d]."""
@@ -151,13 +184,11 @@ class Model:
 
         `grid` was that of the pass, and `chances` are those of each index, in units of 2**-20.
         """
-        expected = _looked_up(chances, index)
-        before, sums = ends(expected), _spread(expected, self.d, low, high)
-        for tensor in self.tensors:
+        parts, due = self.expected(low, high, index, chances)
+        for tensor, (rows, columns) in zip(self.tensors, parts, strict=True):
             members = slice(*np.searchsorted(here, (tensor.where.start, tensor.where.stop)))
-            tensor.learn(here[members] - tensor.where.start, before, sums[tensor.where], low, high)
-        total = (len(mine) + 4.0) / (int(before[-1]) * 2.0**-UNIT + 4.0)
-        due = np.bincount(index, minlength=_CLASSES * _SIZE)
+            tensor.learn(here[members] - tensor.where.start, rows, columns)
+        total = (len(mine) + 4.0) / (int(sum(rows.sum() for rows, _ in parts)) * 2.0**-UNIT + 4.0)
         due *= chances
         due = due.reshape(_CLASSES, _SIZE)
         bins, found = grid.reshape(-1) // _BIN, index[mine].astype(np.int64)
@@ -188,34 +219,50 @@ class _Tensor:
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
         if held is not None and columns > 1:
             moved = np.abs(held[where]).reshape(rows, columns)
-            sums = moved.sum(axis=1, dtype=np.int64), moved.sum(axis=0, dtype=np.int64)
+            most = int(moved.max(initial=0)) if int(moved.min(initial=0)) >= 0 else 1 << 31  # |-2**31| has no int32
+            sums = _sum(moved, 1, most), _sum(moved, 0, most)
         row, column = (_corrected(np.zeros(len(x), np.int64), x, x.sum() / max(len(x), 1), 2.0) for x in sums)
         row_weight, column_weight = (_within(x.astype(np.float64), 2.0, 8.0) for x in sums)
         return _Tensor(where, row, column, row_weight, column_weight)
 
-    def learn(self, members: I64, before: I64, sums: U32, low: int, high: int) -> None:
-        """Correct the factors by a pass with `members` among the tensor's elements.
+    def sums(self, before: I64, spread: U32, low: int, high: int) -> tuple[I64, I64]:
+        """What is due in each row and column in a pass, int64[rows] and int64[columns].
 
-        `before` are the members expected before each element of the pass, and `sums` those expected of each element of
-        the tensor, both in units of 2**-20.
+        `before` is what is due before each element of the pass, and `spread` at each of all elements.
         """
         rows, columns = len(self.row), len(self.column)
         marks = self.where.start + np.arange(rows + 1) * ((self.where.stop - self.where.start) // max(rows, 1))
         due = np.diff(before[marks // _PERIOD * (high - low) + _within(marks % _PERIOD - low, 0, high - low)])
-        ratio = (len(members) + self.weight) / (int(due.sum()) * 2.0**-UNIT + self.weight)
+        if columns == 1:
+            return due, due
+        return due, _sum(spread[self.where].reshape(rows, columns), 0, 1 << UNIT)
+
+    def learn(self, members: I64, rows: I64, columns: I64) -> None:
+        """Correct the factors by a pass with `members` among the tensor's elements.
+
+        Those expected are `rows`, int64[rows], and `columns`, int64[columns], in units of 2**-20.
+        """
+        ratio = (len(members) + self.weight) / (int(rows.sum()) * 2.0**-UNIT + self.weight)
         self.factor = min(max(self.factor + int(_log2(np.float64(ratio))), LOWEST), HIGHEST)
         self.weight += len(members)
-        if columns > 1:
-            seen = np.bincount(members // columns, minlength=rows)
-            self.row = _corrected(self.row, seen, due * 2.0**-UNIT * ratio, self.row_weight)
+        wide = len(columns)
+        if wide > 1:
+            seen = np.bincount(members // wide, minlength=len(rows))
+            self.row = _corrected(self.row, seen, rows * 2.0**-UNIT * ratio, self.row_weight)
             self.row_weight += seen
-            seen = np.bincount(members % columns, minlength=columns)
-            due = sums.reshape(rows, columns).sum(axis=0, dtype=np.int64)
-            self.column = _corrected(self.column, seen, due * 2.0**-UNIT * ratio, self.column_weight)
+            seen = np.bincount(members % wide, minlength=wide)
+            self.column = _corrected(self.column, seen, columns * 2.0**-UNIT * ratio, self.column_weight)
             self.column_weight += seen
 
 
-def _corrected(factors: I64, seen: NDArray[Any], due: F64 | float, weights: F64 | float) -> I64:
+def _sum(values: NDArray[Any], axis: int, most: int) -> I64:
+    """The sums along an axis of numbers up to `most`; numpy adds 32 bits several times as fast as 64."""
+    small = most * values.shape[axis] < 1 << 31
+    sums: I64 = values.sum(axis=axis, dtype=values.dtype if small else np.int64).astype(np.int64)
+    return sums
+
+
+def _corrected(factors: I64, seen: NDArray[Any], due: NDArray[Any] | float, weights: F64 | float) -> I64:
     """Logarithms of factors, moved by the ratio of what was seen and what was due."""
     moved: I64 = _within(factors + _log2((seen + weights) / (due + weights)), -_FACTOR, _FACTOR)
     return moved

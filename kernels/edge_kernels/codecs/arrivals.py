@@ -17,6 +17,11 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs.sets import CodecError
 
+try:
+    from edge_kernels.codecs import arrivals_compiled as compiled
+except (ImportError, OSError):  # numba is not installed, or does not fit what is installed
+    compiled = None  # type: ignore[assignment]
+
 I64 = NDArray[np.int64]
 
 UNIT = 20  # log2 of hazard 1
@@ -144,6 +149,9 @@ class Writer:
         x = np.full(self._lanes, _LOW, np.int64)
         words: list[I64] = []
         for starts, freqs in zip(reversed(self._starts), reversed(self._freqs), strict=True):
+            if compiled is not None:
+                words.append(compiled.write(starts, freqs, x))
+                continue
             bounds, rests = freqs << SCALE, _LOW - freqs
             for step in range(len(starts) - 1, -1, -1):
                 over = (x >= bounds[step]).nonzero()[0]
@@ -193,13 +201,14 @@ class Reader:
         """The sorted members of the next list, whose hazards are `before`."""
         x, words = self._x, self._words
         cuts = _cuts(before, len(x))
+        if compiled is not None:
+            return self._compiled(before, cuts)
         at, end, after = cuts[:-1], cuts[1:], before[1:]
         here = before[at]
         lows, hits = [], []
         while np.count_nonzero(at < end):
             self._steps += 1
-            if self._steps > self._most:
-                raise CodecError(f"the payload needs more than {self._most} steps; it is damaged")
+            self._check()
             slot = x & (_LOW - 1)
             # The least hazard t with chance(t) > slot, by which the next member comes, or one beyond the window.
             cell = _BELOW.searchsorted(slot, "right")
@@ -223,11 +232,9 @@ class Reader:
             x -= start
             under = (x < _LOW).nonzero()[0]
             if len(under):
-                more = words[self._used : self._used + len(under)]
-                if len(more) < len(under):
-                    raise CodecError("the payload ends within its coded symbols; it is truncated or damaged")
-                x[under] = (x[under] << SCALE) | more
                 self._used += len(under)
+                self._check()
+                x[under] = (x[under] << SCALE) | words[self._used - len(under) : self._used]
             lows.append(low)
             hits.append(hit)
         if not lows:
@@ -235,6 +242,23 @@ class Reader:
         members: I64 = np.concatenate(lows)[np.concatenate(hits)]
         members.sort()
         return members
+
+    def _compiled(self, before: I64, cuts: I64) -> I64:
+        """The same by the compiled loop."""
+        left = self._most - self._steps
+        tables = _BELOW, _INSIDE, _OFFSET
+        found, used, steps = compiled.read(before, cuts, self._x, self._words[self._used :], left, *tables, MOST)
+        self._used, self._steps = self._used + used, self._steps + steps
+        self._check()
+        members: I64 = np.sort(found)
+        return members
+
+    def _check(self) -> None:
+        """Raise CodecError when a list took more steps or words than there are."""
+        if self._steps > self._most:
+            raise CodecError(f"the payload needs more than {self._most} steps; it is damaged")
+        if self._used > len(self._words):
+            raise CodecError("the payload ends within its coded symbols; it is truncated or damaged")
 
     def end(self) -> None:
         """Raise CodecError unless all was read and the states are those that the writer began with."""

@@ -1,0 +1,45 @@
+"""`python -m edge_bench`: every benchmark in a line, read from the sources without running them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from edge_client.cli import summary
+
+HERE = Path(__file__).parent
+MARK = '__name__ == "__main__"'
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    """What can be started by `python -m`, and the first line of its docstring."""
+    for file in sorted(HERE.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        name = ".".join(("edge_bench", *file.relative_to(HERE).with_suffix("").parts))
+        if file == Path(__file__) or not (MARK in text or file.name == "__main__.py"):
+            continue
+        said = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        # One that opens with its command says what it does after a colon.
+        yield f"python -m {name.removesuffix('.__main__')}", said.partition("`: ")[2] or said
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The commands that measure something, and their summaries."""
+    for entry in sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.name):
+        if entry.module.partition(".")[0] == "edge_bench" or entry.name == "bench":
+            yield f"maskfleet {entry.name.replace('.', ' ')}", summary(entry)
+
+
+def main() -> None:
+    """Print the list."""
+    rows = [*commands(), *modules()]
+    wide = max(len(name) for name, _ in rows)
+    for name, said in rows:
+        print(f"{name:<{wide}}  {said}".rstrip())
+    print("\n--help after any of them says more.")
+
+
+if __name__ == "__main__":
+    main()

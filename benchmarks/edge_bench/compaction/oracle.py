@@ -1,0 +1,334 @@
+"""The bound: multiply-adds of a masked module when every contraction keeps only what matters, found by numbers alone.
+
+The module runs in float64 on a few samples with every contraction watched (linear layers, convolutions, products of
+matrices, einsum, attention, LSTM, GRU). An entry of a contraction's input or output is live when
+
+- it differs from sample to sample: what is the same for every sample is a constant, whatever the place, and
+- the outputs' gradient reaches it. For an input that is the gradient through this contraction alone.
+
+Entries are channels (convolutions), features (linear layers, also each feature after a flatten), or entries of one head
+(products of two activations), united over samples and over places or steps. A contraction then costs as many
+multiply-adds as it has triples (input entry, output entry, place) with both entries live; within the groups of a
+grouped convolution, and within one head of attention.
+
+Nothing of the exporter or of compaction is used: a channel counts as dead because of the numbers, not of the graph.
+Two things are adapted. A ReLU's flat side is given a slope of a quarter, so that a unit which happens to be off on
+every sample counts as live: no exact compaction may remove it. LSTM and GRU run as loops, so that their gates and
+states can be watched; steps are united.
+
+The bound is not always reachable by an exact graph of ordinary layers: an index of a product that is constant on one
+side still counts, but one that cancels (a constant added to every score before a softmax) does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from edge_bench.compaction.zoo.case import Case
+
+SAMPLES = 11  # a prime that no axis of the graphs has as a factor, so that the samples' axis is known by its size
+VARIES = 1e-10  # of a tensor's largest value: less is rounding
+REACHES = 1e-11  # of the largest gradient of a tensor
+REACHES_AT_ALL = 1e-16  # of the largest gradient of any tensor
+SLOPE = 0.25
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Multiply-adds of one sample: all, and those between live entries. `parts` are the same for each contraction."""
+
+    dense: int
+    live: int
+    parts: tuple[tuple[str, int, int], ...]
+
+
+@dataclass
+class _Site:
+    """One contraction. `a` and `b` are its operands, `b` None where it is a weight; lists hold the steps of a loop.
+
+    `kind` says how entries lie: "channels" (axis 1), "features" (last axis), "product" (matrices).
+    """
+
+    kind: str
+    a: list[Tensor] = field(default_factory=list)
+    b: list[Tensor] = field(default_factory=list)
+    out: list[Tensor] = field(default_factory=list)
+    groups: int = 1
+    each: int = 1  # multiply-adds of one pair of entries: places times taps
+    equation: str = ""
+
+
+def bound(module: nn.Module, case: Case) -> Bound:
+    """The bound of `module`, which is masked already and in evaluation mode."""
+    module = copy.deepcopy(module).double().eval().requires_grad_(False)
+    x = _samples(case)
+    watch = _Watch()
+    with _from_embeddings(module) if case.ids is not None else _nothing(), watch:
+        outputs = module(x if case.ids is not None else x.requires_grad_())
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    # Averaging places would let their gradients cancel by symmetry; random weights do not.
+    (outputs * weights).sum().backward()
+    sites = [s for s in watch.sites.values() if s.out]
+    largest = max((float(t.grad.abs().max()) for s in sites for t in s.out if t.grad is not None), default=0.0)
+    parts = tuple((s.kind, *_count(s, largest)) for s in sites)
+    return Bound(sum(p[1] for p in parts), sum(p[2] for p in parts), parts)
+
+
+def _samples(case: Case) -> Tensor:
+    """Samples of several sizes and both signs, so that every unit leaves its flat side somewhere."""
+    x = case.batch(SAMPLES, seed=11)
+    if case.ids is not None:
+        return x
+    sizes = torch.tensor([1.0, 1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 2.0, 1.0, 5.0, 1.0]).view(-1, *[1] * (x.ndim - 1))
+    return (x * sizes).double()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _from_embeddings(module: nn.Module) -> Iterator[None]:
+    """Gradients start at the embeddings' outputs where ids have none."""
+
+    def hook(part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_()
+
+    handles = [p.register_forward_hook(hook) for p in module.modules() if isinstance(p, nn.Embedding)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+# --- watching
+
+
+class _Watch(TorchFunctionMode):
+    """Notes every contraction that depends on the input, and replaces what cannot be watched by its definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: dict[object, _Site] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "relu6_"):
+            return functional.leaky_relu(args[0], SLOPE)
+        if name in ("lstm", "gru") and len(args) == 9:
+            return _recurrent(self, name, *args)
+        if name == "scaled_dot_product_attention":
+            return _attention(self, *args, **kwargs)
+        if name == "multi_head_attention_forward":
+            return _multi_head(self, *args, **kwargs)
+        if name in ("gt", "ge", "__gt__", "__ge__"):  # a comparison has no gradient, yet it decides
+            return torch.sigmoid(args[0] - args[1])
+        if name == "where" and args[0].dtype != torch.bool:
+            return args[0] * args[1] + (1 - args[0]) * args[2]
+        if name in ("__matmul__", "__rmatmul__", "matmul", "bmm", "mm"):
+            a, b = (args[1], args[0]) if name == "__rmatmul__" else args[:2]
+            return self.product(a, b)
+        if name in ("baddbmm", "addmm"):
+            return args[0] + self.product(args[1], args[2])
+        if name == "einsum":
+            return self._einsum(func, *args)
+        if name == "linear":
+            return self.linear(*args, **kwargs)
+        if name.startswith("conv") and name[-2:] in ("1d", "2d", "3d"):
+            return self._convolution(func, name, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: object = None) -> Tensor:
+        """A linear layer on the last axis; calls of one `key` are the steps of one layer."""
+        if not x.requires_grad:
+            return functional.linear(x, weight, bias)
+        site = self.sites.setdefault(key or len(self.sites), _Site("features"))
+        site.each += x.numel() // x.shape[-1] // SAMPLES - (1 if not site.a else 0)
+        return self._note(site, x, None, lambda a, _: functional.linear(a, weight, bias))
+
+    def _convolution(self, func: Callable[..., Tensor], name: str, *args: Any, **kwargs: Any) -> Tensor:
+        x, weight = args[0], args[1]
+        if not x.requires_grad:
+            return func(*args, **kwargs)
+        transposed = "transpose" in name
+        place = 6  # convNd(x, w, b, stride, padding, dilation, groups); transposed: ..., output_padding, groups
+        groups = kwargs.get("groups", args[place] if len(args) > place else 1)
+        site = self.sites.setdefault(len(self.sites), _Site("channels", groups=int(groups)))
+        out = self._note(site, x, None, lambda a, _: func(a, *args[1:], **kwargs))
+        site.each = prod(weight.shape[2:]) * prod(x.shape[2:] if transposed else out.shape[2:])
+        return out
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        if not (a.requires_grad or b.requires_grad):
+            return torch.matmul(a, b)
+        if not b.requires_grad and b.ndim == 2:
+            return self.linear(a, b.t())
+        site = self.sites.setdefault(len(self.sites), _Site("product"))
+        return self._note(site, a, b, torch.matmul)
+
+    def _einsum(self, func: Callable[..., Tensor], equation: str, *operands: Any) -> Tensor:
+        a, b = operands[0] if len(operands) == 1 else operands
+        site = self.sites.setdefault(len(self.sites), _Site("einsum", equation=equation.replace(" ", "")))
+        return self._note(site, a, b, lambda p, q: func(equation, p, q))
+
+    def _note(self, site: _Site, a: Tensor, b: Tensor | None, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        """Run on copies of the operands, whose gradients are those through this contraction alone."""
+        copies = [t if t is None or not t.requires_grad else t.clone() for t in (a, b)]
+        out = run(copies[0], copies[1])  # type: ignore[arg-type]
+        for tensor, kept in zip((*copies, out), (site.a, site.b, site.out), strict=True):
+            if tensor is not None:
+                if tensor.requires_grad:
+                    tensor.retain_grad()
+                kept.append(tensor)
+        return out
+
+
+def _attention(
+    watch: _Watch, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    scores = watch.product(q, k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return watch.product(torch.softmax(scores, -1), v)
+
+
+def _multi_head(
+    watch: _Watch, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, weight: Tensor, bias: Tensor,
+    bias_k: None, bias_v: None, zero: bool, dropout: float, out_weight: Tensor, out_bias: Tensor, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`nn.MultiheadAttention` without masks, on [t, n, width], by its definition."""
+    if query is key and key is value:
+        parts = watch.linear(query, weight, bias).chunk(3, -1)
+    else:
+        rows = zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
+        parts = tuple(watch.linear(x, w, b) for x, w, b in rows)
+    q, k, v = (p.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for p in parts)
+    joined = _attention(watch, q, k, v).permute(2, 0, 1, 3).flatten(2)
+    return watch.linear(joined, out_weight, out_bias), None
+
+
+def _recurrent(
+    watch: _Watch, kind: str, x: Tensor, state: Any, weights: Sequence[Tensor], biased: bool, layers: int,
+    dropout: float, training: bool, both: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`torch.lstm` or `torch.gru` by its definition."""
+    x = x.transpose(0, 1) if batch_first else x
+    each, place, last = 4 if biased else 2, 0, []
+    for layer in range(layers):
+        made = []
+        for direction in range(1 + both):
+            w_in, w_state, *bias = weights[place : place + each]
+            b_in, b_state = bias or (None, None)
+            place += each
+            first = state[0] if kind == "lstm" else state
+            h = first[layer * (1 + both) + direction]
+            c = state[1][layer * (1 + both) + direction] if kind == "lstm" else h
+            from_x = watch.linear(x, w_in, b_in)
+            outputs: list[Tensor] = []
+            key = (id(x), layer, direction)
+            for t in range(len(x)) if not direction else reversed(range(len(x))):
+                if not h.requires_grad:  # the first state is a constant, watched all the same
+                    h = h.clone().requires_grad_()
+                from_h = watch.linear(h, w_state, b_state, key)
+                h, c = _lstm(from_x[t] + from_h, c) if kind == "lstm" else _gru(from_x[t], from_h, h)
+                outputs.append(h)
+            last.append((h, c))
+            made.append(torch.stack(outputs[::-1] if direction else outputs))
+        x = torch.cat(made, -1)
+    x = x.transpose(0, 1) if batch_first else x
+    states = torch.stack([h for h, _ in last])
+    return (x, states, torch.stack([c for _, c in last])) if kind == "lstm" else (x, states)
+
+
+def _lstm(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    (rx, zx, nx), (rh, zh, nh) = from_x.chunk(3, -1), from_h.chunk(3, -1)
+    z = torch.sigmoid(zx + zh)
+    h = (1 - z) * torch.tanh(nx + torch.sigmoid(rx + rh) * nh) + z * h
+    return h, h
+
+
+# --- counting
+
+
+def _count(site: _Site, largest: float) -> tuple[int, int]:
+    """Multiply-adds of a contraction for one sample: all, and the live ones."""
+    varies_a, reached_a = _live(site.a, largest)
+    varies_out, reached_out = _live(site.out, largest)
+    out = varies_out & reached_out  # of every axis but the samples'
+    if site.kind == "einsum":
+        return _count_einsum(site, largest, out)
+    if site.kind == "product":
+        varies_b, reached_b = _live(site.b, largest)
+        # An index counts when either side varies and matters; rows and columns by what they produce.
+        index = (varies_a & reached_a).any(-2) | (varies_b & reached_b).any(-1)
+        rows, columns = out.any(-1).sum(-1), out.any(-2).sum(-1)
+        live = int((index.sum(-1) * rows * columns).sum())
+        return out.numel() * varies_a.shape[-1], live
+    axis = 0 if site.kind == "channels" else -1
+    a, o = _only(varies_a & reached_a, axis), _only(out, axis)
+    a, o = a.view(site.groups, -1), o.view(site.groups, -1)
+    return site.groups * a.shape[1] * o.shape[1] * site.each, int((a.sum(1) * o.sum(1)).sum()) * site.each
+
+
+def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:
+    """Triples of live entries, by the equation itself without its samples' axis."""
+    left, _, right = site.equation.partition("->")
+    (letters_a, letters_b), batch = left.split(","), right[0]
+    masks = []
+    for tensors in (site.a, site.b):
+        varies, reached = _live(tensors, largest)
+        masks.append(varies & reached if tensors[0].requires_grad else torch.ones_like(varies))
+    equation = f"{letters_a},{letters_b},{right}->".replace(batch, "")
+    all_of = [torch.ones_like(m, dtype=torch.float64) for m in (*masks, out)]
+    dense = torch.einsum(equation, *all_of)
+    return int(dense), int(torch.einsum(equation, *(m.double() for m in (*masks, out))))
+
+
+def _only(live: Tensor, axis: int) -> Tensor:
+    """United over every axis but one."""
+    return live.movedim(axis, 0).reshape(live.shape[axis], -1).any(1)
+
+
+def _live(tensors: list[Tensor], largest: float) -> tuple[Tensor, Tensor]:
+    """(varies, is reached by the gradient) of every entry of a sample, united over the steps in `tensors`."""
+    varies, reached = [], []
+    for tensor in tensors:
+        value = _samples_first(tensor.detach())
+        spread = value.amax(0) - value.amin(0)
+        varies.append(spread > VARIES * value.abs().max())
+        gradient = torch.zeros_like(value) if tensor.grad is None else _samples_first(tensor.grad).abs()
+        floor = max(REACHES * float(gradient.max()), REACHES_AT_ALL * largest)
+        reached.append(gradient.amax(0) > floor)
+    return torch.stack(varies).any(0), torch.stack(reached).any(0)
+
+
+def _samples_first(tensor: Tensor) -> Tensor:
+    """[samples, ...]: the samples' axis is the one whose size is a multiple of their number."""
+    for axis, size in enumerate(tensor.shape):
+        if size == SAMPLES:
+            return tensor.movedim(axis, 0)
+        if size and size % SAMPLES == 0:  # samples and heads in one axis
+            return tensor.unflatten(axis, (SAMPLES, -1)).movedim(axis, 0)
+    return tensor.unsqueeze(0)  # the same for every sample

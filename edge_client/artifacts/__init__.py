@@ -1,0 +1,185 @@
+"""Other forms of a personal model, for other engines: made by writers, proved here.
+
+A writer is an entry point of the group `maskfleet.artifacts`. It turns the bytes of `personal.onnx` into an artifact's
+and opens an artifact to run it. `make` runs what was written beside `personal.onnx`, which was itself shown equal to
+the masked model, before anything is called good: an exact artifact has the same outputs to rounding; the error of an
+int8 one is measured on samples that its calibration did not see, and limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edge_client.bundle import digest
+from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
+from edge_client.files import write_whole
+
+TOLERANCE = 1e-5
+"""Largest error of an exact artifact's outputs, in standard deviations of the model's outputs."""
+SAMPLES = 256  # of the device's own, at most, for calibration and again for the proof
+BATCH = 16  # samples of one call while proving
+Run = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+class Writer(Protocol):
+    """One kind of artifact."""
+
+    exact: bool
+    """Whether its outputs are the model's to rounding."""
+    version: str
+    """Of what writes it: another version writes other bytes."""
+
+    def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
+        """The artifact of the ONNX `model`. `samples` [n, ...] of the device calibrate it; None for an exact one.
+
+        Raises ConfigError for a model it cannot take.
+        """
+        ...
+
+    def open(self, data: bytes) -> Run:
+        """The outputs of an artifact for a batch of at most `BATCH` samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an artifact that is not exact must keep: top-1 agreement, and error in standard deviations."""
+
+    agreement: float = 0.95
+    error: float = 0.25
+
+
+@dataclass(frozen=True)
+class Proof:
+    """An artifact beside the model it was made of.
+
+    `agreement` is the share of outputs whose largest entry is the same, `error_std` the largest error over the
+    standard deviation of the model's outputs, `error_rms` the root mean square error over it, on `samples` samples.
+    """
+
+    samples: int
+    agreement: float
+    error_std: float
+    error_rms: float
+    bytes_model: int
+    bytes_artifact: int
+
+
+def writer(kind: str) -> Writer:
+    """The writer of `kind`. Raises ConfigError when there is none or it needs what is not installed."""
+    found = {e.name: e for e in entry_points(group="maskfleet.artifacts")}
+    if kind not in found:
+        raise ConfigError(f"there is no artifact {kind!r}; choose one of {sorted(found)}")
+    try:
+        made: Writer = found[kind].load()()
+    except ImportError as error:
+        raise ConfigError(f"artifact {kind!r} needs a package that is not installed: {error}") from None
+    return made
+
+
+def make(
+    model: bytes,
+    kind: str,
+    path: Path,
+    samples: NDArray[Any] | None = None,
+    limits: Limits = Limits(),  # frozen
+    cache: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Proof:
+    """Write the artifact `kind` of the ONNX `model` to `path`, once it is proved.
+
+    `samples` [n, ...] are the device's own: half calibrate, the other half prove. An artifact made before of the same
+    model and samples is taken from the folder `cache`, and proved again. Raises CompactionError when the artifact
+    differs by more than it may, ConfigError when it cannot be made, DataError when samples are missing or do not fit.
+    """
+    chosen = writer(kind)
+    reference, shape, dtype = _open(model)
+    own = _fitting(samples, shape, dtype)
+    if own is None and (not chosen.exact or dtype != np.float32):
+        raise DataError(f"artifact {kind!r} of this model needs samples of the device; name its data with --data")
+    calibration, probes = _probes(own, shape)
+    key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _bytes(calibration)]))
+    stored = cache / f"{key}.{kind}" if cache is not None else None
+    if stored is not None and stored.is_file():
+        progress(f"{stored.name} was made before")
+        data = stored.read_bytes()
+    else:
+        data = chosen.write(model, None if chosen.exact else calibration, progress)
+    proof = _prove(reference, chosen.open(data), probes, len(model), len(data))
+    progress(f"proved on {proof.samples} samples")
+    if chosen.exact and not proof.error_std <= TOLERANCE:  # so that NaN fails too
+        raise CompactionError(
+            f"the {kind} artifact's outputs differ from the model's by {proof.error_std:.3g} of their standard "
+            f"deviation, {TOLERANCE:g} allowed; keep the ONNX model and report it"
+        )
+    if not (chosen.exact or (proof.agreement >= limits.agreement and proof.error_rms <= limits.error)):
+        raise CompactionError(
+            f"the {kind} artifact agrees with the model on {proof.agreement:.1%} of {proof.samples} samples with an "
+            f"error of {proof.error_rms:.3g} standard deviations; {limits.agreement:.1%} and {limits.error:g} are "
+            "asked for. Give more samples with --data, or keep the float model"
+        )
+    if stored is not None and cache is not None:
+        cache.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, data, mode=0o644, elsewhere="choose another --cache")
+    write_whole(path, data, mode=0o666, elsewhere="choose another place for the artifact")
+    return proof
+
+
+def _open(model: bytes) -> tuple[Run, tuple[int, ...], np.dtype[Any]]:
+    """How to run the ONNX model, and its input's sample shape and dtype."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises a class of its own for every status
+        raise BundleError(f"the model is not an ONNX file that runs: {error}; name a personal.onnx") from None
+    inputs = session.get_inputs()
+    if len(inputs) != 1 or not all(isinstance(n, int) for n in inputs[0].shape[1:]):
+        raise BundleError("the model has not the one input `x` of a personal.onnx; name a personal.onnx")
+    name, shape = inputs[0].name, tuple(int(n) for n in inputs[0].shape[1:])
+    dtype = np.dtype(np.int64 if inputs[0].type == "tensor(int64)" else np.float32)
+    return (lambda x: np.asarray(session.run(None, {name: x})[0])), shape, dtype
+
+
+def _fitting(samples: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    if samples is None:
+        return None
+    if samples.shape[1:] != shape or len(samples) < 2 or not np.issubdtype(samples.dtype, np.number):
+        raise DataError(
+            f"the samples are {samples.dtype}{list(samples.shape)}, the model takes [n, {', '.join(map(str, shape))}] "
+            "with n of 2 at least; name the data this model was trained on"
+        )
+    return np.ascontiguousarray(samples, dtype)
+
+
+def _probes(own: NDArray[Any] | None, shape: tuple[int, ...]) -> tuple[NDArray[Any] | None, NDArray[Any]]:
+    """Samples to calibrate with, and others to prove on: every other one, spread over the file."""
+    if own is None:
+        return None, np.random.default_rng(0).standard_normal((4 * BATCH + 1, *shape), np.float32)
+    places = np.linspace(0, len(own) - 1, min(len(own), 2 * SAMPLES)).astype(np.int64)
+    return own[places[::2]], own[places[1::2]]
+
+
+def _bytes(samples: NDArray[Any] | None) -> bytes:
+    return b"" if samples is None else samples.tobytes()
+
+
+def _prove(reference: Run, found: Run, probes: NDArray[Any], bytes_model: int, bytes_artifact: int) -> Proof:
+    batches = [probes[i : i + BATCH] for i in range(0, len(probes), BATCH)]
+    expected = np.concatenate([reference(b) for b in batches]).astype(np.float64)
+    made = np.concatenate([found(b) for b in batches]).astype(np.float64)
+    if made.shape != expected.shape:
+        raise CompactionError(f"the artifact's outputs are {made.shape}, the model's {expected.shape}; report it")
+    scale, error = max(float(expected.std()), 1e-30), np.abs(made - expected)
+    agreement = float((made.argmax(-1) == expected.argmax(-1)).mean())
+    rms = float(np.sqrt((error**2).mean()) / scale)
+    return Proof(len(probes), agreement, float(error.max() / scale), rms, bytes_model, bytes_artifact)

@@ -1,0 +1,57 @@
+"""`maskfleet artifact`: a personal model in the form of another engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from edge_client.artifacts import Limits, make
+from edge_client.data import read
+from edge_client.errors import BundleError, ConfigError
+
+
+def artifact(
+    model: Annotated[Path, typer.Argument(metavar="PERSONAL.onnx", help="A personal model.")],
+    kind: Annotated[str, typer.Option(help="pte (ExecuTorch), int8 (ONNX Runtime) or pte-int8, or another installed.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Where the artifact goes.")],
+    data: Annotated[
+        Path | None, typer.Option(help="The device's .npz file: int8 is calibrated on half of it, proved on the rest.")
+    ] = None,
+    agreement: Annotated[float, typer.Option(min=0, max=1, help="int8: least share of equal top-1 answers.")] = 0.95,
+    error: Annotated[float, typer.Option(min=0, help="int8: largest RMS error, in standard deviations.")] = 0.25,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of artifacts made before. [default: maskfleet in the user's cache]")
+    ] = None,
+) -> None:
+    """Write a personal model for another engine, once its outputs are shown to be the model's."""
+    try:
+        content = model.read_bytes()
+    except OSError as fault:
+        raise BundleError(f"cannot read {model}: {fault.strerror}; name a personal.onnx") from None
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"-o {out} is not a file in an existing folder; name one")
+    samples = None if data is None else read(data).arrays["x"]
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"{kind}: a deep network takes minutes") as status:
+        proof = make(
+            content,
+            kind,
+            out,
+            samples,
+            Limits(agreement, error),
+            _cache() if cache is None else cache,
+            lambda line: status.update(f"{kind}: {line}"),
+        )
+    typer.echo(
+        f"{out}: {proof.bytes_artifact:,} bytes, of a model of {proof.bytes_model:,}; on {proof.samples} samples "
+        f"top-1 agrees on {proof.agreement:.1%}, error {proof.error_rms:.2g} standard deviations of the outputs "
+        f"(largest {proof.error_std:.2g})"
+    )
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskfleet" / "artifacts"

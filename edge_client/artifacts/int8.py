@@ -1,0 +1,76 @@
+"""int8 for ONNX Runtime: static quantisation, calibrated on the device's own samples. No PyTorch.
+
+Weights have a scale for each channel, activations one for each tensor. What ONNX Runtime does not quantise, such as
+recurrent layers, stays float.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from edge_client.artifacts import BATCH, Run
+from edge_client.errors import ConfigError
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
+    def __init__(self, name: str, samples: NDArray[Any]) -> None:
+        self._batches: Iterator[dict[str, NDArray[Any]]] = iter(
+            [{name: samples[i : i + BATCH]} for i in range(0, len(samples), BATCH)]
+        )
+
+    def get_next(self) -> dict[str, NDArray[Any]] | None:
+        return next(self._batches, None)
+
+
+class Int8:
+    """See :class:`edge_client.artifacts.Writer`."""
+
+    exact = False
+    version = f"onnxruntime {ort.__version__}"
+
+    def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
+        assert samples is not None
+        graph = onnx.load_from_string(model)
+        progress(f"calibrating on {len(samples)} samples")
+        level = logging.root.level
+        logging.root.setLevel(logging.ERROR)  # which it advises a step on that compaction has done
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "int8.onnx"
+                quantize_static(
+                    graph,
+                    path,
+                    _Reader(graph.graph.input[0].name, samples),
+                    quant_format=QuantFormat.QDQ,
+                    per_channel=True,
+                    activation_type=QuantType.QInt8,
+                    weight_type=QuantType.QInt8,
+                )
+                return path.read_bytes()
+        except Exception as error:  # its steps raise whatever they meet
+            raise ConfigError(
+                f"ONNX Runtime {ort.__version__} cannot quantise this model: {error}; keep the float model"
+            ) from error
+        finally:
+            logging.root.setLevel(level)
+
+    def open(self, data: bytes) -> Run:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        try:
+            session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # a class of its own for every status
+            raise ConfigError(f"the int8 model does not open: {error}; keep the float model") from None
+        (name,) = (i.name for i in session.get_inputs())
+        return lambda x: np.asarray(session.run(None, {name: x})[0])

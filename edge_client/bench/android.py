@@ -1,0 +1,222 @@
+"""Models measured on an Android phone through adb, by a runner that its engine's makers build for it.
+
+No Python is needed on the phone: `executor_runner` of ExecuTorch runs .pte files, `onnxruntime_perf_test` of ONNX
+Runtime .onnx files. Runner, its libraries and the models are pushed into one folder; each model runs in short turns, so
+that all of them see the same heat; the printed times come back. The report has the form of one of this machine.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import numpy as np
+
+from edge_client.bench.measure import FORMAT, REST, Say, Settings, of_files
+from edge_client.bench.variants import Variant
+from edge_client.errors import ConfigError, MeterError
+from edge_client.measure import machine
+from edge_client.measure.adb import Adb, AdbError
+from edge_client.measure.energy import Meter, above_idle, joules
+from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of
+from edge_client.measure.latency import F64, summary
+
+FOLDER = "/data/local/tmp/maskfleet"
+TURNS = 8  # in which the runs of a model are made
+SECONDS = 600.0
+ITERATION = re.compile(r"Iteration \d+ of \d+: ([\d.]+) ms")
+WHOLE = re.compile(r"executed successfully (\d+) time\(s\) in ([\d.]+) ms")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one start of a runner gave: milliseconds of each run, and where it is told the most memory in MB."""
+
+    ms: F64
+    peak_mb: float | None = None
+
+
+def _executor_runner(adb: Adb, runner: str, model: str, threads: int, runs: int) -> Turn:
+    command = (
+        f"cd {FOLDER} && LD_LIBRARY_PATH=. ./{quote(runner)} --model_path={quote(model)} --num_executions={runs} "
+        f"--cpu_threads={threads} --print_output=none 2>&1"
+    )
+    said = adb.shell(command, SECONDS)
+    times = [float(ms) for ms in ITERATION.findall(said)]
+    if not times:
+        whole = WHOLE.search(said)
+        if whole is None:
+            raise AdbError(f"{runner} printed no times for {model}: {_last(said)}")
+        # An older runner tells the sum alone.
+        times = [float(whole[2]) / int(whole[1])] * int(whole[1])
+    return Turn(np.array(times))
+
+
+def _perf_test(adb: Adb, runner: str, model: str, threads: int, runs: int) -> Turn:
+    result = "times.csv"
+    command = (
+        f"cd {FOLDER} && rm -f {result} && LD_LIBRARY_PATH=. ./{quote(runner)} -e cpu -I -m times -r {runs} "
+        f"-x {threads} -y 1 {quote(model)} {result} 2>&1"
+    )
+    said = adb.shell(command, SECONDS)
+    rows = [line.split(",") for line in adb.pull(f"{FOLDER}/{result}").splitlines() if line.count(",") >= 3]
+    if not rows:
+        raise AdbError(f"{runner} wrote no times for {model}: {_last(said)}")
+    # Nanoseconds as whole numbers; builds before 1.8 wrote seconds.
+    ms = [float(row[1]) * 1e3 if "." in row[1] else int(row[1]) / 1e6 for row in rows]
+    return Turn(np.array(ms), max(float(row[2]) for row in rows) / 1e6)
+
+
+RUNNERS: Mapping[str, Callable[[Adb, str, str, int, int], Turn]] = {EXECUTORCH: _executor_runner, ONNX: _perf_test}
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["nothing"])[-1][:200]
+
+
+def description(adb: Adb) -> dict[str, Any]:
+    """The phone, in the words of `measure.machine.description`."""
+
+    def prop(name: str) -> str | None:
+        return adb.shell(["getprop", name]).strip() or None
+
+    cpu = "/sys/devices/system/cpu"
+    governor = _text(adb, f"cat {cpu}/cpufreq/policy*/scaling_governor")
+    limits = [
+        [int(v) / 1000 for v in _text(adb, f"cat {cpu}/cpufreq/policy*/cpuinfo_{end}_freq").split() if v.isdigit()]
+        for end in ("min", "max")
+    ]
+    cores = _text(adb, "nproc")
+    memory = re.search(r"MemTotal:\s+(\d+) kB", _text(adb, "cat /proc/meminfo"))
+    return {
+        "board": f"{prop('ro.product.manufacturer') or ''} {prop('ro.product.model') or ''}".strip() or None,
+        "processor": prop("ro.soc.model") or prop("ro.board.platform") or "unknown",
+        "architecture": prop("ro.product.cpu.abi"),
+        "cores": int(cores) if cores.isdigit() else None,
+        "governor": " ".join(sorted(set(governor.split()))) or None,
+        "frequency_mhz": [min(limits[0], default=None), max(limits[1], default=None)],
+        "memory_mb": None if memory is None else round(int(memory[1]) * 1024 / 1e6),
+        "system": f"Android {prop('ro.build.version.release') or ''} {prop('ro.build.id') or ''}".strip(),
+        "kernel": _text(adb, "uname -r"),
+        "engines": {},
+        "packages": machine.installed(machine.PACKAGES),
+        "virtual": False,
+    }
+
+
+def _text(adb: Adb, command: str) -> str:
+    """What a command prints; nothing where the phone does not allow it."""
+    try:
+        return adb.shell(command).strip()
+    except AdbError:
+        return ""
+
+
+def state(adb: Adb) -> dict[str, Any]:
+    """How the phone is now: the battery's temperature, the mean of the clocks, the load."""
+    celsius = re.search(r"temperature: (\d+)", _text(adb, "dumpsys battery"))
+    words = _text(adb, "cat /sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq").split()
+    clocks = [int(v) for v in words if v.isdigit()]
+    load = _text(adb, "cat /proc/loadavg").split()
+    return {
+        "celsius": None if celsius is None else int(celsius[1]) / 10,
+        "mhz": round(float(np.mean(clocks)) / 1000) if clocks else None,
+        "load": float(load[0]) if load else 0.0,
+        "free_mb": None,
+    }
+
+
+def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
+    """Bring everything onto the phone. Raises ConfigError for a missing file."""
+    files = [*runner, *(v.file for v in variants)]
+    missing = [str(f) for f in files if not f.is_file()]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is not there; name the runner that you built for Android")
+    engines = {engine_of(v.file) for v in variants}
+    if len(engines) > 1:
+        raise ConfigError("one runner runs models of one kind; measure .pte and .onnx files one after the other")
+    adb.push(files, FOLDER)
+    adb.shell(["chmod", "755", f"{FOLDER}/{runner[0].name}"])
+
+
+def rows(
+    adb: Adb, runner: str, variants: Sequence[Variant], settings: Settings, meter: Meter | None, say: Say
+) -> list[dict[str, Any]]:
+    """The rows of all variants, on each number of threads."""
+    found = []
+    each = max(1, -(-settings.runs // TURNS))
+    for threads in settings.threads:
+        turns: dict[str, list[Turn]] = {v.name: [] for v in variants}
+        for turn in range(-1, TURNS):  # the first one warms the phone up and is not counted
+            say(f"turn {turn + 1} of {TURNS}, {threads} thread{'s' * (threads > 1)}")
+            for v in variants:
+                start = RUNNERS[engine_of(v.file)]
+                got = start(adb, runner, v.file.name, threads, each if turn >= 0 else max(settings.warm_up, 1))
+                if turn >= 0:
+                    turns[v.name].append(got)
+        for v in variants:
+            ms = np.concatenate([t.ms for t in turns[v.name]])
+            peaks = [t.peak_mb for t in turns[v.name] if t.peak_mb is not None]
+            row = {"variant": v.name, "engine": engine_of(v.file), "threads": threads, "wall_ms": summary(ms).to_json(),
+                   "peak_mb": float(np.median(peaks)) if peaks else None}  # fmt: skip
+            runs = max(1, round(settings.energy_seconds / (np.median(ms) / 1e3)))
+            found.append(row | _energy(adb, runner, v, threads, runs, meter))
+    return found
+
+
+def _energy(adb: Adb, runner: str, variant: Variant, threads: int, runs: int, meter: Meter | None) -> dict[str, Any]:
+    """Joules of a run above rest, over one start of the runner with many runs; its start is part of it."""
+    if meter is None:
+        return {}
+    rest = max(REST, 3.0)  # a phone's meters move twice a second
+    try:
+        meter.start()
+        try:
+            marks = [time.monotonic()]
+            time.sleep(rest)
+            marks.append(time.monotonic())
+            turn = RUNNERS[engine_of(variant.file)](adb, runner, variant.file.name, threads, runs)
+            marks.append(time.monotonic())
+            time.sleep(rest)
+            marks.append(time.monotonic())
+        finally:
+            trace = meter.stop()
+        before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
+    except MeterError as error:
+        return {"energy_fault": str(error)}
+    above, calls = above_idle(busy, [before, after]), len(turn.ms)
+    return {"joules": above.joules / calls, "joules_error": above.error / calls, "watts_above_rest": above.watts,
+            "energy_calls": calls, "energy_samples": above.samples, "energy_lost": above.lost,
+            "energy_clipped": above.clipped}  # fmt: skip
+
+
+def report(
+    model: str,
+    command: str,
+    adb: Adb,
+    runner: Sequence[Path],
+    variants: Sequence[Variant],
+    failed: Mapping[str, str],
+    shape: Mapping[str, Any],
+    settings: Settings,
+    meter: Meter | None,
+    meter_lines: Sequence[str],
+    say: Say,
+) -> dict[str, Any]:
+    """Push, measure, collect. Raises AdbError, ConfigError."""
+    push(adb, runner, variants)
+    about: dict[str, Any] = {
+        "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "input": dict(shape),
+        "machine": description(adb), "engines": {runner[0].name: ""}, "meter": list(meter_lines), "before": state(adb),
+        "variants": of_files(variants), "not_made": dict(failed), "training": None,
+    }  # fmt: skip
+    about["rows"] = rows(adb, runner[0].name, variants, settings, meter, say)
+    about["after"] = state(adb)
+    return about

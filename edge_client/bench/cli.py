@@ -1,0 +1,228 @@
+"""`maskfleet bench MODEL...`, `maskfleet bench compare A B` and `maskfleet bench meters`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from edge_client.bench import android, compare, measure, plots
+from edge_client.bench import report as reports
+from edge_client.bench.training import made_data, training
+from edge_client.bench.variants import MAKERS, Source, Variant, keep_largest_units, made, read_personal
+from edge_client.bundle import Bundle
+from edge_client.data import fit, read
+from edge_client.errors import ConfigError
+from edge_client.files import write_whole
+from edge_client.measure.adb import connect
+from edge_client.measure.engines import batch, engine_of, sample_of
+from edge_client.measure.meters import AUTO, choose
+
+SAMPLES = 320  # of a round whose data are made up
+RUN = "run"
+
+
+class _WithDefault(TyperGroup):
+    """A group in which the first word that names no command belongs to `run`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = [RUN, *args]
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        # An option first, as in `bench --keep 0.5 BUNDLE`, is one of `run` too.
+        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
+            args = [RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_WithDefault,
+    help="Measure models: latency, memory, energy, training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command(RUN)
+def run(
+    models: Annotated[list[Path], typer.Argument(help="A bundle's folder, or .onnx and .pte files side by side.")],
+    personal: Annotated[
+        Path | None, typer.Option(help="Safetensors with `parameters`, or `mask`, for masked and compact variants.")
+    ] = None,
+    keep: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Instead: keep this share of each group's largest units.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="An .npz file as for `join`; without it the samples are noise.")
+    ] = None,
+    variants: Annotated[
+        str, typer.Option(help=f"Of a bundle: some of {','.join(MAKERS)}, with commas; `all` that can be made.")
+    ] = "all",
+    threads: Annotated[str, typer.Option(help="Numbers of threads, like 1,4; `all`: every processor.")] = "1,all",
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each variant.")] = 1024,
+    warm_up: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 50,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Most seconds of runs for each number of threads.")] = 60.0,
+    meter: Annotated[
+        str, typer.Option(help="auto, none, or a meter with options, like ina219:bus=1,shunt=0.1.")
+    ] = AUTO,
+    energy_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a variant runs for its joules.")] = 3.0,
+    cold_starts: Annotated[int, typer.Option(min=0, help="Processes for cold start and memory; 0: none.")] = 3,
+    method: Annotated[str, typer.Option(help="The method of the training round; `none`: no training.")] = "lattice",
+    adb: Annotated[str | None, typer.Option(help="Measure on this phone: its serial, or `auto`.")] = None,
+    runner: Annotated[
+        list[Path] | None, typer.Option(help="For --adb: the engine's runner built for Android, then its libraries.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for report.json, report.md and report.png.")
+    ] = None,
+) -> None:
+    """Measure a bundle's variants, or the model files that are given (this is what `bench PATH` does)."""
+    settings = measure.Settings(_threads(threads), runs, warm_up, seconds, energy_seconds, cold_starts)
+    command = " ".join(["maskfleet", *sys.argv[1:]])
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
+        wanted = tuple(MAKERS) if variants == "all" else tuple(variants.split(","))
+        name, made_, failed, shape, dtype, bundle, given = _variants(
+            models, personal, keep, data, wanted, Path(scratch)
+        )
+
+        def say(text: str) -> None:
+            print(f"maskfleet: {text}", file=sys.stderr, flush=True)
+
+        if adb is not None:
+            if not runner:
+                raise ConfigError(
+                    "a phone needs a runner: --runner executor_runner for .pte files, --runner onnxruntime_perf_test "
+                    "--runner libonnxruntime.so for .onnx files; docs/bench.md says how they are built"
+                )
+            phone = connect(None if adb == AUTO else adb)
+            chosen = choose(meter, "android", more={"serial": phone.serial})
+            found = android.report(
+                name, command, phone, runner, made_, failed, {"shape": list(shape), "dtype": dtype}, settings,
+                chosen.meter, chosen.lines, say,
+            )  # fmt: skip
+            found["warnings"] = measure.warnings(found)
+        else:
+            chosen = choose(meter)
+            trains = None
+            if bundle is not None and method != "none":
+                samples = made_data(bundle, SAMPLES) if given is None else given
+                trains = training(bundle, samples, {"name": method}, threads=settings.threads[0])
+            x = batch(shape, dtype) if given is None else given.x[:1]
+            found = measure.report(name, command, made_, failed, x, settings, chosen.meter, chosen.lines, trains, say)
+    reports.show(found, console)
+    if output is not None:
+        _write(found, output)
+
+
+def _threads(text: str) -> tuple[int, ...]:
+    most = measure.default_threads()[-1]
+    try:
+        found = {most if word == "all" else int(word) for word in text.split(",")}
+    except ValueError:
+        found = {0}
+    if min(found) < 1:
+        raise ConfigError(f"--threads {text}: numbers from 1 up with commas between, or `all`, are due")
+    return tuple(sorted(found))
+
+
+def _variants(
+    models: Sequence[Path],
+    personal: Path | None,
+    keep: float | None,
+    data: Path | None,
+    wanted: Sequence[str],
+    scratch: Path,
+) -> tuple[str, list[Variant], dict[str, str], tuple[int, ...], str, Bundle | None, Any]:
+    """Name, variants, those that were not made, shape and dtype of a batch of one, the bundle and its data."""
+    folders = [m for m in models if m.is_dir()]
+    if not folders:
+        if personal is not None or keep is not None or data is not None:
+            raise ConfigError("--personal, --keep and --data go with a bundle's folder; these are model files")
+        names = [m.stem if [o.stem for o in models].count(m.stem) == 1 else m.name for m in models]
+        for model in models:
+            engine_of(model)
+        shape, dtype = sample_of(models[0])
+        return ", ".join(m.name for m in models), list(map(Variant, names, models)), {}, shape, dtype, None, None
+    if len(models) > 1:
+        raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
+    if personal is not None and keep is not None:
+        raise ConfigError("--personal and --keep both say the mask; give one of them")
+    bundle = Bundle.open(folders[0])
+    manifest = bundle.manifest
+    values = None
+    if personal is not None:
+        values = read_personal(personal, bundle)
+    elif keep is not None:
+        values = keep_largest_units(bundle, keep)
+    given = None if data is None else fit(read(data), manifest)
+    shape = (1, *manifest.input.shape)
+    samples = batch((64, *manifest.input.shape), manifest.input.dtype) if given is None else given.x
+    variants, failed = made(Source(bundle, values, samples, noise=given is None), scratch, wanted)
+    if not variants:
+        raise ConfigError(f"no variant of {folders[0]} can be made: {failed}")
+    return manifest.name, variants, failed, shape, manifest.input.dtype, bundle, given
+
+
+def _write(found: dict[str, Any], output: Path) -> None:
+    """The report's three files; the picture where matplotlib is installed."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {output}: {error.strerror}; choose another --output") from None
+    picture = output / "report.png"
+    if plots.available():
+        plots.draw(found, picture)
+    else:
+        print("maskfleet: no picture without matplotlib; run: pip install 'maskfleet[bench]'", file=sys.stderr)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    write_whole(output / "report.json", f"{text}\n".encode(), mode=0o666)
+    page = reports.markdown(found, picture.name if plots.available() else None)
+    write_whole(output / "report.md", page.encode(), mode=0o666)
+    print(f"maskfleet: report in {output}", file=sys.stderr)
+
+
+@app.command("compare")
+def compare_(
+    first: Annotated[Path, typer.Argument(help="A report.json.")],
+    second: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Compare two reports: ratio of the medians, and whether it is more than chance."""
+    a, b = compare.read(first), compare.read(second)
+    found = compare.pairs(a, b)
+    if not found:
+        raise ConfigError(f"{first} and {second} have no row in common (variant, engine and threads)")
+    table = Table("variant", "engine", "threads", "first ms", "second ms", "second is", "joules", "memory")
+    for p in found:
+        speed = f"{p.ratio:.2f}x, {p.verdict}"
+        more = (
+            "-" if v is None else f"{v:.2f}x less" if v >= 1 else f"{1 / v:.2f}x more" for v in (p.joules, p.memory)
+        )
+        figures = (reports.figure(p.first), reports.figure(p.second), speed, *more)
+        table.add_row(escape(p.variant), p.engine, str(p.threads), *figures)
+    console = Console()
+    console.print(table)
+    for text in compare.cautions(a, b):
+        console.print(f"caution: {escape(text)}", highlight=False)
+
+
+@app.command("meters")
+def meters(
+    on_phone: Annotated[bool, typer.Option("--adb", help="Meters of a phone behind adb.")] = False,
+) -> None:
+    """List the energy meters: the one that `auto` takes, and why not the others."""
+    for line in choose(AUTO, "android" if on_phone else "here").lines:
+        print(line)

@@ -1,0 +1,215 @@
+"""Everything that a benchmark measures of variants on this machine, as a report: plain values, ready for JSON.
+
+A row is one variant on so many threads. Latency is taken in turns over all variants; memory and cold start in a process
+of its own; energy in a block of its own between two rests. See `docs/bench.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.bench import child
+from edge_client.bench.training import Training
+from edge_client.bench.variants import Variant
+from edge_client.errors import MaskfleetError, MeterError
+from edge_client.measure import engines, machine
+from edge_client.measure.energy import Energy, Meter, above_idle, joules
+from edge_client.measure.latency import Times, in_turns, summary
+from edge_client.measure.macs import macs
+
+FORMAT = 1
+REST = 1.0  # seconds of rest on each side of a block whose energy is measured
+COLD_STARTS = 3
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured. `seconds` bounds the turns of one number of threads; `energy_seconds` one block."""
+
+    threads: tuple[int, ...]
+    runs: int = 1024
+    warm_up: int = 50
+    seconds: float = 60.0
+    energy_seconds: float = 3.0
+    cold_starts: int = COLD_STARTS
+
+
+def default_threads() -> tuple[int, ...]:
+    """One thread, and all processors that may be used."""
+    return tuple(sorted({1, len(os.sched_getaffinity(0))}))
+
+
+def block(call: Callable[[], object], seconds: float, meter: Meter) -> tuple[Energy, int]:
+    """Energy above rest of as many calls as take `seconds`, and how many they were. Raises MeterError."""
+    meter.start()
+    try:
+        marks = [time.monotonic()]
+        time.sleep(REST)
+        marks.append(time.monotonic())
+        calls = 0
+        while time.monotonic() < marks[1] + seconds:
+            call()
+            calls += 1
+        marks.append(time.monotonic())
+        time.sleep(REST)
+        marks.append(time.monotonic())
+    finally:
+        trace = meter.stop()
+    before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
+    return above_idle(busy, [before, after]), calls
+
+
+def energy(call: Callable[[], object], seconds: float, meter: Meter | None) -> dict[str, Any]:
+    """What a block of `call` says: joules a call above rest, their error, lost samples; or why there is none."""
+    if meter is None:
+        return {}
+    try:
+        found, calls = block(call, seconds, meter)
+    except MeterError as error:
+        return {"energy_fault": str(error)}
+    return {
+        "joules": found.joules / calls, "joules_error": found.error / calls, "watts_above_rest": found.watts,
+        "energy_calls": calls, "energy_samples": found.samples, "energy_lost": found.lost,
+        "energy_clipped": found.clipped,
+    }  # fmt: skip
+
+
+def inference(
+    variants: Sequence[Variant], x: NDArray[Any], settings: Settings, meter: Meter | None, say: Say
+) -> list[dict[str, Any]]:
+    """The rows of all variants on each number of threads. Raises ConfigError when one does not run."""
+    rows = []
+    for threads in settings.threads:
+        say(f"{', '.join(v.name for v in variants)} in turns, {threads} thread{'s' * (threads > 1)}")
+        calls = [engines.open_model(v.file, x, threads) for v in variants]
+        times = in_turns(calls, settings.runs, settings.warm_up, settings.seconds)
+        for i, variant in enumerate(variants):
+            row = {"variant": variant.name, "engine": engines.engine_of(variant.file), "threads": threads}
+            say(f"{variant.name}: memory, cold start{' and energy' if meter else ''}, {threads} threads")
+            rows.append(
+                row
+                | timed(times, i)
+                | _alone(variant.file, x, threads, settings)
+                | energy(calls[i], settings.energy_seconds, meter)
+            )
+    return rows
+
+
+def timed(times: Times, index: int) -> dict[str, Any]:
+    """Wall and processor time of one call of several."""
+    return {"wall_ms": summary(times.wall[index]).to_json(), "cpu_ms": summary(times.cpu[index]).to_json()}
+
+
+def _alone(file: Path, x: NDArray[Any], threads: int, settings: Settings) -> dict[str, Any]:
+    """Medians over processes that do nothing else."""
+    found = [child.measure(file, x.shape, x.dtype.name, threads) for _ in range(settings.cold_starts)]
+    return {k: _median([f[k] for f in found]) for k in (found[0] if found else {})}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(f"{np.median(known):.4g}") if known else None
+
+
+def of_files(variants: Sequence[Variant]) -> dict[str, Any]:
+    """Bytes and multiply-adds of each variant's file, which no thread changes, and what it is."""
+    found = {}
+    for variant in variants:
+        about: dict[str, Any] = {"bytes": variant.file.stat().st_size, "macs": _macs(variant.file)}
+        found[variant.name] = about | ({"note": variant.note} if variant.note else {})
+    return found
+
+
+def _macs(file: Path) -> int | None:
+    """Multiply-adds of one sample; None where they cannot be counted."""
+    if engines.engine_of(file) != engines.ONNX:
+        return None
+    try:
+        return macs(file)
+    except MaskfleetError:
+        return None
+
+
+def training(done: Training, settings: Settings, meter: Meter | None, say: Say) -> dict[str, Any]:
+    """Times and energy of a training step and of a round; a round takes its turn alone, as it is long."""
+    say(f"training: steps of {done.batch} samples, rounds of {done.method['name']} on {done.samples}")
+    found: dict[str, Any] = {
+        "method": done.method, "backend": done.backend, "batch": done.batch, "samples": done.samples,
+        "steps_of_a_round": done.steps,
+    }  # fmt: skip
+    budget = settings.seconds / 3
+    for name, call, runs, warm_up in (
+        ("step", done.step, settings.runs, settings.warm_up),
+        ("round", done.round, max(5, settings.runs // 50), 1),
+    ):
+        times = in_turns([call], runs, warm_up, budget)
+        found[name] = timed(times, 0) | energy(call, settings.energy_seconds, meter)
+    return found
+
+
+def warnings(report: Mapping[str, Any]) -> list[str]:
+    """What makes the figures less sure, one sentence each."""
+    said = []
+    about, before, after = report["machine"], report["before"], report["after"]
+    governor = about.get("governor")
+    if governor not in (None, "performance"):
+        said.append(
+            f"the governor is {governor!r}: the clock follows the load; run: "
+            "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
+        )
+    if before["load"] > 0.5:
+        said.append(f"the load was {before['load']:g} before the start: other processes shared the processor")
+    if about.get("virtual"):
+        said.append("this is a virtual machine: its processor may be shared, and its sensors are the host's")
+    warm = before.get("celsius"), after.get("celsius")
+    if None not in warm and warm[1] - warm[0] > 10:
+        said.append(f"the processor warmed from {warm[0]:g} to {warm[1]:g} °C: later figures may be throttled")
+    noisy = [f"{r['variant']} on {r['threads']}" for r in report["rows"] if r["wall_ms"]["cv"] > 0.2]
+    if noisy:
+        said.append(f"the times of {', '.join(noisy)} vary by more than a fifth")
+    faults = {r["energy_fault"] for r in report["rows"] if "energy_fault" in r}
+    return [*said, *(f"no joules: {fault}" for fault in sorted(faults))]
+
+
+def report(
+    model: str,
+    command: str,
+    variants: Sequence[Variant],
+    failed: Mapping[str, str],
+    x: NDArray[Any],
+    settings: Settings,
+    meter: Meter | None,
+    meter_lines: Sequence[str],
+    trains: Training | None,
+    say: Say,
+) -> dict[str, Any]:
+    """Measure all of it."""
+    about = {
+        "format": FORMAT,
+        "model": model,
+        "command": command,
+        "commit": machine.commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "settings": asdict(settings),
+        "input": {"shape": list(x.shape), "dtype": x.dtype.name},
+        "machine": machine.description(),
+        "engines": engines.found(),
+        "meter": list(meter_lines),
+        "before": machine.state(),
+        "variants": of_files(variants),
+        "not_made": dict(failed),
+    }
+    about["rows"] = inference(variants, x, settings, meter, say)
+    about["training"] = None if trains is None else training(trains, settings, meter, say)
+    about["after"] = machine.state()
+    return about | {"warnings": warnings(about)}

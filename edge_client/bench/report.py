@@ -1,0 +1,142 @@
+"""A report for people: terminal tables with bars, and the same as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+BAR = 28  # characters of the longest bar
+TIMES = ("variant", "engine", "thr", "p50 ms", "±", "p90", "p99", "CV", "CPU ms", "faster")
+SIZES = ("variant", "thr", "peak MB", "model MB", "file kB", "MMACs", "import ms", "first ms", "mJ")
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A number to so many digits; "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def time_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row's times as text, in the order of `TIMES`; ± is half of the median's interval."""
+    wall, cpu = row["wall_ms"], row.get("cpu_ms")
+    low, high = wall["p50_interval"]
+    sure = f"{50 * (high - low) / wall['p50']:.1f}%"
+    return (
+        row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), sure,
+        figure(wall["p90"]), figure(wall["p99"]), f"{100 * wall['cv']:.0f} %",
+        figure(None if cpu is None else cpu["p50"]), f"{ratios(report)[row['variant'], row['threads']]:.2f}x",
+    )  # fmt: skip
+
+
+def size_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What else a row has as text, in the order of `SIZES`."""
+    about, joules = report["variants"][row["variant"]], row.get("joules")
+    return (
+        row["variant"], str(row["threads"]), figure(row.get("peak_mb")), figure(row.get("model_mb")),
+        figure(about["bytes"] / 1e3), figure(None if about["macs"] is None else about["macs"] / 1e6),
+        figure(row.get("import_ms")), figure(row.get("first_result_ms")),
+        "-" if joules is None else f"{figure(1e3 * joules)} ± {figure(1e3 * row['joules_error'], 2)}",
+    )  # fmt: skip
+
+
+def ratios(report: Mapping[str, Any]) -> dict[tuple[str, int], float]:
+    """How many times faster than the first variant each row is, on the same threads, by medians."""
+    base: dict[int, float] = {}
+    for row in report["rows"]:
+        base.setdefault(row["threads"], row["wall_ms"]["p50"])
+    return {(r["variant"], r["threads"]): base[r["threads"]] / r["wall_ms"]["p50"] for r in report["rows"]}
+
+
+def facts(report: Mapping[str, Any]) -> list[str]:
+    """The machine, its state and the meter, a line each."""
+    about, before, after = report["machine"], report["before"], report["after"]
+    engines = ", ".join(f"{k} {v}" for k, v in about["engines"].items())
+    limits = about.get("frequency_mhz") or [None, None]
+    lines = [
+        f"{about.get('board') or 'machine'}: {about['processor']}, {about['cores']} cores, {about['architecture']}, "
+        f"{about['memory_mb']} MB",
+        f"{about['system']}, kernel {about['kernel']}; governor {about.get('governor') or 'unknown'}, "
+        f"{figure(limits[0], 4)} to {figure(limits[1], 4)} MHz; {engines}",
+        "before and after: "
+        + "; ".join(f"{k} {figure(before.get(k), 4)} -> {figure(after.get(k), 4)}" for k in ("celsius", "mhz", "load")),
+    ]
+    return [*lines, *report["meter"]]
+
+
+def training_lines(report: Mapping[str, Any]) -> list[str]:
+    """A training step and a round, a line each."""
+    found = report.get("training")
+    if not found:
+        return []
+    what = {
+        "step": f"training step of {found['batch']} samples",
+        "round": f"round of {found['method']['name']}, {found['steps_of_a_round']} steps on {found['samples']} samples",
+    }
+    lines = []
+    for name, words in what.items():
+        wall = found[name]["wall_ms"]
+        joules = found[name].get("joules")
+        energy = "" if joules is None else f", {figure(joules)} J ± {figure(found[name]['joules_error'], 2)}"
+        low, high = wall["p50_interval"]
+        interval = f"[{figure(low)}, {figure(high)}]"
+        lines.append(f"{words}: {figure(wall['p50'])} ms {interval}, p90 {figure(wall['p90'])}{energy}")
+    return lines
+
+
+def bars(report: Mapping[str, Any]) -> list[str]:
+    """Median latency of each row as a bar, for a terminal."""
+    most = max((r["wall_ms"]["p50"] for r in report["rows"]), default=0.0)
+    wide = max((len(r["variant"]) for r in report["rows"]), default=0)
+    faster = ratios(report)
+    lines = []
+    for row in report["rows"]:
+        p50 = row["wall_ms"]["p50"]
+        bar = "█" * max(1, round(BAR * p50 / most)) if most else ""
+        speed = faster[row["variant"], row["threads"]]
+        lines.append(f"{row['variant']:<{wide}} {row['threads']:>3} thr {bar:<{BAR}} {figure(p50):>6} ms  {speed:.2f}x")
+    return lines
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """What was not made and why, what the variants are, and warnings."""
+    made = [f"{name}: {about['note']}" for name, about in report["variants"].items() if about.get("note")]
+    missing = [f"{name} was not made: {why}" for name, why in report["not_made"].items()]
+    return [*made, *missing, *(f"warning: {text}" for text in report["warnings"])]
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the report."""
+    for line in facts(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    title = f"{report['model']}, one sample of {report['input']['shape']}"
+    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+        for row in report["rows"]:
+            table.add_row(*map(escape, cells(report, row)))
+        console.print(table)
+        title = ""
+    for line in [*bars(report), *training_lines(report), *notes(report)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def markdown(report: Mapping[str, Any], plot: str | None = None) -> str:
+    """The report as a page; `plot` is the name of a picture beside it."""
+    origin = f"`{report['command']}`, commit {report['commit'] or '-'}, {report['date']}."
+    lines = [f"# {report['model']}", "", origin, ""]
+    lines += [f"* {line.strip()}" for line in facts(report)]
+    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
+        rows = (cells(report, row) for row in report["rows"])
+        rule = "|".join(" --- " if i == 0 else " ---: " for i in range(len(heads)))
+        lines += ["", f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines += ["", *(f"* {line}" for line in [*training_lines(report), *notes(report)])]
+    if plot is not None:
+        lines += ["", f"![latency and memory]({plot})"]
+    return "\n".join(lines) + "\n"

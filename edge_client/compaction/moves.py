@@ -1,0 +1,393 @@
+"""Operators that move elements and compute nothing.
+
+Where each element of the output comes from is found by running the operator on the numbers of its input's elements. The
+smaller graph holds the same operator on fewer elements, or none where the elements that are left only change places
+among the channels: weights behind it are then read in that order.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import numpy as np
+from onnx import NodeProto
+
+from edge_client.compaction.net import Net, Shape
+from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
+from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
+from edge_client.errors import CompactionError
+
+REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+PICK = frozenset({"Gather", "GatherND", "Slice"})
+OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
+
+
+def sources(s: Study, node: NodeProto) -> list[Ids]:
+    """For each element of the output, its flat place in the inputs that carry data, one behind the other; -1: none."""
+    key = ("sources", node.output[0])
+    if key not in s.notes:
+        given: list[Array | None] = []
+        start = 1
+        for k, v in enumerate(node.input):
+            if not v:
+                given.append(None)
+            elif k in s.net.data(node):
+                size = prod(s.shape(v))
+                given.append(np.arange(start, start + size, dtype=np.float64).reshape(s.shape(v)))
+                start += size
+            else:
+                known = s.net.known(v)
+                given.append(np.zeros(known.shape) if known.dtype.kind == "f" else known)
+        s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    found: Ids = s.notes[key]
+    return [found]
+
+
+def _forward(s: Study, node: NodeProto) -> None:
+    (source,) = sources(s, node)
+    facts = [s.facts(node.input[k]) for k in s.net.data(node)]
+    value = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])[0]
+    varies = np.concatenate([f[1].reshape(-1) for f in facts])
+    at = np.maximum(source, 0)
+    out = node.output[0]
+    s.learn(out, value, varies[at] & (source >= 0), _labels(s, node, source))
+
+
+def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
+    """Labels of the output; an axis that a concatenation or padding extends is one of channels if it was before."""
+    labels = [s.facts(v)[2] for v in node.input if v and (v in s.varies or node.op_type == "Concat")]
+    if node.op_type == "Pad":
+        shape, widths, axes = labels[0].shape, s.net.known(node.input[1]).reshape(2, -1), _pad_axes(s, node)
+        places = []
+        for a, n in enumerate(shape):
+            low, high = widths[:, axes.index(a)] if a in axes else (0, 0)
+            places.append(np.clip(np.arange(-low, n + high), 0, n - 1))
+        return np.asarray(labels[0][np.ix_(*places)])
+    if node.op_type != "Concat":
+        return np.asarray(np.where(source >= 0, labels[0].reshape(-1)[np.maximum(source, 0)], 0))
+    axis = settings(node)["axis"] % source.ndim
+    if any((label != np.take(label, [0], axis)).any() for label in labels):
+        return np.concatenate([label * (i + 1) + i for i, label in enumerate(labels)], axis)
+    joined = np.zeros((), np.int64)
+    for label in labels:
+        joined = mixed(joined, np.take(label, [0], axis))
+    return joined
+
+
+def _backward(s: Study, node: NodeProto) -> None:
+    (source,) = sources(s, node)
+    live, due = s.live(node.output[0]), s.due[node.output[0]]
+    start = 0
+    for k in s.net.data(node):
+        name = node.input[k]
+        size = prod(s.shape(name))
+        for marks, mask in ((live, s.read), (due, s.due)):
+            found = source[marks]
+            if name in mask and found.size:
+                mask[name].reshape(-1)[found[(found >= start) & (found < start + size)] - start] = True
+        start += size
+
+
+def _rewrite(w: Writer, node: NodeProto) -> None:
+    if node.op_type == "Transpose":
+        piece = w.pieces[node.input[0]]
+        order = settings(node).get("perm", list(range(piece.ids.ndim))[::-1])
+        # ids are places in the input; the output numbers its elements in its own order
+        w.put(
+            node.output[0],
+            w.emit("Transpose", [piece.name], perm=order),
+            _renumbered(w, node, piece.ids.transpose(order)),
+        )
+    elif node.op_type in REGROUP:
+        _regroup(w, node)
+    elif node.op_type in PICK:
+        _pick(w, node)
+    elif node.op_type == "Concat":
+        _concat(w, node)
+    elif node.op_type == "Pad":
+        _pad(w, node)
+    else:
+        _regular(w, node)
+
+
+def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
+    """Places in the input as places in the output, of which every element has one source of its own."""
+    (source,) = sources(w.study, node)
+    back = np.full(prod(w.study.shape(node.input[0])) + 2, -1)
+    back[-1] = -1
+    back[source.reshape(-1)] = np.arange(source.size)
+    return np.where(ids >= 0, back[np.maximum(ids, 0)], ids)
+
+
+# --- reshapes
+
+
+def blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """Axes of a reshape that belong together: the fewest with equal products, in order."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        mine: list[int] = []
+        made: list[int] = []
+        a = b = 1
+        while not (mine or made) or a != b:
+            if (a <= b and i < len(before)) or j >= len(after):
+                a *= before[i]
+                mine.append(i)
+                i += 1
+            else:
+                b *= after[j]
+                made.append(j)
+                j += 1
+        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
+            mine.append(i)
+            i += 1
+        while j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
+            made.append(j)
+            j += 1
+        found.append((mine, made))
+    return found
+
+
+def _regroup(w: Writer, node: NodeProto) -> None:
+    name, out = node.input[0], node.output[0]
+    before, after = w.study.shape(name), w.study.shape(out)
+    piece = w.pieces[name]
+    for lengths in _lengths(before, after, piece.ids.shape):
+        ids = piece.ids.reshape(lengths)
+        if aligned(ids, after, lengths) and (not w.levels.get(out) or by_axis(ids, after) is not None):
+            if by_axis(ids, after) is None:
+                w.split.add(out)
+            w.put(out, w.reshaped(piece.name, lengths, out, name), ids)
+            return
+    w.split.add(out)
+    target = slots(w, node)
+    lists = w.lists(name)
+    due = [lists[axis] if axis not in target else target[axis] for axis in range(len(before))]
+    given = w.adapted(name, due)
+    ids = grid(before, due)
+    for lengths in _lengths(before, after, ids.shape):
+        moved = ids.reshape(lengths)
+        if aligned(moved, after, lengths):
+            w.put(out, w.reshaped(given, lengths, out, name), moved)
+            return
+    whole = [np.arange(n) for n in before]
+    w.put(out, w.reshaped(w.adapted(name, whole), after, out, name), np.arange(prod(after)).reshape(after))
+
+
+def _lengths(before: Shape, after: Shape, cut: Shape) -> list[list[int]]:
+    """The shapes that a value of shape `cut`, cut from `before`, may take when `before` becomes `after`."""
+    options: list[list[dict[int, int]]] = []
+    for mine, made in blocks(before, after):
+        have = prod(cut[a] for a in mine)
+        if all(cut[a] == before[a] for a in mine):
+            options.append([{a: after[a] for a in made}])
+        elif sum(after[a] > 1 for a in made) <= 1:
+            wide = next((a for a in made if after[a] > 1), made[0] if made else None)
+            options.append([{a: have if a == wide else 1 for a in made}])
+        else:
+            found = []
+            for axis in made[::-1]:
+                rest = prod(after[a] for a in made if a != axis)
+                if after[axis] > 1 and have % rest == 0:
+                    found.append({a: have // rest if a == axis else after[a] for a in made})
+            options.append(found)
+    shapes = []
+    for choice in product(*options):
+        joined = {k: n for part in choice for k, n in part.items()}
+        shapes.append([joined[a] for a in range(len(after))])
+    return shapes
+
+
+def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
+    """Whether along every axis of full length each element of meaning lies at its own entry."""
+    valid = ids >= 0
+    places = np.unravel_index(np.where(valid, ids, 0), shape)
+    for axis, place in enumerate(places):
+        own = np.arange(lengths[axis]).reshape(-1, *(1,) * (len(shape) - 1 - axis))
+        if lengths[axis] == shape[axis] and not np.array_equal(np.where(valid, place, 0), np.where(valid, own, 0)):
+            if not ((place != own) & valid).any():
+                continue
+            return False
+    return True
+
+
+def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
+    """For the axes of a reshape's input that it splits: their entries in an order that the split fits, -2 for zeros.
+
+    The entries of one axis of the output are cut. At level 0 that is the last one, and the others may each keep
+    different entries of it (each head of an attention its own), as many as the one with the most keeps. At level 1 it
+    is any, and all keep the same entries. At level 2 nothing is cut.
+    """
+    name, out = node.input[0], node.output[0]
+    before, after = w.study.shape(name), w.study.shape(out)
+    live = w.study.live(out) | w.study.due[out]
+    found: dict[int, Ids] = {}
+    for mine, made in blocks(before, after):
+        big = [a for a in mine if before[a] > 1]
+        level = w.levels.get(out, 0)
+        if level > 1 or len(big) != 1 or sum(after[a] > 1 for a in made) < 2 or any(w.net.moving[out][a] for a in made):
+            found.update({a: np.arange(before[a]) for a in mine})
+            continue
+        others = tuple(a for a in range(len(after)) if a not in made)
+        mask = some(live, others) if others else live
+        axes = [axis for axis in range(mask.ndim) if mask.shape[axis] > 1]
+        found[big[0]] = min((_slots(mask, axis, level) for axis in (axes if level else axes[-1:])), key=len)
+    return found
+
+
+def _slots(mask: Bools, axis: int, level: int) -> Ids:
+    ids = np.moveaxis(np.arange(mask.size).reshape(mask.shape), axis, -1)
+    mask = np.moveaxis(mask, axis, -1)
+    if level == 1:
+        mask = np.broadcast_to(mask.any(axis=tuple(range(mask.ndim - 1))), mask.shape)
+    most = max(1, int(mask.sum(axis=-1).max()))
+    order = np.argsort(~mask, axis=-1, kind="stable")[..., :most]
+    kept = np.where(np.take_along_axis(mask, order, -1), np.take_along_axis(ids, order, -1), -2)
+    return np.ascontiguousarray(np.moveaxis(kept, -1, axis)).reshape(-1)
+
+
+# --- slices and gathers, concatenation, padding
+
+
+def _pick(w: Writer, node: NodeProto) -> None:
+    s, name, out = w.study, node.input[0], node.output[0]
+    (source,) = sources(s, node)
+    from_ = by_axis(source, s.shape(name))
+    if from_ is None or len(s.net.data(node)) != 1:
+        w.copy_whole(node)
+        return
+    lists, made = w.lists(name), w.pieces[name].name
+    wanted = s.wanted(out)
+    kept: Lists = []
+    free = [a or b for a, b in zip(s.channels(name), s.channels(out), strict=True)]
+    for axis, (given, own) in enumerate(zip(from_, lists, strict=True)):
+        size = s.shape(name)[axis]
+        if np.array_equal(given, np.arange(size)):
+            kept.append(own)
+            continue
+        held = own[own >= 0]
+        count = np.bincount(given, minlength=size)
+        if free[axis] and (count[held] == 1).all():
+            place = np.full(size, -1)
+            place[given] = np.arange(len(given))
+            kept.append(np.where(own >= 0, place[np.maximum(own, 0)], own))
+            continue
+        at = np.full(size, -1)
+        at[held] = np.flatnonzero(own >= 0)
+        due = wanted[axis][at[given[wanted[axis]]] >= 0] if free[axis] else np.arange(len(given))
+        places = at[given[due]]
+        if (places < 0).any():
+            raise Ragged(name, f"value {name!r} lacks entries")
+        made = w.picked(made, axis, places, len(own))
+        kept.append(due)
+    w.put(out, made, w.grid(out, kept))
+
+
+def _concat(w: Writer, node: NodeProto) -> None:
+    s, out = w.study, node.output[0]
+    shape = s.shape(out)
+    axis = settings(node)["axis"] % len(shape)
+    free = s.channels(out)[axis]
+    parts = [v for v in node.input if v in w.pieces and (not free or s.live(v).any())] if free else list(node.input)
+    held = {v: w.lists(v) for v in dict.fromkeys(parts) if v in w.pieces}
+    wanted = s.wanted(out)
+    target = []
+    for k in range(len(shape)):
+        here = [lists[k] for lists in held.values()]
+        same = all(np.array_equal(here[0], other) for other in here[1:]) and len(held) == len(set(parts))
+        target.append(here[0] if same else wanted[k])
+    made, kept, start = [], [], 0
+    for v in node.input:
+        size = s.shape(v)[axis]
+        if v in parts:
+            own = held[v][axis] if v in held and free else np.arange(size)
+            made.append(w.adapted(v, [own if k == axis else target[k] for k in range(len(shape))], batch=True))
+            kept.append(np.where(own >= 0, own + start, own))
+        start += size
+    target[axis] = np.concatenate(kept)
+    name = w.emit("Concat", made, axis=axis) if len(made) > 1 else made[0]
+    w.put(out, name, w.grid(out, target))
+
+
+def _pad(w: Writer, node: NodeProto) -> None:
+    s, name, out = w.study, node.input[0], node.output[0]
+    shape, given = s.shape(name), settings(node)
+    widths = s.net.known(node.input[1]).reshape(2, -1)
+    full = np.zeros((2, len(shape)), np.int64)
+    full[:, _pad_axes(s, node)] = widths
+    free = s.channels(name)
+    apart = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
+    if (full < 0).any() or (apart and given.get("mode", b"constant") != b"constant"):
+        w.copy_whole(node)
+        return
+    lists = w.lists(name)
+    target = [lists[a] if free[a] or not full[:, a].any() else np.arange(shape[a]) for a in range(len(shape))]
+    made = w.adapted(name, target)
+    kept = []
+    for a in range(len(shape)):
+        if not full[:, a].any():
+            kept.append(target[a])
+        elif a in apart:
+            kept.append(np.where(target[a] >= 0, target[a] + full[0, a], target[a]))
+            full[:, a] = 0
+        else:
+            kept.append(np.arange(s.shape(out)[a]))
+    if full.any():
+        value = [w.known(node.input[2])] if len(node.input) > 2 and node.input[2] else []
+        made = w.emit("Pad", [made, w.constant(full.reshape(-1)), *value], **given)
+    w.put(out, made, w.grid(out, kept))
+
+
+def _pad_axes(s: Study, node: NodeProto) -> list[int]:
+    rank = len(s.shape(node.input[0]))
+    given = s.net.known(node.input[3]).reshape(-1) if len(node.input) > 3 and node.input[3] else np.arange(rank)
+    return [int(a) % rank for a in given]
+
+
+def _regular(w: Writer, node: NodeProto) -> None:
+    """Any other move: on the entries that its wanted outputs come from, if what it makes of them is again a product."""
+    s, name, out = w.study, node.input[0], node.output[0]
+    (source,) = sources(s, node)
+    needed = np.zeros(prod(s.shape(name)), np.bool_)
+    read = source.reshape(-1)[w.grid(out, s.wanted(out)).reshape(-1)]
+    needed[read[read >= 0]] = True
+    mask = needed.reshape(s.shape(name))
+    target = [np.flatnonzero(mask.any(axis=tuple(k for k in range(mask.ndim) if k != a))) for a in range(mask.ndim)]
+    lists = _kept_by(w, node, target) if len(np.unique(source)) == source.size else None
+    if lists is None:
+        w.copy_whole(node)
+        return
+    made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
+    w.put(out, made, w.grid(out, lists))
+
+
+def _kept_by(w: Writer, node: NodeProto, target: Lists) -> Lists | None:
+    """The entries of each axis of the output that the operator makes of the entries `target`; None: no product."""
+    s, shape = w.study, w.study.shape(node.output[0])
+    ids = grid(s.shape(node.input[0]), target)
+    given: list[Array | None] = [ids.astype(np.float64) + 1, *(s.net.known(v) if v else None for v in node.input[1:])]
+    try:
+        moved = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    except CompactionError:
+        return None
+    lists = by_axis(_renumbered(w, node, moved), shape)
+    if lists is None or any(
+        len(own) == n and not np.array_equal(own, np.arange(n)) for own, n in zip(lists, shape, strict=True)
+    ):
+        return None
+    return lists
+
+
+MOVE = Rule(_forward, _backward, _rewrite)
+MOVES = REGROUP | PICK | OTHER | {"Concat", "Pad", "Transpose"}
+
+
+def is_move(net: Net, node: NodeProto) -> bool:
+    """Whether `node` moves the elements of what carries data, by indices and sizes that are known."""
+    data = net.data(node)
+    if node.op_type not in MOVES or len([o for o in node.output if o]) != 1:
+        return False
+    return data == [0] or node.op_type == "Concat"

@@ -1,0 +1,98 @@
+"""A frozen evaluation graph becomes a smaller one that computes the same.
+
+    prepare (`net`) -> what varies, what is read (`study`) -> the graph on the elements that are left (`writer`)
+
+The operators' own rules are in `maps`, `moves`, `products` and `recurrent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import ModelProto
+
+from edge_client.compaction.chains import straighten
+from edge_client.compaction.net import Net, build, prepare
+from edge_client.compaction.operators import Array
+from edge_client.compaction.rules import rule
+from edge_client.compaction.study import Study, study
+from edge_client.compaction.writer import Ragged, Writer
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A graph without what is constant or unread.
+
+    `parameters` counts the float constants. `layers` gives for each weight of the bundle how many outputs its layer had
+    and how many are left. `stopped` has a line for each operator that reads channels although they are dead.
+    """
+
+    model: ModelProto
+    parameters: int
+    layers: Mapping[str, tuple[int, int]]
+    stopped: tuple[str, ...]
+
+
+def smaller(model: ModelProto, probe: Array) -> Smaller:
+    """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
+
+    Raises CompactionError when the graph does not run or cannot be written on fewer channels.
+    """
+    return cut(analysed(model, probe))
+
+
+def analysed(model: ModelProto, probe: Array) -> Study:
+    """What varies in `model` and what is read. Raises CompactionError when the graph does not run."""
+    net = prepare(model, probe)
+    straighten(net)
+    return study(net, rule)
+
+
+def cut(found: Study) -> Smaller:
+    """The graph on what is live. Raises CompactionError when it cannot be written on fewer channels."""
+    net = found.net
+    writer = written(found)
+    made = build(net, writer.nodes, writer.constants, [net.model.graph.output[0]])
+    return Smaller(
+        made,
+        sum(v.size for v in writer.constants.values() if v.dtype.kind == "f"),
+        _layers(net, found),
+        tuple(writer.stopped),
+    )
+
+
+def written(found: Study) -> Writer:
+    """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
+
+    Raises CompactionError when the graph cannot be written.
+    """
+    levels: dict[str, int] = {}
+    while True:
+        writer = Writer(found, levels)
+        try:
+            writer.run()
+            return writer
+        except Ragged as error:
+            above = found.net.above(error.value) & writer.split
+            freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
+            if not freer:
+                raise
+            for value in freer:
+                levels[value] = levels.get(value, 0) + 1
+
+
+def _layers(net: Net, found: Study) -> dict[str, tuple[int, int]]:
+    """By the name of its first weight, each layer's outputs and those that are left."""
+    made: dict[str, tuple[int, int]] = {}
+    for node in net.nodes:
+        name, weight = node.output[0], net.layer(node)
+        if weight and name in found.varies:
+            channels = found.channels(name)
+            live = found.live(name)
+            if any(channels):
+                axis = channels.index(True)
+                others = tuple(k for k in range(live.ndim) if k != axis)
+                made.setdefault(weight, (live.shape[axis], int(np.count_nonzero(live.any(axis=others)))))
+    return made

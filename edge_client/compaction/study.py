@@ -1,0 +1,188 @@
+"""What is known of every element of every value of a graph, for one sample.
+
+    forward:  which elements vary with the input; what the others are, float64; which entries of an axis are channels
+    backward: which elements an output depends on
+
+A forward pass and then a backward pass reach the fixed point: constants do not depend on who reads them, and an element
+that is constant reads nothing. Each kind of operator has one `Rule` (`maps`, `moves`, `products`, `recurrent`). An
+operator without one is opaque: its outputs vary when any input varies, and it reads all its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto
+
+from edge_client.compaction.net import Net, Shape
+from edge_client.compaction.operators import Array
+from edge_client.errors import CompactionError
+
+if TYPE_CHECKING:
+    from edge_client.compaction.writer import Writer
+
+Bools = NDArray[np.bool_]
+Labels = NDArray[np.int64]
+_MIX = np.int64(1_000_003)
+
+
+@dataclass
+class Study:
+    """Facts by value. Arrays have the shape of the value for one sample.
+
+    `value` is 0 where an element varies. `label` is equal for elements of one channel: an axis along which it differs
+    is an axis of channels. `read` marks what the output depends on. `due` marks the elements that a product
+    of two varying factors needs although they are constant.
+    """
+
+    net: Net
+    value: dict[str, Array] = field(default_factory=dict)
+    varies: dict[str, Bools] = field(default_factory=dict)
+    label: dict[str, Labels] = field(default_factory=dict)
+    read: dict[str, Bools] = field(default_factory=dict)
+    due: dict[str, Bools] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    """What a rule keeps from one pass for the next."""
+
+    @cached_property
+    def users(self) -> dict[str, list[NodeProto]]:
+        """The nodes that read each value."""
+        return self.net.users()
+
+    def shape(self, name: str) -> Shape:
+        """The shape for one sample."""
+        return self.net.shapes[name]
+
+    def facts(self, name: str) -> tuple[Array, Bools, Labels]:
+        """Value, whether it varies, and labels of any value, constants and sizes too."""
+        if name in self.varies:
+            return self.value[name], self.varies[name], self.label[name]
+        known = self.net.known(name)
+        return known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape)
+
+    def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
+        """Store the facts of a value; it keeps 0 where it varies."""
+        shape = self.shape(name)
+        varies = np.array(np.broadcast_to(varies, shape))
+        value = np.array(np.broadcast_to(value, shape))
+        value[varies] = 0
+        self.value[name], self.varies[name] = value, varies
+        self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
+        self.read[name] = np.zeros(shape, np.bool_)
+        self.due[name] = np.zeros(shape, np.bool_)
+
+    def mark(self, name: str, mask: Bools) -> None:
+        """The elements `mask` of an input are read; nothing happens for a constant."""
+        if name in self.read:
+            self.read[name] |= mask
+
+    def live(self, name: str) -> Bools:
+        """The elements that vary and are read."""
+        return self.varies[name] & self.read[name]
+
+    def channels(self, name: str) -> tuple[bool, ...]:
+        """The axes whose entries are channels, which may be removed."""
+        label = self.label[name]
+        found = []
+        for axis, moving in enumerate(self.net.moving[name]):
+            first = np.take(label, [0], axis)
+            found.append(not moving and bool((label != first).any()))
+        return tuple(found)
+
+    def wanted(self, name: str) -> list[NDArray[np.int64]]:
+        """Of each axis the entries that must stay: the channels with a live element, every entry of other axes."""
+        live = self.live(name)
+        found = []
+        for axis, free in enumerate(self.channels(name)):
+            others = tuple(k for k in range(live.ndim) if k != axis)
+            found.append(np.flatnonzero(live.any(axis=others)) if free else np.arange(live.shape[axis]))
+        return found
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of operator: facts of its outputs, what it reads of its inputs, and the same on fewer channels."""
+
+    forward: Callable[[Study, NodeProto], None]
+    backward: Callable[[Study, NodeProto], None]
+    rewrite: Callable[[Writer, NodeProto], None]
+
+
+def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
+    """The facts of `net`; `rule` gives the rule of each node."""
+    found = Study(net)
+    shape = net.shapes[net.input]
+    found.learn(net.input, np.zeros(shape, net.kinds[net.input]), np.True_, np.int64(0))
+    nodes = [n for n in net.nodes if n.output[0] not in net.sizes]
+    rules = []
+    with np.errstate(all="ignore"):
+        for node in nodes:
+            chosen = rule(found, node)
+            if not any(found.facts(v)[1].any() for v in node.input if v) and all(
+                v in found.varies or v in net.constants or v in net.sizes for v in node.input if v
+            ):
+                chosen = _settled(chosen)
+            chosen.forward(found, node)
+            rules.append(chosen)
+        found.read[net.output][:] = True
+        for node, chosen in zip(reversed(nodes), reversed(rules), strict=True):
+            chosen.backward(found, node)
+    found.notes["rules"] = {n.output[0]: r for n, r in zip(nodes, rules, strict=True)}
+    return found
+
+
+def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
+    """Whether any element along the axes is marked, always an array."""
+    return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
+def mixed(a: Labels, b: Labels) -> Labels:
+    """Labels of elements made of two: equal where both are."""
+    with np.errstate(over="ignore"):
+        return np.asarray(a * (_MIX if np.any(b) else np.int64(1)) + b, np.int64)
+
+
+def _settled(rule: Rule) -> Rule:
+    """The rule of a node that nothing varying reaches: its outputs are computed; it is not written."""
+    return Rule(constant_outputs, lambda s, node: None, rule.rewrite)
+
+
+def constant_outputs(s: Study, node: NodeProto) -> None:
+    """Facts of a node whose inputs are all constant."""
+    made = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])
+    for name, value in zip([o for o in node.output if o], made, strict=True):
+        s.learn(name, value, np.False_, np.int64(0))
+
+
+def opaque_forward(s: Study, node: NodeProto) -> None:
+    """Every output varies."""
+    for name in [o for o in node.output if o]:
+        s.learn(name, np.zeros(s.shape(name), s.net.kinds[name]), np.True_, np.int64(0))
+
+
+def opaque_backward(s: Study, node: NodeProto) -> None:
+    """Every input is read as a whole, if any output is."""
+    if any(s.live(o).any() for o in node.output if o):
+        for k in s.net.data(node):
+            s.mark(node.input[k], np.ones(s.shape(node.input[k]), np.bool_))
+
+
+def opaque_rewrite(w: Writer, node: NodeProto) -> None:
+    """The node as it is, on whole inputs."""
+    for name in [o for o in node.output if o]:
+        if w.study.net.moving[name] and not w.study.live(name).any():
+            continue
+    w.copy_whole(node)
+
+
+OPAQUE = Rule(opaque_forward, opaque_backward, opaque_rewrite)
+
+
+def missing(node: NodeProto, why: str) -> CompactionError:
+    """The error of a node that cannot be written on fewer channels."""
+    return CompactionError(f"node {node.output[0]!r} ({node.op_type}) {why}")

@@ -1,0 +1,199 @@
+"""Which pruned channels come back, so that layers have widths that run fast.
+
+ONNX Runtime's blocked convolutions need multiples of 4 channels and cost the same within blocks of 16; off them a
+convolution takes 1.1 to 1.9 times as long, a depthwise one 5 to 7 times. A pruned channel that stays changes nothing in
+the result: its rows are as masked, and its readers read the constant that it emits.
+
+Values whose channels are the same one by one form a stream: a layer's output through activations, norms, pools,
+depthwise convolutions and sums. Within a stream the layers may keep different channels. `forced` says which come back:
+either each layer rounds its own width, and takes first what its stream has anyway, or all layers of a stream keep all
+that any of them has (`joined`), which needs no gather and no padding where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import NodeProto
+
+from edge_client.compaction import maps, products
+from edge_client.compaction.operators import settings
+from edge_client.compaction.rules import rule
+from edge_client.compaction.study import Bools, Rule, Study
+
+Forced = Mapping[str, Bools]
+"""The channels that come back, bool[channels], by the layer's output."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Values with the same `size` channels, as (name, channel axis). `layers` make them, `depthwise` keep them apart.
+
+    `readers` are the layers that contract them.
+    """
+
+    size: int
+    values: tuple[tuple[str, int], ...]
+    layers: tuple[NodeProto, ...]
+    depthwise: tuple[NodeProto, ...]
+    readers: tuple[NodeProto, ...]
+
+    @property
+    def convolved(self) -> bool:
+        """Whether a convolution makes or reads the channels."""
+        return any(n.op_type == "Conv" for n in (*self.layers, *self.readers))
+
+
+def streams(s: Study) -> list[Stream]:
+    """The streams that layers make, without the model's input and output."""
+    net = s.net
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(at: tuple[str, int]) -> tuple[str, int]:
+        parent.setdefault(at, at)
+        while parent[at] != at:
+            at = parent[at]
+        return at
+
+    made: list[tuple[NodeProto, tuple[str, int]]] = []
+    apart: list[tuple[NodeProto, tuple[str, int]]] = []
+    read: list[tuple[NodeProto, tuple[str, int]]] = []
+    for node in net.nodes:
+        out = node.output[0]
+        if out not in s.varies or not s.varies[out].any():
+            continue
+        shape = s.shape(out)
+        if products.is_convolution(s, node):
+            if is_depthwise(s, node):
+                parent[root((node.input[0], 1))] = root((out, 1))
+                apart.append((node, (out, 1)))
+            elif settings(node).get("group", 1) == 1:
+                made.append((node, (out, 1)))
+                read.append((node, (node.input[0], 1)))
+        elif products.is_product(s, node):
+            if net.data(node) == [0] and len(s.shape(node.input[1])) == 2:
+                made.append((node, (out, len(shape) - 1)))
+                read.append((node, (node.input[0], len(s.shape(node.input[0])) - 1)))
+        elif (found := maps.behaviour(s, node)) is not None:
+            for k in net.data(node):
+                size = s.shape(node.input[k])
+                for axis, n in enumerate(size):
+                    same = axis + len(shape) - len(size)
+                    if n > 1 and found.apart[same] and n == shape[same]:
+                        parent[root((node.input[k], axis))] = root((out, same))
+    members: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for _, at in (*made, *apart):
+        root(at)
+    for at in list(parent):
+        members.setdefault(root(at), []).append(at)
+    return list(_streams(s, members, made, apart, read, root))
+
+
+def _streams(
+    s: Study,
+    members: Mapping[tuple[str, int], list[tuple[str, int]]],
+    made: list[tuple[NodeProto, tuple[str, int]]],
+    apart: list[tuple[NodeProto, tuple[str, int]]],
+    read: list[tuple[NodeProto, tuple[str, int]]],
+    root: Callable[[tuple[str, int]], tuple[str, int]],
+) -> Iterator[Stream]:
+    for top, values in members.items():
+        layers = tuple(n for n, at in made if root(at) == top)
+        names = {name for name, _ in values}
+        sizes = {s.shape(name)[axis] for name, axis in values}
+        if not layers or len(sizes) != 1 or s.net.output in names or s.net.input in names:
+            continue
+        depthwise = tuple(n for n, at in apart if root(at) == top)
+        within = frozenset(values)
+        readers = tuple(n for n, at in read if at in within)
+        yield Stream(sizes.pop(), tuple(values), layers, depthwise, readers)
+
+
+def is_depthwise(s: Study, node: NodeProto) -> bool:
+    """Whether `node` convolves every channel by itself, with one output for each."""
+    groups = settings(node).get("group", 1)
+    return node.op_type == "Conv" and groups > 1 and groups == s.shape(node.input[0])[1] == s.shape(node.output[0])[1]
+
+
+def live_channels(s: Study, name: str, axis: int) -> Bools:
+    """bool[channels]: which have an element that varies and is read."""
+    live = s.live(name)
+    found: Bools = live.any(axis=tuple(k for k in range(live.ndim) if k != axis))
+    return found
+
+
+def everywhere(s: Study, stream: Stream) -> Bools:
+    """bool[channels]: which are live in any value of the stream."""
+    found: Bools = np.array([live_channels(s, name, axis) for name, axis in stream.values]).any(axis=0)
+    return found
+
+
+def rounded(kept: Bools, multiple: int, first: Bools) -> Bools:
+    """`kept` with as many more channels as make a multiple, those of `first` before the others.
+
+    Unchanged when there are not enough channels.
+    """
+    count = int(kept.sum())
+    more = -count % multiple
+    if not count or not more or count + more > kept.size:
+        return kept
+    order = np.concatenate([np.flatnonzero(first & ~kept), np.flatnonzero(~first & ~kept)])
+    found = kept.copy()
+    found[order[:more]] = True
+    return found
+
+
+def forced(s: Study, multiple: Callable[[Stream], int], joined: bool) -> dict[str, Bools]:
+    """The channels that come back so that every stream's widths are multiples of what `multiple` gives for it."""
+    found: dict[str, Bools] = {}
+    for stream in streams(s):
+        axes = dict(stream.values)
+        nodes = (*stream.layers, *stream.depthwise)
+        live = {n.output[0]: live_channels(s, n.output[0], axes[n.output[0]]) for n in nodes}
+        live = {name: kept for name, kept in live.items() if kept.any()}
+        if not live:
+            continue
+        union = everywhere(s, stream)
+        step = multiple(stream)
+        due = rounded(union, step, union)
+        for place, (name, kept) in enumerate(live.items()):
+            if joined or stream.depthwise:
+                want: Bools = due
+            else:
+                own: Bools = kept | (due & ~union) if place == 0 else kept
+                want = rounded(own, step, due)
+            if (want & ~kept).any():
+                found[name] = want & ~kept
+    return found
+
+
+def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:
+    """The rules under which the channels of `extra` count as varying, so that they are written as they are."""
+
+    def chosen(s: Study, node: NodeProto) -> Rule:
+        own = rule(s, node)
+        mask = extra.get(node.output[0])
+        if mask is None:
+            return own
+        out = node.output[0]
+        shape = s.shape(out)
+        axis = 1 if products.is_convolution(s, node) else len(shape) - 1
+        spread = np.broadcast_to(mask.reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
+
+        def forward(s: Study, node: NodeProto) -> None:
+            own.forward(s, node)
+            s.varies[out] |= spread
+            s.value[out][spread] = 0
+
+        def backward(s: Study, node: NodeProto) -> None:
+            own.backward(s, node)
+            if is_depthwise(s, node):  # its row may be zero, and still it reads its channel, so that none is gathered
+                given = s.shape(node.input[0])
+                due = mask & live_channels(s, out, axis)
+                s.mark(node.input[0], np.broadcast_to(due.reshape(1, -1, *(1,) * (len(given) - 2)), given))
+
+        return Rule(forward, backward, own.rewrite)
+
+    return chosen

@@ -1,0 +1,346 @@
+"""Writes a graph again on fewer elements: pieces of values, adapters between them, constants and sizes.
+
+A `Piece` says which element of the whole value lies at each place of a smaller tensor. A channel that went is in none.
+Where an operator needs a channel that its input lacks, because another input has it or because it mixes channels, an
+adapter puts it in: a `Gather`, behind a `Pad` by one entry where a channel is missing, and an `Add` when a missing
+channel is a constant other than zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, helper
+
+from edge_client.compaction.operators import Array
+from edge_client.compaction.study import Study, missing
+from edge_client.errors import CompactionError
+
+Ids = NDArray[np.int64]
+Lists = list[Ids]
+
+
+class Ragged(CompactionError):
+    """The layout of `value` is not one that an operator can take."""
+
+    def __init__(self, value: str, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the smaller graph. `ids`, int64 in its shape for one sample, are the flat places of its elements in
+    the whole value; -1 for an element of no meaning, -2 for a zero of no meaning."""
+
+    name: str
+    ids: Ids
+
+
+def grid(shape: Sequence[int], lists: Sequence[Ids]) -> Ids:
+    """The flat places of the elements at the entries `lists` of each axis of `shape`; -1
+    where an entry is -1, -2 where one is -2."""
+    made = np.zeros([1] * len(shape), np.int64)
+    bad, zero = np.zeros([1] * len(shape), np.bool_), np.zeros([1] * len(shape), np.bool_)
+    step = 1
+    for axis in range(len(shape) - 1, -1, -1):
+        own = lists[axis].reshape(-1, *(1,) * (len(shape) - 1 - axis))
+        made = made + step * np.maximum(own, 0)
+        bad, zero = bad | (own == -1), zero | (own == -2)
+        step *= shape[axis]
+    return np.where(bad, -1, np.where(zero, -2, made))
+
+
+def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
+    """The entries of each axis, -1 for one of no meaning, when `ids` is their product; else None."""
+    if len(shape) != ids.ndim:
+        return None
+    if not ids.ndim:
+        return []
+    valid = ids >= 0
+    places = np.unravel_index(np.where(valid, ids, 0), tuple(shape))
+    found = [
+        np.where(valid, place, -1).max(axis=tuple(k for k in range(ids.ndim) if k != axis), initial=-1)
+        for axis, place in enumerate(places)
+    ]
+    return found if np.array_equal(grid(shape, found), np.where(valid, ids, -1)) else None
+
+
+class Writer:
+    """The smaller graph while it is written, in the order of the whole one.
+
+    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `moves.slots`).
+    `split` collects those that did.
+    """
+
+    def __init__(self, study: Study, levels: Mapping[str, int]) -> None:
+        self.study, self.net, self.levels = study, study.net, levels
+        self.split: set[str] = set()
+        self.pieces: dict[str, Piece] = {}
+        self.nodes: list[NodeProto] = []
+        self.constants: dict[str, Array] = {}
+        self.stopped: list[str] = []
+        self._lists: dict[str, Lists | None] = {}
+        self._made: dict[tuple[Any, ...], str] = {}
+        self._count = 0
+
+    def run(self) -> None:
+        """Write every node whose outputs are needed."""
+        net, s = self.net, self.study
+        self.put(net.input, net.input, np.arange(int(np.prod(s.shape(net.input)))).reshape(s.shape(net.input)))
+        rules = s.notes["rules"]
+        for node in net.nodes:
+            if node.output[0] in rules and any(s.live(o).any() for o in node.output if o):
+                self._note(node)
+                rules[node.output[0]].rewrite(self, node)
+        whole = [np.arange(n) for n in s.shape(net.output)]
+        last = self.adapted(net.output, whole, batch=True)
+        if not any(last in node.output for node in self.nodes):
+            self.nodes.append(helper.make_node("Identity", [last], [net.output]))
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                names[:] = [net.output if v == last else v for v in names]
+
+    def _note(self, node: NodeProto) -> None:
+        """A line for `node` if it reads an axis of channels as a whole while some of them are dead."""
+        s = self.study
+        for name in [node.input[k] for k in self.net.data(node)]:
+            held = [
+                (len(w), n)
+                for w, n, free in zip(s.wanted(name), s.shape(name), s.channels(name), strict=True)
+                if free and n > len(w)
+            ]
+            out = node.output[0]
+            if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
+                (left, size) = held[0]
+                self.stopped.append(
+                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
+                    f"although {size - left} are dead"
+                )
+
+    # --- pieces
+
+    def put(self, value: str, name: str, ids: Ids) -> None:
+        """`name` holds the elements `ids` of a value."""
+        self.pieces[value] = Piece(name, ids)
+
+    def lists(self, value: str) -> Lists:
+        """The entries of each axis that the piece of `value` holds. Raises Ragged."""
+        if value not in self._lists:
+            self._lists[value] = by_axis(self.pieces[value].ids, self.study.shape(value))
+        found = self._lists[value]
+        if found is None:
+            raise Ragged(value, f"value {value!r} is cut differently from entry to entry")
+        return found
+
+    def grid(self, value: str, lists: Sequence[Ids]) -> Ids:
+        """The elements of `value` at the entries `lists`."""
+        return grid(self.study.shape(value), lists)
+
+    # --- nodes and constants
+
+    def emit(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
+        """Append a node and return the name of its output."""
+        return self.emit_many(op, inputs, 1, **attributes)[0]
+
+    def emit_many(self, op: str, inputs: Sequence[str], count: int, **attributes: Any) -> list[str]:
+        """Append a node of several outputs; a node equal to an earlier one is that one."""
+        trimmed = list(inputs)
+        while trimmed and not trimmed[-1]:
+            trimmed.pop()
+        node = helper.make_node(op, trimmed, [], **attributes)
+        key = ("node", node.SerializeToString(deterministic=True))
+        if key not in self._made:
+            names = [self.fresh() for _ in range(count)]
+            node.output.extend(names)
+            self.nodes.append(node)
+            self._made[key] = " ".join(names)
+        return self._made[key].split(" ")
+
+    def fresh(self) -> str:
+        """A name of its own."""
+        self._count += 1
+        return f"p{self._count}"
+
+    def constant(self, value: Array) -> str:
+        """The name of a constant; equal ones are one."""
+        value = np.ascontiguousarray(value) if value.ndim else value
+        key = ("constant", value.dtype.str, value.shape, value.tobytes())
+        if key not in self._made:
+            self._made[key] = f"k{len(self.constants)}"
+            self.constants[self._made[key]] = value
+        return self._made[key]
+
+    def integers(self, *values: int) -> str:
+        """A constant vector of sizes or places."""
+        return self.constant(np.array(values, np.int64))
+
+    def known(self, name: str) -> str:
+        """A constant as it is, or a size."""
+        if not name:
+            return ""
+        return self.constant(self.net.constants[name]) if name in self.net.constants else self._size(name)
+
+    def _size(self, name: str) -> str:
+        if name not in self.net.growing:
+            return self.constant(self.net.sizes[name])
+        node = next(n for n in self.net.nodes if name in n.output)
+        inputs = []
+        for v in node.input:
+            if not v or v in self.net.constants or v in self.net.sizes:
+                inputs.append(self.known(v))
+            elif v in self.pieces:
+                inputs.append(self.pieces[v].name)
+            else:
+                raise missing(node, "takes the size of a value that is gone")
+        made = self.emit_many(node.op_type, inputs, len(node.output), **_settings(node))
+        return made[list(node.output).index(name)]
+
+    def sized(self, name: str, lengths: Sequence[int], value: str) -> str:
+        """The vector `name` of the sizes of `value`, with `lengths` for the axes without the batch."""
+        before = self.net.known(name)
+        lead = len(lengths) - len(before)
+        moving = np.array(self.net.moving[value][lead:])
+        fixed = np.array(lengths[lead:], np.int64)
+        fixed = np.where(before == 1, 1, fixed) if lead >= 0 else fixed
+        if name not in self.net.growing:
+            return self.constant(np.where(moving, before, fixed))
+        return self.emit("Where", [self.constant(moving), self._size(name), self.constant(fixed)])
+
+    def reshaped(self, name: str, lengths: Sequence[int], value: str, before: str) -> str:
+        """`name`, a piece of `before`, in the shape `lengths`; the batch in the axis of `value` that holds it.
+
+        Raises CompactionError when the batch is in several.
+        """
+        moving = self.net.moving[value]
+        if moving == (True, False) and self.net.moving[before] == (
+            True,
+            *(False,) * (len(self.study.shape(before)) - 1),
+        ):
+            return self.emit("Flatten", [name], axis=1)
+        if sum(moving) > 1:
+            raise CompactionError(f"two axes of value {value!r} depend on the batch")
+        return self.emit(
+            "Reshape", [name, self.integers(*(-1 if m else n for m, n in zip(moving, lengths, strict=True)))]
+        )
+
+    # --- adapters
+
+    def adapted(self, value: str, target: Sequence[Ids], batch: bool = False) -> str:
+        """A tensor with the entries `target` of each axis of `value`; -1: any content, -2: zero. Raises Ragged.
+
+        A value that does not vary becomes a constant, of one sample unless `batch`.
+        """
+        shape = self.study.shape(value)
+        wanted = grid(shape, target)
+        flat = self.study.facts(value)[0].reshape(-1)
+        if value not in self.pieces:
+            held = np.where(wanted >= 0, flat[np.maximum(wanted, 0)], 0).astype(flat.dtype)
+            return self._batched(value, held) if batch else self.constant(held)
+        piece = self.pieces[value]
+        if np.array_equal(piece.ids, wanted):
+            return piece.name
+        name, given = piece.name, np.zeros(1, np.bool_)
+        for axis, (own, due) in enumerate(zip(self.lists(value), target, strict=True)):
+            where = np.full(shape[axis] + 1, -1)
+            where[own[own >= 0]] = np.flatnonzero(own >= 0)
+            places = np.where(due >= 0, where[due], np.where(due == -2, -1, 0))
+            absent = places < 0
+            given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
+            if absent.any():
+                if not self.net.is_plain(value):
+                    raise Ragged(value, f"value {value!r} lacks channels")
+                name, places = self._padded(name, axis, len(shape), len(own), places, absent)
+            name = self.picked(
+                name, axis, places, len(own) + int(bool(absent.any()) and places.max(initial=0) >= len(own))
+            )
+        if given.any():
+            lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
+            if lost.any():
+                raise Ragged(value, f"value {value!r} lacks a channel that varies")
+            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
+            if fill.any():
+                name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
+        return name
+
+    def _padded(
+        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]
+    ) -> tuple[str, Ids]:
+        """`name` with zeros along an axis, and where the wanted entries then lie."""
+        held = places[~absent]
+        first = int(np.argmin(absent)) if held.size else 0
+        block = (
+            bool(held.size == length)
+            and np.array_equal(held, np.arange(length))
+            and not absent[first : first + length].any()
+        )
+        before, after = (first, len(places) - first - length) if block else (0, 1)
+        pads = np.zeros(2 * rank, np.int64)
+        pads[axis], pads[rank + axis] = before, after
+        name = self.emit("Pad", [name, self.constant(pads)], mode="constant")
+        return name, np.arange(len(places)) if block else np.where(absent, length, places)
+
+    def picked(self, name: str, axis: int, places: Ids, length: int) -> str:
+        """The entries `places` of an axis that has `length`."""
+        if np.array_equal(places, np.arange(length)):
+            return name
+        if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
+            bounds = (self.integers(int(places[0])), self.integers(int(places[0]) + len(places)), self.integers(axis))
+            return self.emit("Slice", [name, *bounds])
+        if len(places) == length == 1:
+            return name
+        return self.emit("Gather", [name, self.constant(places.astype(np.int64))], axis=axis)
+
+    def mapped(self, value: Array) -> str:
+        """A constant, stored by its distinct slices along each axis: most of a map of constants is its interior."""
+        small, places = value, []
+        for axis in range(value.ndim):
+            if small.shape[axis] > 4:
+                rows = np.moveaxis(small, axis, 0).reshape(small.shape[axis], -1)
+                _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+                if 2 * len(first) <= len(rows):
+                    small = np.take(small, first, axis)
+                    places.append((axis, inverse.reshape(-1)))
+        name = self.constant(small)
+        for axis, inverse in places:
+            if small.shape[axis] == 1:
+                continue  # it broadcasts
+            name = self.emit("Gather", [name, self.constant(inverse.astype(np.int64))], axis=axis)
+        return name
+
+    def _batched(self, value: str, held: Array) -> str:
+        """The constant `held` for every sample of the batch."""
+        moving = self.net.moving[value]
+        if not any(moving):
+            return self.constant(held)
+        axis = moving.index(True)
+        if sum(moving) > 1 or held.shape[axis] != 1:
+            raise CompactionError(f"the constant value {value!r} mixes the batch with another axis")
+        n = self.emit("Shape", [self.net.input], start=0, end=1)
+        ones = [self.integers(*held.shape[:axis])] if axis else []
+        rest = [self.integers(*held.shape[axis + 1 :])] if axis + 1 < held.ndim else []
+        parts = [*ones, n, *rest]
+        shape = self.emit("Concat", parts, axis=0) if len(parts) > 1 else n
+        return self.emit("Expand", [self.constant(held), shape])
+
+    def copy_whole(self, node: NodeProto) -> None:
+        """The node as it is, on whole inputs."""
+        inputs = []
+        for v in node.input:
+            if not v or v in self.net.constants or v in self.net.sizes:
+                inputs.append(self.known(v))
+            else:
+                inputs.append(self.adapted(v, [np.arange(n) for n in self.study.shape(v)], batch=True))
+        outs = self.emit_many(node.op_type, inputs, len(node.output), **_settings(node))
+        for value, name in zip(node.output, outs, strict=True):
+            if value:
+                shape = self.study.shape(value)
+                self.put(value, name, np.arange(int(np.prod(shape))).reshape(shape))
+
+
+def _settings(node: NodeProto) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}

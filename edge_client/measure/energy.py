@@ -1,0 +1,213 @@
+"""Energy: what a meter is, what it records, and the joules of a window of time.
+
+A meter is started and stopped; it gives a `Trace`: values at times of this machine's `time.monotonic`. Values are
+watts, or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle`
+subtracts what the machine takes anyway. Each result has an error estimate and says how many samples were lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import hypot
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.errors import MeterError
+
+F64 = NDArray[np.float64]
+LATE = 1.5  # an interval of more periods than this has lost samples
+REACH = 2.0  # periods that a window may begin before the first sample, or end after the last
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What a meter may be wrong by: `gain` as a share, `offset` in watts, `step` the resolution of a value."""
+
+    gain: float = 0.0
+    offset: float = 0.0
+    step: float = 0.0
+
+
+EXACT = Accuracy()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recording. `times` float64[n] rises, `values` float64[n] are watts ("W") or joules counted ("J").
+
+    `period` is the intended time between two samples, `lost` counts samples that did not come, `clipped` those at the
+    end of the meter's range, and `skew` is the error of the times in seconds.
+    """
+
+    times: F64
+    values: F64
+    unit: Literal["W", "J"]
+    period: float
+    accuracy: Accuracy = EXACT
+    lost: int = 0
+    clipped: int = 0
+    skew: float = 0.0
+
+
+class Meter(Protocol):
+    """An energy meter that was found. `what` says in words what it measures."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def what(self) -> str: ...
+
+    def start(self) -> None:
+        """Begin to record. Raises MeterError."""
+        ...
+
+    def stop(self) -> Trace:
+        """End the recording; it has a sample at or after this call where the meter can give one. Raises MeterError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of a window of `seconds`. `scatter` (J) is the error of sampling, `accuracy` the meter's own."""
+
+    joules: float
+    seconds: float
+    samples: int
+    lost: int
+    clipped: int
+    scatter: float
+    accuracy: Accuracy
+
+    @property
+    def watts(self) -> float:
+        """Mean power."""
+        return self.joules / self.seconds
+
+    @property
+    def error(self) -> float:
+        """The estimated error in joules, as a standard deviation."""
+        return hypot(self.scatter, self.accuracy.gain * self.joules, self.accuracy.offset * self.seconds)
+
+
+def joules(trace: Trace, start: float, end: float) -> Energy:
+    """Energy from `start` to `end`, times of `time.monotonic`. Raises MeterError when the trace does not cover them."""
+    times, values = trace.times, trace.values
+    if not end > start:
+        raise MeterError(f"a window from {start:.3f} to {end:.3f} s has no length; measure for longer")
+    reach = REACH * trace.period + trace.skew
+    if len(times) < 2 or times[0] > start + reach or times[-1] < end - reach:
+        covered = f"from {times[0] - start:+.2f} to {times[-1] - start:+.2f} s" if len(times) else "no time at all"
+        raise MeterError(
+            f"the meter's recording covers {covered} of a window of {end - start:.2f} s; start it earlier, stop it "
+            "later, and see that it sampled throughout"
+        )
+    if trace.unit == "J":  # beyond its ends a counter goes on as it did there
+        pace = np.diff(values[[0, 1, -2, -1]])[[0, 2]] / np.diff(times[[0, 1, -2, -1]])[[0, 2]]
+        early, late_by = max(times[0] - start, 0.0), max(end - times[-1], 0.0)
+        if early:
+            times, values = np.insert(times, 0, start), np.insert(values, 0, values[0] - pace[0] * early)
+        if late_by:
+            times, values = np.append(times, end), np.append(values, values[-1] + pace[1] * late_by)
+    low, high = np.searchsorted(times, [start, end], "right")
+    t = np.concatenate([[start], times[low:high][times[low:high] < end], [end]])
+    v = np.interp(t, times, values)
+    steps = np.diff(t)
+    # The intervals that the window touches, whole: their ends are samples.
+    around = slice(max(low - 1, 0), min(high + 1, len(times)))
+    gaps = np.diff(times[around])
+    if trace.unit == "W":
+        total = float(np.dot(steps, (v[1:] + v[:-1]) / 2))
+        power, used = v, steps
+        changes = np.abs(np.diff(v))
+    else:
+        total = float(v[-1] - v[0])
+        power = np.diff(values[around]) / gaps
+        # Between two readings of a counter nothing is lost: only the window's two ends are uncertain.
+        changes = np.full(2, np.ptp(power) if len(power) > 1 else 0.0)
+        used = gaps[[0, -1]]
+    late = used > LATE * trace.period
+    spread = np.where(late, np.maximum(changes, np.std(power)), changes)
+    # A change of power somewhere within an interval moves the trapezoid by up to half of it: uniform, so /sqrt(12).
+    sampling = float(np.sqrt(np.sum((spread * used) ** 2) / 12))
+    rounding = trace.accuracy.step / 12**0.5
+    if trace.unit == "W":
+        rounding *= float(np.sqrt(np.sum(used**2)))
+    edges = trace.skew * float(np.ptp(power)) if len(power) else 0.0
+    return Energy(
+        total, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
+        hypot(sampling, rounding, edges), trace.accuracy,
+    )  # fmt: skip
+
+
+def above_idle(measured: Energy, idle: Sequence[Energy]) -> Energy:
+    """What was taken beyond the mean power of the `idle` windows, which lie before and after where possible.
+
+    A constant offset of the meter cancels. How much the idle windows differ is part of the scatter. Without idle
+    windows the result is `measured`.
+    """
+    if not idle:
+        return measured
+    seconds = sum(e.seconds for e in idle)
+    watts = sum(e.joules for e in idle) / seconds
+    drift = float(np.std([e.watts for e in idle]))
+    noise = hypot(*(e.scatter for e in idle)) / seconds
+    return replace(
+        measured,
+        joules=measured.joules - watts * measured.seconds,
+        scatter=hypot(measured.scatter, drift * measured.seconds, noise * measured.seconds),
+        accuracy=replace(measured.accuracy, offset=0.0),
+    )
+
+
+def lost(times: F64, period: float) -> int:
+    """Samples missing between `times`, if they should be `period` seconds apart."""
+    gaps = np.diff(times) / period
+    return int(np.sum(np.where(gaps > LATE, np.rint(gaps) - 1, 0)))
+
+
+def unwrapped(counts: F64, span: float) -> F64:
+    """A counter that starts again after `span`, as one that only rises from 0. It wraps at most once an interval."""
+    steps = np.diff(counts)
+    return np.concatenate([[0.0], np.cumsum(np.where(steps < 0, steps + span, steps))])
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A device's clock on this machine's: ``host = origin + rate * (device - first)``, to `error` seconds."""
+
+    first: float
+    origin: float
+    rate: float
+    error: float
+
+    def __call__(self, device: F64) -> F64:
+        """Times of the device's clock as times of this machine's."""
+        return self.origin + self.rate * (np.asarray(device, np.float64) - self.first)
+
+
+BLOCKS = 8  # parts of a recording of which each gives its quickest message
+SHORT = 2.0  # seconds too few to see how two clocks drift
+
+
+def align(device: F64, host: F64) -> Alignment:
+    """The clocks' relation from messages that carry a time of the `device` and arrive at a time of the `host`.
+
+    Messages arrive late by a varying time, so the line goes through the quickest of each part of the recording. The
+    error is the scatter of these. A recording of less than two seconds is taken to run at the host's rate.
+    """
+    device, host = np.asarray(device, np.float64), np.asarray(host, np.float64)
+    if not len(device):
+        raise MeterError("the meter sent no time at all; check that it is on and connected")
+    late = (host - host[0]) - (device - device[0])
+    parts = [p for p in np.array_split(np.arange(len(device)), BLOCKS) if len(p)]
+    best = np.array([part[np.argmin(late[part])] for part in parts])
+    rate = 1.0
+    if device[-1] - device[0] >= SHORT and len(best) >= 3:
+        rate = 1.0 + float(np.polyfit(device[best] - device[0], late[best], 1)[0])
+    delays = host[best] - rate * (device[best] - device[0])
+    # With few messages the quickest is the best guess; the line's scatter says how good it is.
+    return Alignment(float(device[0]), float(np.mean(delays)), rate, float(np.std(delays)))

@@ -1,0 +1,106 @@
+"""Inference engines of this machine, and a model opened in one of them as a call without arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edge_client.errors import ConfigError
+
+ONNX, EXECUTORCH = "onnxruntime", "executorch"
+ENGINE_OF = {".onnx": ONNX, ".pte": EXECUTORCH}
+Call = Callable[[], object]
+
+
+def found() -> dict[str, str]:
+    """Every engine by name: "" when it is installed, else what to run."""
+    missing = "not installed; run: pip install 'maskfleet[author]'"
+    return {ONNX: "", EXECUTORCH: "" if find_spec("executorch") and find_spec("torch") else missing}
+
+
+def engine_of(path: Path) -> str:
+    """The engine that runs a file, by its name's end. Raises ConfigError."""
+    engine = ENGINE_OF.get(path.suffix)
+    if engine is None:
+        raise ConfigError(
+            f"{path} is no model; name a bundle's folder, or a file that ends in {' or '.join(ENGINE_OF)}"
+        )
+    return engine
+
+
+def open_model(path: Path, x: NDArray[Any], threads: int = 1) -> Call:
+    """The model in `path` on the batch `x`. Raises ConfigError when its engine is missing or it does not run."""
+    if engine_of(path) == ONNX:
+        return open_onnx(path, x, threads)
+    missing = found()[EXECUTORCH]
+    if missing:
+        raise ConfigError(f"{path} needs ExecuTorch: {missing}")
+    from edge_client.measure.executorch import open_pte
+
+    return open_pte(path, x, threads)
+
+
+def open_onnx(model: Path | bytes, x: NDArray[Any], threads: int = 1) -> Call:
+    """A model in ONNX Runtime, file or serialised. Raises ConfigError when it does not open or does not take `x`."""
+    if threads < 1:
+        raise ConfigError(f"threads = {threads}: need 1 at least")
+    what = str(model) if isinstance(model, Path) else "the model"
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # The threads of a session that is not running must not take processors from the one that is.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        session = ort.InferenceSession(
+            model if isinstance(model, bytes) else str(model), options, providers=["CPUExecutionProvider"]
+        )
+        (name,) = (i.name for i in session.get_inputs())
+        feed = {name: x}
+        session.run(None, feed)
+    except Exception as error:  # onnxruntime raises a class of its own for every status
+        raise ConfigError(f"{what} does not run on {x.dtype}{list(x.shape)}: {error}") from None
+    return lambda: session.run(None, feed)
+
+
+NUMPY = {
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(double)": np.float64,
+}
+
+
+def sample_of(path: Path) -> tuple[tuple[int, ...], str]:
+    """Shape of a batch of one and its dtype, as the model in `path` takes it; a free axis counts as 1.
+
+    Raises ConfigError when it does not open or has more than one input.
+    """
+    if engine_of(path) == EXECUTORCH:
+        missing = found()[EXECUTORCH]
+        if missing:
+            raise ConfigError(f"{path} needs ExecuTorch: {missing}")
+        from edge_client.measure.executorch import sample_of_pte
+
+        return sample_of_pte(path)
+    try:
+        inputs = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).get_inputs()
+    except Exception as error:  # see open_onnx
+        raise ConfigError(f"{path} does not open: {error}") from None
+    if len(inputs) != 1 or inputs[0].type not in NUMPY:
+        said = ", ".join(f"{i.name} {i.type}" for i in inputs) or "none"
+        raise ConfigError(f"{path} has inputs {said}; a model with one input of numbers can be measured")
+    shape = tuple(n if isinstance(n, int) and n > 0 else 1 for n in inputs[0].shape)
+    return shape, np.dtype(NUMPY[inputs[0].type]).name
+
+
+def batch(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """A batch to run a model on: normal numbers, or zeros where it takes integers, which any vocabulary has."""
+    if np.issubdtype(np.dtype(dtype), np.integer):
+        return np.zeros(shape, dtype)
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)

@@ -1,0 +1,149 @@
+"""Power sensors that Linux shows as files: `/sys/class/hwmon`, and the rails of a Jetson.
+
+A sensor has rails. A rail is `powerN_input` (microwatts), or `currN_input` (mA) times `inN_input` (mV), by number or by
+equal labels. A rail whose label says that it is the whole board's is taken alone: the others are parts of it. Older
+Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.errors import MeterError
+from edge_client.measure.energy import Accuracy, Meter
+from edge_client.measure.meters import Family, Options
+from edge_client.measure.polling import Polled
+
+CLASS = "sys/class/hwmon"
+JETSON_NEW, JETSON_OLD = "sys/bus/i2c/drivers/ina3221", "sys/bus/i2c/drivers/ina3221x"
+WHOLE = re.compile(r"VDD_IN|POM_5V_IN|VIN_SYS|total|system|PSYS|SOCKET|board", re.IGNORECASE)
+BATTERY = re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE)
+PERIOD = 0.02
+ACCURACY = Accuracy(0.02, 0.01, 0.001)
+
+
+@dataclass(frozen=True)
+class Rail:
+    """One rail: its label, and the files whose product times `scale` is its watts."""
+
+    label: str
+    files: tuple[Path, ...]
+    scale: float
+
+    def watts(self) -> float:
+        """Power now. Raises OSError when a file cannot be read."""
+        value = self.scale
+        for file in self.files:
+            value *= _number(file)
+        return value
+
+
+def _number(file: Path) -> float:
+    try:
+        return float(file.read_text())
+    except ValueError:
+        raise OSError(f"{file} holds no number") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def rails(folder: Path) -> list[Rail]:
+    """The rails of one hwmon or iio folder, the whole board's alone if one is labelled so."""
+    found: dict[str, Rail] = {}
+    for file in sorted(folder.glob("in_power*_input")):  # iio of older Jetsons: rail_name_0 and so on
+        n = _index(file.name)
+        label = _text(folder / f"rail_name_{n}") or f"rail {n}"
+        found[f"iio{n}"] = Rail(label, (file,), 1e-3)
+    for pattern in ("power*_input", "power*_average"):
+        for file in sorted(folder.glob(pattern)):
+            n = _index(file.name)
+            found.setdefault(n, Rail(_text(folder / f"power{n}_label") or f"power{n}", (file,), 1e-6))
+    if not found:
+        volts = {_index(f.name): f for f in sorted(folder.glob("in*_input"))}
+        labels = {_text(folder / f"in{n}_label"): n for n in volts if _text(folder / f"in{n}_label")}
+        for file in sorted(folder.glob("curr*_input")):
+            n = _index(file.name)
+            label = _text(folder / f"curr{n}_label")
+            pair = labels.get(label) or (n if n in volts else None)
+            if pair is not None:
+                found[n] = Rail(label or _text(folder / f"in{pair}_label") or f"curr{n}", (file, volts[pair]), 1e-6)
+    every = list(found.values())
+    whole = [rail for rail in every if WHOLE.search(rail.label)]
+    return whole[:1] or every
+
+
+def _index(name: str) -> str:
+    return "".join(re.findall(r"\d+", name))
+
+
+def _usable(every: list[Rail]) -> str:
+    """Why the rails cannot be read now; empty when they can."""
+    for rail in every:
+        try:
+            rail.watts()
+        except PermissionError as error:
+            return f"{error.filename} may not be read; run: sudo chmod a+r {error.filename}"
+        except OSError as error:
+            return f"rail {rail.label} cannot be read: {error.strerror or error}"
+    return ""
+
+
+def _meter(name: str, where: str, every: list[Rail]) -> Meter:
+    def watts() -> float:
+        return sum(rail.watts() for rail in every)
+
+    what = f"{where}, {', '.join(rail.label for rail in every)}"
+    return Polled(name, what, watts, "W", PERIOD, ACCURACY)
+
+
+def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
+    """The sensor that option `name` says, else the first that has a power and is no battery."""
+    folders = sorted((root / CLASS).glob("hwmon*")) if (root / CLASS).is_dir() else []
+    asked, said = options.get("name"), []
+    for folder in folders:
+        place = folder if list(folder.glob("*_input")) or not (folder / "device").is_dir() else folder / "device"
+        name = _text(folder / "name") or folder.name
+        if asked is not None and asked not in (name, folder.name):
+            continue
+        if asked is None and BATTERY.match(name):
+            said.append(f"{name} is a battery or charger: ask for it with --meter hwmon:name={name}")
+            continue
+        every = rails(place)
+        if not every:
+            said.append(f"{name} has no power")
+            continue
+        why = _usable(every)
+        if not why:
+            return _meter("hwmon", f"{folder.name} ({name})", every)
+        said.append(why)
+    if asked is not None and not said:
+        said.append(f"there is no sensor {asked!r} among {[_text(f / 'name') or f.name for f in folders]}")
+    raise MeterError("; ".join(said) or f"there is no sensor in {root / CLASS}")
+
+
+def find_jetson(options: Options, root: Path = Path("/")) -> Meter:
+    """A Jetson's INA3221: the input of the board where it is labelled, else the sum of the rails."""
+    folders = [
+        *sorted((root / JETSON_NEW).glob("*/hwmon/hwmon*")),
+        *sorted((root / JETSON_OLD).glob("*/iio:device*")),
+    ]
+    every = [rail for folder in folders for rail in rails(folder)]
+    whole: list[Rail] = [rail for rail in every if WHOLE.search(rail.label)]
+    every = whole[:1] or every
+    if not every:
+        raise MeterError(f"no INA3221 rails in {root / JETSON_NEW} or {root / JETSON_OLD}: this is not a Jetson")
+    why = _usable(every)
+    if why:
+        raise MeterError(why)
+    return _meter("jetson", "INA3221 of the board", every)
+
+
+JETSON = Family(find_jetson, 10)
+HWMON = Family(find_hwmon, 40, options=("name",))

@@ -1,0 +1,128 @@
+"""Meters by name: those of this project and of other packages, what is there, and which one is taken.
+
+An entry point of the group `maskfleet.meters` is a `Family`: its `find` gives a meter or raises MeterError with the
+reason, which for a missing permission is the command that mends it. A meter is asked for as
+`NAME`, `NAME:OPTION=VALUE,...`, `auto` or `none`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal
+
+from edge_client.errors import ConfigError, MeterError, suggestion
+from edge_client.measure.energy import Meter
+
+NONE, AUTO = "none", "auto"
+Options = Mapping[str, str]
+Where = Literal["here", "android", "apart"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Meters of one kind. `find(options)` opens one or raises MeterError.
+
+    `where` says whose energy they measure: of the machine they are read on ("here"), of a phone behind adb ("android"),
+    or of whatever is wired to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there.
+    `options` names those that `find` knows.
+    """
+
+    find: Callable[[Options], Meter]
+    rank: int
+    where: Where = "here"
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The meter that is taken, None without one; a sentence why; and for every other family why not it."""
+
+    meter: Meter | None
+    why: str
+    others: Mapping[str, str]
+
+    @property
+    def lines(self) -> list[str]:
+        """The choice in words, one line a family."""
+        return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
+
+
+def families() -> dict[str, Family]:
+    """Every installed family by name. Raises MeterError when one does not load."""
+    found = {}
+    for entry in entry_points(group="maskfleet.meters"):
+        try:
+            family = entry.load()
+        except Exception as error:  # code of another package may fail in any way
+            raise MeterError(f"meter {entry.name!r} does not load ({error}); install its package anew") from error
+        if not isinstance(family, Family):
+            raise MeterError(f"meter {entry.name!r} is {type(family).__name__}, not a Family; install its package anew")
+        found[entry.name] = family
+    return found
+
+
+def choose(
+    asked: str, where: Where = "here", known: Mapping[str, Family] | None = None, more: Options | None = None
+) -> Choice:
+    """The meter for `asked`. `more` are options added to all families that know them (an adb serial).
+
+    A meter asked for by name that is not there raises MeterError; `auto` without one gives a choice of none.
+    """
+    found, more = families() if known is None else known, more or {}
+    name, _, words = asked.partition(":")
+    if name == NONE:
+        return Choice(None, "no energy meter: switched off", {})
+    if name != AUTO:
+        family = found.get(name)
+        if family is None:
+            near = suggestion(name, found)
+            raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {sorted(found)}{near}")
+        meter = family.find({**_known(family, more), **_options(name, family, words)})
+        return Choice(meter, f"meter {meter.name}: {meter.what}", {})
+    others: dict[str, str] = {}
+    taken: Meter | None = None
+    for key, family in sorted(found.items(), key=lambda item: (item[1].rank, item[0])):
+        if family.where != where:
+            others[key] = f"measures another device; ask for it with --meter {key}"
+        elif taken is not None:
+            others[key] = f"{taken.name} comes first; ask for it with --meter {key}"
+        else:
+            try:
+                taken = family.find(_known(family, more))
+            except MeterError as error:
+                others[key] = str(error)
+    if taken is None:
+        return Choice(None, "no energy meter found", others)
+    return Choice(taken, f"meter {taken.name}: {taken.what}", others)
+
+
+def _known(family: Family, more: Options) -> dict[str, str]:
+    return {key: value for key, value in more.items() if key in family.options}
+
+
+def _options(name: str, family: Family, words: str) -> dict[str, str]:
+    """``a=1,b=2`` as a table. Raises ConfigError for one that the family does not know."""
+    table = {}
+    for word in filter(None, words.split(",")):
+        key, equals, value = word.partition("=")
+        if not equals or key not in family.options:
+            known = ", ".join(f"{o}=..." for o in family.options) or "none"
+            raise ConfigError(f"meter {name} does not know {word!r}; its options: {known}")
+        table[key] = value
+    return table
+
+
+def number(options: Options, key: str, default: float, least: float = 0.0) -> float:
+    """A number among the options, hexadecimal as 0x... too. Raises ConfigError."""
+    text = options.get(key)
+    if text is None:
+        return default
+    try:
+        value = float(int(text, 16)) if text.lower().startswith("0x") else float(text)
+    except ValueError:
+        value = -1.0
+    if not value > least:
+        raise ConfigError(f"{key}={text}: a number above {least:g} is due")
+    return value

@@ -1,0 +1,483 @@
+"""`maskfleet bench`: statistics, variants, a whole report of a small bundle, comparison, a phone behind adb."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnxruntime import InferenceSession
+from safetensors.numpy import save_file
+from sequential_bundle import Act, Linear, random_personal, sequential_bundle
+
+from edge_client import cli
+from edge_client.bench import child, compare, measure, plots, report, variants
+from edge_client.bundle import Bundle
+from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
+from edge_client.measure import engines, machine
+from edge_client.measure.energy import Trace
+from edge_client.measure.latency import FEWEST, in_turns, summary
+
+DIGITS = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles" / "digits"
+EXACT = ("dense", "masked", "compact")
+QUICK = ["--runs", "12", "--warm-up", "1", "--seconds", "3", "--cold-starts", "1", "--energy-seconds", "0.1"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that was run: its exit code (1 for an error of maskfleet), all it printed, the error."""
+
+    exit_code: int
+    output: str
+    exception: Exception | None
+
+
+def invoke(*words: object) -> Ended:
+    """`maskfleet WORDS` in this process."""
+    said, code, fault = io.StringIO(), 0, None
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            cli.build()([str(w) for w in words], standalone_mode=False)
+        except MaskfleetError as error:
+            code, fault = 1, error
+    return Ended(code, said.getvalue(), fault)
+
+
+def small(folder: Path) -> Bundle:
+    folder.mkdir(exist_ok=True)
+    return sequential_bundle(folder, (12,), (Linear(16), Act(), Linear(8), Act(), Linear(3)))
+
+
+# --- times
+
+
+def test_calls_take_turns_in_orders_of_their_own() -> None:
+    said: list[str] = []
+    times = in_turns([lambda: said.append("a"), lambda: said.append("b"), lambda: said.append("c")], 50, 3)
+    assert times.wall.shape == times.cpu.shape == (3, 50)
+    turns = [tuple(said[i : i + 3]) for i in range(0, len(said), 3)]
+    assert len(turns) == 53
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 3
+
+
+def test_each_calls_times_are_its_own_and_sleep_takes_no_processor() -> None:
+    def spin() -> None:
+        end = time.process_time() + 0.002
+        while time.process_time() < end:
+            pass
+
+    times = in_turns([lambda: time.sleep(0.004), spin, lambda: None], 12, 0)
+    assert np.median(times.wall[0]) >= 4
+    assert np.median(times.cpu[0]) < 2
+    assert np.median(times.cpu[1]) >= 2
+    assert np.median(times.wall[2]) < 1
+
+
+def test_turns_end_with_their_seconds_but_not_before_the_fewest() -> None:
+    assert in_turns([lambda: time.sleep(0.001)], 100_000, 0, seconds=0.0).wall.shape == (1, FEWEST)
+    with pytest.raises(ConfigError, match="runs = 0"):
+        in_turns([lambda: None], 0)
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=60))
+def test_a_summary_orders_its_figures(values: list[float]) -> None:
+    s = summary(np.array(values))
+    assert min(values) <= s.p50 <= s.p90 <= s.p99 <= max(values)
+    for p, (low, high) in ((s.p50, s.p50_interval), (s.p90, s.p90_interval), (s.p99, s.p99_interval)):
+        assert min(values) <= low <= high <= max(values)
+        assert low <= p * (1 + 1e-9)
+    assert s.runs == len(values)
+    assert s.cv == pytest.approx(np.std(values) / np.mean(values))
+
+
+def test_an_interval_holds_the_true_median_nineteen_times_in_twenty() -> None:
+    rng = np.random.default_rng(0)
+    inside = [
+        low <= np.log(2) <= high for low, high in (summary(rng.exponential(1, 100)).p50_interval for _ in range(60))
+    ]
+    assert 52 <= sum(inside) <= 60
+
+
+# --- variants
+
+
+def outputs(file: Path, x: Any) -> Any:
+    return InferenceSession(str(file)).run(None, {"x": x})[0]
+
+
+def test_a_bundle_and_a_mask_give_dense_masked_and_compact_which_say_the_same(tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    personal = random_personal(bundle, 1, 0.6, 1.0)
+    x = np.random.default_rng(0).standard_normal((16, 12)).astype(np.float32)
+    found, failed = variants.made(variants.Source(bundle, personal, x), tmp_path, EXACT)
+    assert ([v.name for v in found], failed) == (list(EXACT), {})
+    dense, masked, compact = (outputs(v.file, x) for v in found)
+    assert np.abs(masked - compact).max() < 1e-5
+    assert np.abs(masked - dense).max() > 1e-2
+    about = measure.of_files(found)
+    assert about["compact"]["macs"] < about["masked"]["macs"] == about["dense"]["macs"] == 12 * 16 + 16 * 8 + 8 * 3
+    assert about["compact"]["bytes"] < about["dense"]["bytes"]
+
+
+def test_without_a_mask_the_other_variants_say_what_they_need(tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    found, failed = variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, EXACT)
+    assert [v.name for v in found] == ["dense"]
+    assert set(failed) == {"masked", "compact"}
+    assert all("--personal FILE, or --keep SHARE" in why for why in failed.values())
+    with pytest.raises(ConfigError, match="no variant 'tiny'"):
+        variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, ["tiny"])
+
+
+def test_a_share_of_the_largest_units_is_kept() -> None:
+    bundle = Bundle.open(DIGITS)
+    kept = variants.keep_largest_units(bundle, 0.25)
+    assert kept.mask is not None
+    weight = bundle.manifest.tensors[bundle.manifest.groups[0].producers[0].weight]
+    rows = kept.mask[weight.span].reshape(weight.shape).any(axis=1)
+    norms = np.linalg.norm(bundle.model().parameters[weight.span].reshape(weight.shape), axis=1)
+    assert rows.sum() == np.ceil(0.25 * len(rows))
+    assert norms[rows].min() >= norms[~rows].max()
+
+
+def test_personal_values_or_a_mask_come_from_a_file(tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    d, model = bundle.manifest.d, bundle.model()
+    mask = np.arange(d) % 3 > 0
+    path = tmp_path / "p.safetensors"
+    save_file({"mask": mask.astype(np.uint8)}, path)
+    assert (variants.read_personal(path, bundle).parameters == np.where(mask, model.parameters, 0)).all()
+    save_file({"parameters": np.full(d, 2, np.float32), "mask": mask}, path)
+    assert (variants.read_personal(path, bundle).parameters == np.where(mask, 2, 0)).all()
+    for arrays, why in (({"x": np.zeros(2)}, "`parameters` or `mask` is due"), ({"mask": mask[:5]}, r"shape \[5\]")):
+        save_file(arrays, path)
+        with pytest.raises(DataError, match=why):
+            variants.read_personal(path, bundle)
+    path.write_bytes(b"no")
+    with pytest.raises(DataError, match="no safetensors file"):
+        variants.read_personal(path, bundle)
+
+
+# --- one process of its own
+
+
+def test_a_process_of_its_own_measures_cold_start_and_the_models_memory(tmp_path: Path) -> None:
+    (tmp_path / "l").mkdir()
+    large = sequential_bundle(tmp_path / "l", (1000,), (Linear(2000), Act(), Linear(2)))
+    source = variants.Source(large, None, np.zeros((1, 1000), np.float32))
+    ((dense,), _) = variants.made(source, tmp_path, ["dense"])
+    found = child.measure(dense.file, (1, 1000), "float32", 1, 2)
+    assert found["model_mb"] >= 8  # the weights alone
+    assert found["peak_mb"] > found["model_mb"]
+    assert 0 < found["first_result_ms"] < found["process_ms"]
+    assert 0 < found["import_ms"] < found["process_ms"]
+    (tmp_path / "bad.onnx").write_bytes(b"no")
+    with pytest.raises(ConfigError, match=r"bad\.onnx in a process of its own failed: .*does not run"):
+        child.measure(tmp_path / "bad.onnx", (1, 2), "float32", 1, 1)
+
+
+# --- energy
+
+
+class Steps:
+    """A meter that takes 1 W at rest and 3 W at work: at work between the calls' first and last moment."""
+
+    name = what = "steps"
+
+    def __init__(self) -> None:
+        self.first = self.last = 0.0
+
+    def call(self) -> None:
+        self.first = self.first or time.monotonic()
+        time.sleep(0.005)
+        self.last = time.monotonic()
+
+    def start(self) -> None:
+        self.begin = time.monotonic()
+
+    def stop(self) -> Trace:
+        times = np.arange(self.begin, time.monotonic() + 0.01, 0.001)
+        return Trace(times, np.where((times >= self.first) & (times <= self.last), 3.0, 1.0), "W", 0.001)
+
+
+def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "REST", 0.2)
+    meter = Steps()
+    found = measure.energy(meter.call, 0.5, meter)
+    span = meter.last - meter.first
+    assert found["energy_calls"] * found["joules"] == pytest.approx(2.0 * span, rel=0.05)
+    assert found["watts_above_rest"] > 0
+    assert measure.energy(meter.call, 0.1, None) == {}
+
+    def stop() -> Trace:
+        raise MeterError("the wire fell off")
+
+    monkeypatch.setattr(meter, "stop", stop)
+    assert measure.energy(meter.call, 0.1, meter) == {"energy_fault": "the wire fell off"}
+
+
+# --- the whole command
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of the digits' bundle with half of its units."""
+    folder = tmp_path_factory.mktemp("bench")
+    made = ",".join((*EXACT, "int8"))
+    result = invoke(
+        "bench", DIGITS, "--keep", 0.5, *QUICK, "--threads", "1,2", "--meter", "none", "--variants", made, "-o", folder
+    )
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits: Path) -> None:
+    found = json.loads((digits / "report.json").read_text())
+    rows = found["rows"]
+    assert [(r["variant"], r["threads"]) for r in rows] == [
+        (v, t) for t in (1, 2) for v in ("dense", "masked", "compact", "int8")
+    ]
+    for row in rows:
+        for clock in ("wall_ms", "cpu_ms"):
+            assert set(row[clock]) == {"p50", "p90", "p99", "p50_interval", "p90_interval", "p99_interval", "mean",
+                                       "cv", "runs"}  # fmt: skip
+            assert row[clock]["runs"] == 12
+        assert row["engine"] == "onnxruntime"
+        assert min(row[name] for name in ("peak_mb", "import_ms", "first_result_ms", "process_ms")) > 0
+    about = found["variants"]
+    assert about["compact"]["macs"] < about["dense"]["macs"]
+    assert "equal to" in about["compact"]["note"]
+    assert "of compact, calibrated on noise" in about["int8"]["note"]
+    assert about["int8"]["macs"] == about["compact"]["macs"]
+    assert found["training"]["steps_of_a_round"] >= 8
+    for part in ("step", "round"):
+        assert found["training"][part]["wall_ms"]["p50"] > 0
+    assert {"processor", "kernel", "governor", "engines", "cores", "frequency_mhz"} <= found["machine"].keys()
+    assert found["machine"]["engines"]["onnxruntime"]
+    assert {"celsius", "mhz", "load"} <= found["before"].keys()
+    assert found["engines"]["onnxruntime"] == ""
+    assert found["meter"] == ["no energy meter: switched off"]
+
+
+def test_the_page_has_the_tables_and_the_picture_is_a_picture(digits: Path) -> None:
+    page = (digits / "report.md").read_text()
+    assert all(
+        word in page for word in ("| dense |", "| compact |", "training step of 32 samples", "p99", "report.png")
+    )
+    assert (digits / "report.png").read_bytes()[:4] == b"\x89PNG"
+    for line in page.splitlines():
+        assert not line.startswith("|") or line.count("|") in (len(report.TIMES) + 1, len(report.SIZES) + 1)
+
+
+def test_without_matplotlib_there_is_a_page_without_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "available", lambda: False)
+    words = [
+        "bench",
+        DIGITS,
+        *QUICK,
+        "--variants",
+        "dense",
+        "--threads",
+        "1",
+        "--method",
+        "none",
+        "--meter",
+        "none",
+        "-o",
+        tmp_path / "o",
+    ]
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "█" in result.output
+    assert "pip install 'maskfleet[bench]'" in result.output
+    assert "![" not in (tmp_path / "o" / "report.md").read_text()
+    assert not (tmp_path / "o" / "report.png").exists()
+
+
+def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    source = variants.Source(bundle, random_personal(bundle, 1, 0.5, 1.0), np.zeros((4, 12), np.float32))
+    found, _ = variants.made(source, tmp_path, EXACT)
+    result = invoke("bench", found[0].file, found[2].file, *QUICK, "--threads", "1", "--meter", "none",
+                    "-o", tmp_path / "o")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "o" / "report.json").read_text())["rows"]
+    assert [r["variant"] for r in rows] == ["dense", "compact"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["missing.onnx"], "missing.onnx does not open"),
+        (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
+        ([DIGITS, DIGITS], "is a bundle; give it alone"),
+        ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
+        ([DIGITS, "--threads", "0"], "--threads 0"),
+        ([DIGITS, "--meter", "abacus"], "there is no meter 'abacus'"),
+        ([DIGITS, "--method", "magic"], "there is no method 'magic'"),
+        ([DIGITS, "--adb", "auto"], "a phone needs a runner"),
+        (["a.onnx", "--keep", "0.5"], "go with a bundle's folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_a_sentence(words: list[Any], why: str) -> None:
+    result = invoke("bench", *words)
+    assert result.exit_code != 0
+    assert why in f"{result.output} {result.exception}"
+
+
+def test_help_lists_the_commands_and_meters_lists_the_meters() -> None:
+    text = invoke("bench", "--help").output
+    assert all(word in text for word in ("run", "compare", "meters"))
+    assert "Measure models: latency" in invoke("--help").output
+    said = invoke("bench", "meters").output
+    assert all(name in said for name in ("rapl", "ina219", "monsoon"))
+
+
+# --- comparing
+
+
+def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> None:
+    first = compare.read(digits / "report.json")
+    second = json.loads((digits / "report.json").read_text())
+    second["machine"]["kernel"] = "other"
+    for row in second["rows"]:
+        if row["variant"] == "compact":
+            for name in ("p50", "p90", "p99"):
+                row["wall_ms"][name] /= 10
+                row["wall_ms"][f"{name}_interval"] = [v / 10 for v in row["wall_ms"][f"{name}_interval"]]
+    del second["rows"][0]
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps(second))
+    found = {(p.variant, p.threads): p for p in compare.pairs(first, compare.read(path))}
+    assert len(found) == 7
+    assert found["compact", 1].ratio == pytest.approx(10, rel=1e-3)
+    assert found["compact", 1].verdict == "faster"
+    assert found["masked", 1].verdict == "no difference"
+    assert any(text.startswith("kernel: ") for text in compare.cautions(first, second))
+    result = invoke("bench", "compare", digits / "report.json", path)
+    assert result.exit_code == 0, result.output
+    assert "caution: kernel" in result.output
+    (tmp_path / "c.json").write_text("[]")
+    assert "is no report" in str(invoke("bench", "compare", path, tmp_path / "c.json").exception)
+
+
+# --- a phone
+
+
+PHONE = """#!/bin/sh
+cd "{folder}"
+echo "$*" >> calls
+case "$*" in
+  devices) printf 'List of devices attached\\nPIXEL8\\tdevice\\n';;
+  *" push "*) shift 3; for f in "$@"; do [ -f "$f" ] && cp "$f" phone/; done; exit 0;;
+  *"executor_runner"*chmod*|*chmod*|*mkdir*) ;;
+  *"--model_path=compact.pte"*) printf 'I 00:00 Iteration 1 of 2: 1.500000 ms\\nIteration 2 of 2: 2.500000 ms\\n';;
+  *"--model_path=dense.pte"*) printf 'Model executed successfully 4 time(s) in 40.0 ms.\\n';;
+  *"--model_path=broken.pte"*) printf 'Failed to load program\\n';;
+  *perf_test*dense.onnx*) printf 'm,9000000,50000000,90,0\\nm,11000000,52000000,90,1\\n' > times.csv;;
+  *perf_test*compact.onnx*) printf 'm,3000000,20000000,90,0\\nm,3000000,20000000,90,1\\n' > times.csv;;
+  *times.csv*) cat times.csv;;
+  *ro.product.model*) echo "Pixel 8";;
+  *ro.soc.model*) echo "Tensor G3";;
+  *getprop*) echo "x";;
+  *scaling_governor*) printf 'sched_pixel\\nsched_pixel\\n';;
+  *_freq*) printf '300000\\n1704000\\n';;
+  *meminfo*) echo 'MemTotal:        7700000 kB';;
+  *nproc*) echo 9;;
+  *loadavg*) echo '0.10 0.2 0.3 1/2 3';;
+  *uname*) echo 5.15;;
+  *"dumpsys battery"*) printf '  AC powered: false\\n  USB powered: true\\n  temperature: 281\\n';;
+  *) exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "phone").mkdir()
+    program = tmp_path / "adb"
+    program.write_text(PHONE.format(folder=tmp_path))
+    program.chmod(0o755)
+    monkeypatch.setenv("ADB", str(program))
+    for name in ("executor_runner", "onnxruntime_perf_test", "libonnxruntime.so"):
+        (tmp_path / name).write_bytes(b"\x7fELF")
+    return tmp_path
+
+
+def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path: ((1, 12), "float32"))
+    for name in ("dense.pte", "compact.pte", "broken.pte"):
+        (phone / name).write_bytes(bytes(100))
+    words = ["--adb", "auto", "--runner", phone / "executor_runner", "--threads", "1,4", "--meter", "none"]
+    result = invoke("bench", phone / "dense.pte", phone / "compact.pte", *words, "-o", phone / "o")
+    assert result.exit_code == 0, f"{result.output} {result.exception}"
+    found = json.loads((phone / "o" / "report.json").read_text())
+    assert [(r["variant"], r["threads"], r["wall_ms"]["p50"]) for r in found["rows"]] == [
+        ("dense", 1, 10.0), ("compact", 1, 2.0), ("dense", 4, 10.0), ("compact", 4, 2.0),
+    ]  # fmt: skip
+    assert found["machine"]["board"] == "x Pixel 8"
+    assert (found["machine"]["processor"], found["machine"]["cores"]) == ("Tensor G3", 9)
+    assert found["before"]["celsius"] == 28.1
+    assert any("governor is 'sched_pixel'" in text for text in found["warnings"])
+    assert sorted(p.name for p in (phone / "phone").iterdir()) == ["compact.pte", "dense.pte", "executor_runner"]
+    calls = (phone / "calls").read_text()
+    order = [line.partition("model_path=")[2].split(".")[0] for line in calls.splitlines() if "model_path" in line]
+    assert order[:4] == ["dense", "compact", "dense", "compact"]  # in turns
+    assert "--cpu_threads=4" in calls
+    result = invoke("bench", phone / "broken.pte", *words)
+    assert "printed no times for broken.pte: Failed to load program" in str(result.exception)
+
+
+def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    source = variants.Source(bundle, random_personal(bundle, 1, 0.5, 1.0), np.zeros((4, 12), np.float32))
+    found, _ = variants.made(source, tmp_path, EXACT)
+    runner = ["--runner", phone / "onnxruntime_perf_test", "--runner", phone / "libonnxruntime.so"]
+    words = ["--adb", "PIXEL8", *runner, "--threads", "1", "--meter", "none"]
+    result = invoke("bench", found[0].file, found[2].file, *words, "-o", phone / "o")
+    assert result.exit_code == 0, f"{result.output} {result.exception}"
+    rows = json.loads((phone / "o" / "report.json").read_text())["rows"]
+    assert [(r["variant"], r["wall_ms"]["p50"], r["peak_mb"]) for r in rows] == [
+        ("dense", 10.0, 52.0),
+        ("compact", 3.0, 20.0),
+    ]
+    assert (phone / "phone" / "libonnxruntime.so").exists()
+    missing = invoke("bench", found[0].file, "--adb", "PIXEL8", "--runner", phone / "nowhere", "--meter", "none")
+    assert "is not there; name the runner" in str(missing.exception)
+
+
+# --- the machine
+
+
+def test_a_pi_is_described_by_its_files(tmp_path: Path) -> None:
+    cpu = tmp_path / "sys/devices/system/cpu/cpu0/cpufreq"
+    cpu.mkdir(parents=True)
+    for name, value in {
+        "scaling_governor": "ondemand",
+        "cpuinfo_min_freq": "600000",
+        "cpuinfo_max_freq": "1800000",
+    }.items():
+        (cpu / name).write_text(f"{value}\n")
+    (tmp_path / "proc/device-tree").mkdir(parents=True)
+    (tmp_path / "proc/device-tree/model").write_bytes(b"Raspberry Pi 4 Model B Rev 1.5\0")
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nCPU part\t: 0xd08\n\nModel\t\t: Raspberry Pi 4 Model B\n")
+    found = machine.description(tmp_path)
+    assert found["board"] == "Raspberry Pi 4 Model B Rev 1.5"
+    assert found["processor"] == "Raspberry Pi 4 Model B"
+    assert (found["governor"], found["frequency_mhz"], found["virtual"]) == ("ondemand", [600.0, 1800.0], False)
+
+
+def test_an_engine_that_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    for opens in (lambda p: engines.open_model(p, np.zeros(1)), engines.sample_of):
+        with pytest.raises(ConfigError, match=r"needs ExecuTorch: .*pip install 'maskfleet\[author\]'"):
+            opens(tmp_path / "m.pte")

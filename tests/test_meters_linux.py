@@ -1,0 +1,393 @@
+"""Meters of this machine against emulated devices: registers on an I2C bus, files of hwmon, Jetson and RAPL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from emulated_power import SECONDS, SHAPES, Truth, VirtualClock, pulses, ramp, record
+
+from edge_client.errors import ConfigError, MeterError
+from edge_client.measure import hwmon, ina, rapl
+from edge_client.measure.energy import Trace, joules
+from edge_client.measure.polling import Polled
+
+VOLTS = 5.0
+
+
+def within_one_per_cent(trace: Trace, truth: Truth) -> None:
+    found, due = joules(trace, 2.0, SECONDS - 2), truth.energy(2.0, SECONDS - 2)
+    assert found.joules == pytest.approx(due, rel=0.01)
+    assert abs(found.joules - due) <= 3 * found.error
+
+
+# --- INA219 and INA3221: registers
+
+
+@dataclass
+class Chip219:
+    """An INA219's registers by its data sheet: conversions are means over their time, the product is the chip's."""
+
+    truth: Truth
+    now: Callable[[], float]
+    shunt: float
+    registers: dict[int, int] = field(default_factory=lambda: {0x00: 0x399F, 0x05: 0})
+    conversion = 0.017
+
+    def write(self, register: int, value: int) -> None:
+        if register == 0 and value & 0x8000:
+            self.registers = {0x00: 0x399F, 0x05: 0}
+        elif register == 5:
+            self.registers[5] = value & 0xFFFE
+        else:
+            self.registers[register] = value
+
+    def read(self, register: int) -> int:
+        if register in (0x00, 0x05):
+            return self.registers[register]
+        t = self.now()
+        power = self.truth.energy(t - self.conversion, t) / self.conversion if t > self.conversion else 0.0
+        most = 4000 << (self.registers[0] >> 11 & 3)
+        shunt = max(-most, min(most, round(power / VOLTS * self.shunt / 10e-6)))
+        volts = round(VOLTS / 4e-3)
+        current = shunt * self.registers[5] // 4096
+        product = current * volts // 5000
+        over = current > 0x7FFF or product > 0xFFFF
+        values = {1: shunt & 0xFFFF, 2: volts << 3 | 2 | over, 3: product & 0xFFFF, 4: current & 0xFFFF}
+        return values.get(register, 0)
+
+
+@dataclass
+class Chip3221:
+    """An INA3221: three channels that share the power in fixed parts, means over the conversion time."""
+
+    truth: Truth
+    now: Callable[[], float]
+    shunt: float
+    shares: tuple[float, float, float] = (0.5, 0.3, 0.2)
+    config: int = 0x7127
+    conversion = 0.014
+
+    def write(self, register: int, value: int) -> None:
+        if register == 0:
+            self.config = 0x7127 if value & 0x8000 else value
+
+    def read(self, register: int) -> int:
+        if register in (0xFE, 0xFF, 0x00):
+            return {0xFE: 0x5449, 0xFF: 0x3220, 0x00: self.config}[register]
+        channel, volts = divmod(register - 1, 2)
+        if not self.config >> (14 - channel) & 1:
+            return 0
+        if volts:
+            return round(VOLTS / 8e-3) << 3
+        t = self.now()
+        power = self.truth.energy(t - self.conversion, t) / self.conversion if t > self.conversion else 0.0
+        counts = round(power * self.shares[channel] / VOLTS * self.shunt / 40e-6)
+        return (max(-4096, min(4095, counts)) << 3) & 0xFFFF
+
+
+@dataclass
+class EmulatedBus:
+    """What smbus2.SMBus is to the chips on it: a transfer takes time, and an address without a chip does not answer."""
+
+    chips: dict[int, Chip219 | Chip3221]
+    clock: VirtualClock
+    fail_at: tuple[float, float] = (-1.0, -1.0)
+    closed: bool = False
+
+    def _chip(self, address: int) -> Chip219 | Chip3221:
+        self.clock.pass_(0.0002)
+        if address not in self.chips or self.fail_at[0] <= self.clock.t < self.fail_at[1]:
+            raise OSError(121, "Remote I/O error")
+        return self.chips[address]
+
+    def read_i2c_block_data(self, i2c_addr: int, register: int, length: int) -> list[int]:
+        assert length == 2
+        return list(self._chip(i2c_addr).read(register).to_bytes(2, "big"))
+
+    def write_i2c_block_data(self, i2c_addr: int, register: int, data: Sequence[int]) -> None:
+        self._chip(i2c_addr).write(register, int.from_bytes(bytes(data), "big"))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def bus_with(truth: Truth, address: int = 0x40, kind: type[Chip219 | Chip3221] = Chip219, shunt: float = 0.1, **more):  # type: ignore[no-untyped-def]
+    clock = VirtualClock(SECONDS, jitter=0.002)
+    return EmulatedBus({address: kind(truth, clock.now, shunt)}, clock, **more)
+
+
+def found_219(bus: EmulatedBus, **options: str) -> Polled:
+    return _on(bus, ina.find_ina219(options, lambda number: bus))
+
+
+def found_3221(bus: EmulatedBus, **options: str) -> Polled:
+    return _on(bus, ina.find_ina3221(options, lambda number: bus))
+
+
+def _on(bus: EmulatedBus, meter: object) -> Polled:
+    assert isinstance(meter, Polled)
+    meter.now = bus.clock.now
+    bus.clock.t = 0.0
+    return meter
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shunt", ["0.1", "0.01"])
+def test_an_ina219_measures_each_shape(shape: str, shunt: str) -> None:
+    truth = SHAPES[shape]
+    bus = bus_with(truth, shunt=float(shunt))
+    meter = found_219(bus, shunt=shunt)
+    assert "INA219 at 0x40 of I2C bus 1" in meter.what
+    within_one_per_cent(record(meter, bus.clock), truth)
+    calibration = bus.chips[0x40].registers[5]  # type: ignore[union-attr]
+    assert calibration == int(0.04096 * 2**15 / (3.2 * float(shunt))) & 0xFFFE
+
+
+@pytest.mark.parametrize("amps", ["1.0", "0.1"])
+def test_an_ina219_that_overflows_doubles_its_range_and_loses_nothing(amps: str) -> None:
+    """Twice what was expected and more: current overflows its register, or the amplifier is at its end."""
+    truth = pulses(1.0, 6.0, 2.0, 0.5, SECONDS + 5)
+    bus = bus_with(truth)
+    trace = record(found_219(bus, amps=amps), bus.clock)
+    within_one_per_cent(trace, truth)
+    assert trace.clipped <= 4
+    assert (trace.clipped > 0) == (amps == "0.1")
+    assert bus.chips[0x40].registers[5] <= 0.04096 * 2**15 / (1.6 * 0.1)  # type: ignore[union-attr]
+
+
+def test_a_current_beyond_the_widest_range_is_reported_as_clipped() -> None:
+    bus = bus_with(ramp(1.0, 40.0, SECONDS + 5))  # 8 A at the end, 3.2 A can be measured
+    assert record(found_219(bus), bus.clock).clipped > 100
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_ina3221_adds_its_channels(shape: str) -> None:
+    truth = SHAPES[shape]
+    bus = bus_with(truth, 0x41, Chip3221)
+    within_one_per_cent(record(found_3221(bus), bus.clock), truth)
+    half = record(found_3221(bus_one := bus_with(truth, 0x41, Chip3221), channels="1"), bus_one.clock)
+    assert joules(half, 2, 38).joules == pytest.approx(0.5 * truth.energy(2, 38), rel=0.01)
+
+
+def test_an_ina3221_at_its_end_says_so() -> None:
+    bus = bus_with(ramp(1.0, 40.0, SECONDS + 5), 0x41, Chip3221)
+    assert record(found_3221(bus), bus.clock).clipped > 100
+
+
+def test_a_bus_that_fails_for_a_while_loses_samples_and_keeps_the_rest() -> None:
+    truth = SHAPES["ramp"]
+    bus = bus_with(truth, fail_at=(20.0, 23.0))
+    trace = record(found_219(bus), bus.clock)
+    assert 120 <= trace.lost <= 160
+    within_one_per_cent(trace, truth)
+    assert joules(trace, 15, 30).lost >= 120
+
+
+def test_chips_are_known_by_their_marks_and_nothing_else_is_touched() -> None:
+    clock = VirtualClock(1.0)
+    busy = Chip219(SHAPES["constant"], clock.now, 0.1, {0x00: 0x1234, 0x05: 0})  # in use by somebody else
+    fresh, three = Chip219(SHAPES["constant"], clock.now, 0.1), Chip3221(SHAPES["constant"], clock.now, 0.1)
+    bus = EmulatedBus({0x40: busy, 0x41: three, 0x44: fresh}, clock)
+    assert "at 0x44" in found_219(bus).what
+    assert "at 0x41" in found_3221(bus).what
+    assert busy.registers == {0x00: 0x1234, 0x05: 0}
+    assert "at 0x40" in found_219(bus, address="0x40").what  # named: taken as it is
+    empty = EmulatedBus({}, clock)
+    with pytest.raises(MeterError, match=r"no INA219 answers on I2C bus 1.*i2cdetect -y 1"):
+        found_219(empty)
+    assert empty.closed
+    with pytest.raises(MeterError, match=r"no INA3221 answers on I2C bus 1 at address 0x40"):
+        found_3221(EmulatedBus({}, clock), address="0x40")
+    with pytest.raises(ConfigError, match="shunt=0: a number above 0"):
+        found_219(bus, shunt="0")
+
+
+def test_a_bus_that_is_missing_or_closed_to_the_user_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(MeterError, match="raspi-config"):
+        ina.open_bus(1, tmp_path)
+    (tmp_path / "dev").mkdir()
+    device = tmp_path / "dev" / "i2c-1"
+    device.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        with pytest.raises(MeterError, match=r"sudo usermod -aG i2c \$USER"):
+            ina.open_bus(1, tmp_path)
+
+
+# --- files
+
+
+def write(path: Path, value: object) -> None:
+    """One line, in place: a file that is cut first is slow to write on some disks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "r+" if path.exists() else "w") as file:
+        file.write(f"{value!s:<24}\n")
+
+
+def recorded(meter: object, clock: VirtualClock) -> Trace:
+    assert isinstance(meter, Polled)
+    meter.now = clock.now
+    return record(meter, clock)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hwmon_power_is_summed_over_rails_or_taken_from_the_whole_boards(tmp_path: Path, shape: str) -> None:
+    truth, folder = SHAPES[shape], tmp_path / hwmon.CLASS / "hwmon3"
+    write(folder / "name", "ina226")
+
+    def moved(t: float) -> None:
+        write(folder / "power1_input", round(0.7 * truth.power(t) * 1e6))
+        write(folder / "power2_input", round(0.3 * truth.power(t) * 1e6))
+
+    moved(0)
+    clock = VirtualClock(SECONDS, jitter=0.005, moved=moved)
+    within_one_per_cent(recorded(hwmon.find_hwmon({}, tmp_path), clock), truth)
+    write(folder / "power2_label", "Total board power")
+    meter = hwmon.find_hwmon({}, tmp_path)
+    assert meter.what == "hwmon3 (ina226), Total board power"
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_hwmon_current_and_voltage_are_paired_by_label_or_number(tmp_path: Path, labels: bool) -> None:
+    truth, folder = SHAPES["ramp"], tmp_path / hwmon.CLASS / "hwmon0"
+    write(folder / "name", "ltc2947")
+    volts = 2 if labels else 1
+    write(folder / "in0_input", 900)
+    if labels:
+        write(folder / "in1_input", 3300)
+        write(folder / "curr1_label", "VDD")
+        write(folder / "in2_label", "VDD")
+    write(folder / f"in{volts}_input", 5000)
+
+    def moved(t: float) -> None:
+        write(folder / "curr1_input", round(truth.power(t) / 5.0 * 1e3))
+
+    moved(0)
+    clock = VirtualClock(SECONDS, jitter=0.005, moved=moved)
+    within_one_per_cent(recorded(hwmon.find_hwmon({}, tmp_path), clock), truth)
+
+
+def test_hwmon_passes_over_batteries_and_temperatures_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path / hwmon.CLASS / "hwmon0" / "name", "coretemp")
+    write(tmp_path / hwmon.CLASS / "hwmon0" / "temp1_input", 41000)
+    write(tmp_path / hwmon.CLASS / "hwmon1" / "name", "BAT0")
+    write(tmp_path / hwmon.CLASS / "hwmon1" / "power1_input", 7_000_000)
+    with pytest.raises(MeterError, match=r"coretemp has no power; BAT0 is a battery.*--meter hwmon:name=BAT0"):
+        hwmon.find_hwmon({}, tmp_path)
+    assert "BAT0" in hwmon.find_hwmon({"name": "BAT0"}, tmp_path).what
+    with pytest.raises(MeterError, match=r"no sensor 'ina' among \['coretemp', 'BAT0'\]"):
+        hwmon.find_hwmon({"name": "ina"}, tmp_path)
+    with pytest.raises(MeterError, match="there is no sensor"):
+        hwmon.find_hwmon({}, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("system", ["new", "old"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_jetsons_input_rail_is_taken_alone(tmp_path: Path, shape: str, system: str) -> None:
+    truth = SHAPES[shape]
+    new = tmp_path / hwmon.JETSON_NEW / "1-0040" / "hwmon" / "hwmon2"
+    old = tmp_path / hwmon.JETSON_OLD / "6-0040" / "iio:device0"
+    rails = ("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
+    for i, label in enumerate(rails):
+        if system == "new":
+            write(new / f"in{i + 1}_label", label)
+            write(new / f"in{i + 1}_input", 5000)
+        else:
+            write(old / f"rail_name_{i}", label)
+
+    def moved(t: float) -> None:
+        for i, share in enumerate((1.0, 0.5, 0.25)):
+            if system == "new":
+                write(new / f"curr{i + 1}_input", round(share * truth.power(t) / 5 * 1e3))
+            else:
+                write(old / f"in_power{i}_input", round(share * truth.power(t) * 1e3))
+
+    moved(0)
+    meter = hwmon.find_jetson({}, tmp_path)
+    assert meter.what == "INA3221 of the board, VDD_IN"
+    within_one_per_cent(recorded(meter, VirtualClock(SECONDS, jitter=0.005, moved=moved)), truth)
+
+
+def test_a_jetson_without_a_labelled_input_has_its_rails_added(tmp_path: Path) -> None:
+    folder = tmp_path / hwmon.JETSON_OLD / "6-0040" / "iio:device0"
+    for i, (label, milliwatts) in enumerate((("GPU", 1200), ("CPU", 800))):
+        write(folder / f"rail_name_{i}", label)
+        write(folder / f"in_power{i}_input", milliwatts)
+    trace = recorded(hwmon.find_jetson({}, tmp_path), VirtualClock(5.0))
+    assert joules(trace, 1, 4).joules == pytest.approx(6.0)
+    with pytest.raises(MeterError, match="not a Jetson"):
+        hwmon.find_jetson({}, tmp_path / "nowhere")
+
+
+@dataclass
+class Rapl:
+    """Two packages and one memory domain that share the power; each counter wraps at its range."""
+
+    root: Path
+    truth: Truth
+    span: int
+
+    def __post_init__(self) -> None:
+        self.parts = {"0": ("package-0", 0.5), "1": ("package-1", 0.3), "0:1": ("dram", 0.2), "0:0": ("core", 0.4)}
+        for key, (name, _) in self.parts.items():
+            write(self.folder(key) / "name", name)
+            write(self.folder(key) / "max_energy_range_uj", self.span)
+        self.moved(0.0)
+
+    def folder(self, key: str) -> Path:
+        return self.root / rapl.CLASS / f"intel-rapl:{key}"
+
+    def moved(self, t: float) -> None:
+        for key, (_, share) in self.parts.items():
+            first = 0.9 * self.span
+            write(self.folder(key) / "energy_uj", int(first + share * self.truth.energy(0, t) * 1e6) % self.span)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rapl_adds_packages_and_memory_and_survives_wraps(tmp_path: Path, shape: str) -> None:
+    truth = SHAPES[shape]
+    emulated = Rapl(tmp_path, truth, 5_000_000)  # wraps every few seconds
+    meter = rapl.find({}, tmp_path)
+    assert meter.what == "processor counters: package-0, dram, package-1"
+    trace = recorded(meter, VirtualClock(SECONDS, jitter=0.005, moved=emulated.moved))
+    within_one_per_cent(trace, truth)
+    assert joules(trace, 2, 38).joules == pytest.approx(truth.energy(2, 38), rel=1e-3)
+
+
+def test_rapl_survives_a_stall_of_the_machine(tmp_path: Path) -> None:
+    truth = SHAPES["pulses"]
+    emulated = Rapl(tmp_path, truth, 262_143_328_850)
+    clock = VirtualClock(SECONDS, moved=emulated.moved, stalls={20.0: 4.0})
+    trace = recorded(rapl.find({}, tmp_path), clock)
+    found = joules(trace, 2, 38)
+    assert found.joules == pytest.approx(truth.energy(2, 38), rel=1e-3)  # a counter forgets nothing
+    assert 75 <= trace.lost <= 85
+
+
+def test_rapls_platform_domain_is_taken_alone(tmp_path: Path) -> None:
+    Rapl(tmp_path, SHAPES["constant"], 10**9)
+    write(tmp_path / rapl.CLASS / "intel-rapl:2" / "name", "psys")
+    write(tmp_path / rapl.CLASS / "intel-rapl:2" / "max_energy_range_uj", 10**9)
+    write(tmp_path / rapl.CLASS / "intel-rapl:2" / "energy_uj", 5)
+    assert rapl.find({}, tmp_path).what == "processor counters: psys"
+
+
+def test_rapl_that_may_not_be_read_prints_the_command_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MeterError, match="virtual machine, or a processor without RAPL"):
+        rapl.find({}, tmp_path)
+    Rapl(tmp_path, SHAPES["constant"], 10**9)
+    plain = Path.read_text
+
+    def read_text(self: Path, *args: object, **more: object) -> str:
+        if self.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(self))
+        return plain(self)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(MeterError, match=r"may not be read; run: sudo chmod a\+r .*intel-rapl:\*/energy_uj"):
+        rapl.find({}, tmp_path)

@@ -1,0 +1,526 @@
+"""Meters apart from this machine against emulated ones: a phone behind adb, a Monsoon on USB, a CSV recording."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated_power import SECONDS, SHAPES, Truth, VirtualClock, pulses, record
+
+from edge_client.errors import ConfigError, MeterError
+from edge_client.measure import android, csv_trace, sync
+from edge_client.measure.adb import AdbError, connect
+from edge_client.measure.energy import joules
+from edge_client.measure.meters import Family, choose, families
+from edge_client.measure.polling import Polled, poll
+
+# --- a phone
+
+
+@dataclass
+class Phone:
+    """A program `adb` that answers from files, which `moved` keeps up to date. Its clock has its own zero and pace."""
+
+    folder: Path
+    truth: Truth
+    rate: float = 1.0002
+    plugged: bool = False
+    charging_sign: int = -1
+
+    def __post_init__(self) -> None:
+        script = self.folder / "adb"
+        script.write_text(
+            "#!/bin/sh\n"
+            f'cd "{self.folder}"\n'
+            'echo "$*" >> calls\n'
+            'case "$*" in\n'
+            "  devices) cat devices;;\n"
+            '  *"iio:device"*) cat energy_value || exit 1;;\n'
+            '  *IPowerStats*) if [ -f dump ]; then cat dump; else echo "Can\'t find service" >&2; exit 1; fi;;\n'
+            "  *current_now*dumpsys*) cat current battery;;\n"
+            '  *current_now*) if [ -f current ]; then cat current; else echo "Unknown"; fi;;\n'
+            '  *"dumpsys battery"*) cat battery;;\n'
+            '  *) echo "unexpected: $*" >&2; exit 1;;\n'
+            "esac\n"
+        )
+        script.chmod(0o755)
+        (self.folder / "devices").write_text("List of devices attached\nPIXEL8\tdevice\n\n")
+        self._battery()
+
+    def _battery(self) -> None:
+        usb = "true" if self.plugged else "false"
+        (self.folder / "battery").write_text(
+            f"Current Battery Service state:\n  AC powered: false\n  USB powered: {usb}\n  Wireless powered: false\n"
+            "  level: 80\n  voltage: 4000\n  temperature: 281\n"
+        )
+
+    def rails(self, t: float) -> None:
+        """The two files of ODPM: updated every 50 ms of the phone's time, in microjoules since boot."""
+        t = t // 0.05 * 0.05
+        at = int((1234.5 + t * self.rate) * 1000)
+        spent = [5e6 + share * self.truth.energy(0, t) * 1e6 if t else 5e6 for share in (0.6, 0.3, 0.1, 2.0)]
+        names = ("S3M_VDD_CPUCL1", "S4M_VDD_CPUCL0", "S1M_VDD_MIF", "VSYS_PWR_DISP")
+        rows = [f"CH{i}(T={at})[{name}], {int(uj)}" for i, (name, uj) in enumerate(zip(names, spent, strict=True))]
+        (self.folder / "energy_value").write_text("\n".join([f"t={at}", *rows, ""]))
+
+    def dump(self, t: float) -> None:
+        """What dumpsys prints."""
+        spent = self.truth.energy(0, t) if t else 0.0
+        (self.folder / "dump").write_text(
+            "============= PowerStats HAL 2.0 energy meter ==============\n"
+            "                           Channel    Cumulative Energy\n"
+            f"          [S4M_VDD_CPUCL0]:CPU(LITTLE)   {1e3 * (10 + 0.75 * spent):14.2f} mWs\n"
+            f"               [S1M_VDD_MIF]:Memory   {1e3 * (20 + 0.25 * spent):14.2f} mWs\n"
+            f"          [VSYS_PWR_DISP]:Display   {1e3 * (30 + 5 * spent):14.2f} mWs\n"
+            "========== End of PowerStats HAL 2.0 energy meter ==========\n"
+        )
+
+    def current(self, t: float) -> None:
+        """The battery's current in microamperes, negative while it is used."""
+        (self.folder / "current").write_text(f"{self.charging_sign * round(self.truth.power(t) / 4.0 * 1e6)}\n")
+
+
+@pytest.fixture
+def phone_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Phone]:
+    monkeypatch.setenv("ADB", str(tmp_path / "adb"))
+    return lambda truth, **more: Phone(tmp_path, truth, **more)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_pixels_rails_are_read_on_the_phones_own_clock(phone_of: Callable[..., Phone], shape: str) -> None:
+    truth = SHAPES[shape]
+    phone = phone_of(truth)
+    phone.rails(0.0)
+    meter = android.find_odpm({})
+    assert isinstance(meter, android.Rails)
+    clock = VirtualClock(SECONDS, jitter=0.03, moved=phone.rails)
+    meter.now = meter.polled.now = clock.now
+    clock.moved(0.0)
+    found = poll(meter.read, meter.polled.period, clock.now, clock.wait)
+    trace = meter.placed(meter.polled.trace(found))
+    energy, due = joules(trace, 2.0, SECONDS - 2), truth.energy(2.0, SECONDS - 2)
+    assert energy.joules == pytest.approx(due, rel=0.01)
+    assert abs(energy.joules - due) <= 3 * energy.error
+
+
+def test_rails_come_from_dumpsys_where_the_files_may_not_be_read(phone_of: Callable[..., Phone]) -> None:
+    truth = SHAPES["ramp"]
+    phone = phone_of(truth)
+    phone.dump(0.0)
+    meter = android.find_odpm({})
+    assert isinstance(meter, Polled)
+    assert "by dumpsys" in meter.what
+    clock = VirtualClock(SECONDS, moved=phone.dump)
+    meter.now = clock.now
+    energy = joules(record(meter, clock), 2, 38)
+    assert energy.joules == pytest.approx(truth.energy(2, 38), rel=0.01)
+    display = android.find_odpm({"rails": "DISP"})
+    assert isinstance(display, Polled)
+    clock = VirtualClock(SECONDS, moved=phone.dump)
+    display.now = clock.now
+    assert joules(record(display, clock), 2, 38).joules == pytest.approx(5 * truth.energy(2, 38), rel=0.01)
+
+
+@pytest.mark.parametrize("shape", ["constant", "ramp"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_battery_gives_current_times_voltage(phone_of: Callable[..., Phone], shape: str, sign: int) -> None:
+    truth = SHAPES[shape]
+    phone = phone_of(truth, charging_sign=sign)
+    phone.current(0.0)
+    meter = android.find_battery({"serial": "PIXEL8"})
+    assert isinstance(meter, Polled)
+    clock = VirtualClock(SECONDS, moved=phone.current)
+    meter.now = clock.now
+    assert joules(record(meter, clock), 2, 38).joules == pytest.approx(truth.energy(2, 38), rel=0.01)
+
+
+def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone], tmp_path: Path) -> None:
+    phone = phone_of(SHAPES["constant"])
+    with pytest.raises(MeterError, match="has no power rails"):
+        android.find_odpm({})
+    with pytest.raises(MeterError, match="does not tell its battery's current"):
+        android.find_battery({})
+    phone.rails(0.0)
+    with pytest.raises(MeterError, match="no rail named like XYZ"):
+        android.find_odpm({"rails": "XYZ"})
+    with pytest.raises(ConfigError, match="not a pattern"):
+        android.find_odpm({"rails": "("})
+    phone.plugged = True
+    phone._battery()
+    with pytest.raises(MeterError, match=r"is charged \(USB powered\).*adb tcpip 5555"):
+        android.find_battery({})
+    with pytest.raises(MeterError, match="adb lists PIXEL8"):
+        android.find_battery({"serial": "other"})
+    (tmp_path / "devices").write_text("List of devices attached\nPIXEL8\tunauthorized\n")
+    with pytest.raises(AdbError, match="confirm this computer on the phone's screen"):
+        connect()
+    (tmp_path / "devices").write_text("List of devices attached\nA\tdevice\nB\tdevice\n")
+    with pytest.raises(AdbError, match="several devices, A, B; choose one with --adb SERIAL"):
+        connect()
+    (tmp_path / "devices").write_text("List of devices attached\n\n")
+    with pytest.raises(AdbError, match="no device; connect the phone"):
+        connect()
+
+
+# --- a Monsoon
+
+
+@dataclass
+class UsbMonitor:
+    """The USB side of a power monitor: control transfers of its stored values, bulk packets of samples.
+
+    `truth` is watts at `volts`; currents below the fine range's end are in both ranges, as counts between a zero and a
+    reference that drift a little. Samples are 200 us apart on a clock of its own pace.
+    """
+
+    truth: Truth
+    now: Callable[[], float]
+    model: int
+    volts: float = 4.2
+    rate: float = 1.0001
+    drop_at: tuple[int, int] = (-1, 0)
+    idVendor: int = 0x2AB9
+    idProduct: int = 0x0001
+    serial_number: str = "20123"
+    sampling: bool = False
+    sent: int = 0
+    dropped: int = 65530  # wraps soon
+    busy: bool = False
+    calls: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        hv = self.model == 2
+        self.fine_most = 64000 if hv else 30000
+        self.eeprom = {
+            0xC0: 32, 0xC1: 17, 0x42: 20123, 0x45: self.model, 0xC4: 0, 0x43: 50000, 0x44: 50000, 0x0C: 20,
+            0x29: 0x003C, 0x10: 2, 0x88: 0xE000, 0x89: 0xC800, 0x1A: 36500, 0x1B: 6400, 0x1C: 14000, 0x1D: 600,
+            0x1E: 3100, 0x1F: 250, 0x25: 15, 0x26: 12, 0x27: 0, 0x28: 0, 0x02: 0, 0x11: 0, 0x0D: 0, 0x12: 0, 0x0E: 0,
+            0x13: 0,
+        }  # fmt: skip
+        # Full scales in amperes between zero + offset and reference, in counts.
+        self.scales = (6.4, 36500e-6) if hv else (3.1034, 35946e-6)
+        self.offsets = (12, 15) if hv else (0, 0)
+        self.zeros, self.references = ((900, 1100), (30000, 31000)) if hv else ((600, 650), (16000, 16500))
+
+    def ctrl_transfer(self, kind: int, request: int, value: int, index: int, data: Any = None, timeout: int = 0) -> Any:
+        self.calls.append((request, value))
+        if kind == 0xC0:
+            return array("B", struct.pack("I", self.eeprom[index & 0xFF]))
+        if request in (2, 3):
+            self.sampling = request == 2
+        return None
+
+    def read(self, endpoint: int, size: int, timeout: int) -> array[int]:
+        assert self.sampling
+        observations = b""
+        if self.sent == self.drop_at[0]:
+            self.sent += self.drop_at[1]
+            self.dropped = (self.dropped + self.drop_at[1]) % 65536
+        for _ in range(3):
+            observations += self._sample(self.sent)
+            self.sent += 1
+        packet = struct.pack("HBB", self.dropped, 0, 3) + observations
+        return array("B", packet.ljust(64, b"\0"))
+
+    def _sample(self, number: int) -> bytes:
+        t = number * 200e-6 * self.rate
+        amps = self.truth.power(t) / self.volts
+        phase = number % 1000
+        kind = 0x10 if phase < 3 else 0x30 if phase < 6 else 0x00
+        drift = int(20 * np.sin(t / 7))
+        words = []
+        for full, zero, reference, offset, most in zip(
+            self.scales, self.zeros, self.references, self.offsets, (65535, 65535), strict=True
+        ):
+            low = zero + drift
+            counts = {0x10: low, 0x30: reference + drift}.get(
+                kind, low + offset + amps / full * (reference - zero - offset)
+            )
+            if self.model == 1:
+                most = 32767
+            words.append(min(round(counts), most))
+        scale = 62.5e-6 * (4 if self.model == 2 else 2)
+        words += [0, 0, 0, 0, round(self.volts / scale), 0]
+        # The firmware sends each word's higher byte first.
+        return struct.pack(">8H", *words) + bytes([0, kind])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("detach_kernel_driver", "set_configuration", "reset"):
+            return lambda *a: None
+        if name == "get_active_configuration":
+            return lambda: {(0, 0): ()}
+        raise AttributeError(name)
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[[UsbMonitor], None]:
+    pytest.importorskip("Monsoon", reason="extra meters is not installed")
+    import usb.core
+    import usb.util
+
+    def plug(monitor: UsbMonitor) -> None:
+        def find(find_all: bool = False, custom_match: Any = None, **ids: int) -> Any:
+            return iter([monitor]) if find_all else monitor if custom_match(monitor) else None
+
+        monkeypatch.setattr(usb.core, "find", find)
+        monkeypatch.setattr(usb.util, "find_descriptor", lambda *a, **k: None)
+
+    return plug
+
+
+@pytest.mark.parametrize("model", [2, 1], ids=["HVPM", "LVPM"])
+@pytest.mark.parametrize("shape", ["constant", "ramp", "pulses", "fine"])
+def test_a_monsoons_packets_become_joules(connected: Callable[[UsbMonitor], None], model: int, shape: str) -> None:
+    from edge_client.measure.monsoon import find
+
+    # "fine" stays within the fine range's 36 mA; the ramps and pulses cross from it to the coarse one.
+    truth = pulses(0.02, 0.12, 0.5, 0.5, 20) if shape == "fine" else SHAPES[shape]
+    clock = VirtualClock(12.0)
+    monitor = UsbMonitor(truth, clock.now, model)
+    connected(monitor)
+    meter = find({})
+    assert meter.what == f"main channel of {'HVPM' if model == 2 else 'LVPM'} 20123"
+    meter.now = clock.now  # type: ignore[attr-defined]
+    meter.device.StartSampling(1250)  # type: ignore[attr-defined]
+    rng = np.random.default_rng(0)
+    while monitor.sent * 200e-6 * monitor.rate < 8.0:
+        clock.t = (monitor.sent + 3) * 200e-6 * monitor.rate + 0.001 + rng.exponential(0.002)
+        meter.take()  # type: ignore[attr-defined]
+    trace = meter.stop()
+    assert not monitor.sampling
+    energy, due = joules(trace, 1.5, 7.0), truth.energy(1.499, 6.999)
+    assert energy.joules == pytest.approx(due, rel=0.01)
+    assert trace.lost == 0
+
+
+def test_samples_that_a_monsoon_dropped_are_counted_and_leave_the_times_right(
+    connected: Callable[[UsbMonitor], None],
+) -> None:
+    from edge_client.measure.monsoon import find
+
+    truth = SHAPES["ramp"]
+    clock = VirtualClock(12.0)
+    monitor = UsbMonitor(truth, clock.now, 2, drop_at=(12_000, 1_500))
+    connected(monitor)
+    meter: Any = find({"serial": "20123"})
+    meter.now = clock.now
+    meter.device.StartSampling(1250)
+    while monitor.sent < 40_000:
+        clock.t = (monitor.sent + 3) * 200e-6 * monitor.rate
+        meter.take()
+    trace = meter.stop()
+    assert trace.lost == 1_500
+    assert np.diff(trace.times).max() == pytest.approx(1_501 * 200e-6, rel=0.05)
+    assert joules(trace, 1.5, 7.0).joules == pytest.approx(truth.energy(1.5, 7.0), rel=0.01)
+
+
+def test_a_monsoon_without_calibration_or_connection_is_an_error(connected: Callable[[UsbMonitor], None]) -> None:
+    from edge_client.measure.monsoon import find
+
+    clock = VirtualClock(1.0)
+    monitor = UsbMonitor(SHAPES["ramp"], clock.now, 2, sent=10)
+    connected(monitor)
+    with pytest.raises(MeterError, match="no power monitor 7 is connected; USB has 20123"):
+        find({"serial": "7"})
+    meter: Any = find({})
+    meter.device.StartSampling(1250)
+    meter.take()
+    with pytest.raises(MeterError, match="sent no calibration samples"):
+        meter.stop()
+
+
+# --- a CSV recording
+
+
+@dataclass
+class UsbTester:
+    """A USB tester with a clock of its own: it records the truth and two sync pulses as a CSV."""
+
+    truth: Truth
+    rate: float = 1.003
+    offset: float = -4711.0
+    samples: float = 50.0
+    first: float = 3.0
+    last: float = 50.0
+
+    def watts(self, t: float) -> float:
+        for begin in (self.first, self.last):
+            i = (t - begin) / sync.CHIP
+            if 0 <= i < len(sync.BARKER):
+                return 2.0 + 4.0 * float(sync.BARKER[int(i)])
+        return self.truth.power(t - 9.0) if 9.0 < t < self.last - 1 else 2.0
+
+    def rows(self) -> list[tuple[float, float]]:
+        rng = np.random.default_rng(7)
+        times = np.arange(0.0, 60.0, 1 / self.samples)
+        return [((t / self.rate) + self.offset, self.watts(t) + 0.05 * rng.standard_normal()) for t in times]
+
+
+HEADS = {
+    "time (s),power (W)": lambda t, w: f"{t:.4f},{w:.5f}",
+    "Elapsed[ms];Voltage[V];Current[mA]": lambda t, w: f"{t * 1e3:.1f};5.000;{w / 5 * 1e3:.3f}",
+    "Timestamp\tVbus (mV)\tIbus (A)": lambda t, w: f"{t:.3f}\t5000\t{w / 5:.6f}",
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_csv_is_aligned_by_its_sync_pulses(tmp_path: Path, head: str, shape: str) -> None:
+    tester = UsbTester(SHAPES[shape])
+    row = HEADS[head]
+    lines = ["# exported by a tester", head, *(row(t, w) for t, w in tester.rows()), "broken,"]
+    path = tmp_path / "meter.csv"
+    meter = csv_trace.CsvMeter(path, emit=lambda: sync.Pulse(tester.first), say=lambda text: None)
+    meter.start()
+    trace = meter.trace("\n".join(lines), sync.Pulse(tester.last))
+    found, due = joules(trace, 9.5, 48.5), tester.truth.energy(0.5, 39.5)
+    assert found.joules == pytest.approx(due, rel=0.01)
+    assert trace.skew < 0.05
+    true = np.arange(len(trace.times)) / tester.samples
+    assert np.abs(trace.times - true).max() < 0.04  # the clock itself, not only the energy
+
+
+def test_lost_rows_of_a_csv_are_counted() -> None:
+    tester = UsbTester(SHAPES["ramp"])
+    rows = tester.rows()
+    kept = rows[:1000] + rows[1100:]
+    text = "\n".join(["time (s),power (W)", *(f"{t},{w}" for t, w in kept)])
+    meter = csv_trace.CsvMeter(Path("x.csv"), emit=lambda: sync.Pulse(tester.first), say=lambda text: None)
+    meter.start()
+    trace = meter.trace(text, sync.Pulse(tester.last))
+    assert trace.lost == 100
+    assert joules(trace, 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
+
+
+def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path) -> None:
+    tester = UsbTester(SHAPES["constant"])
+    path = tmp_path / "meter.csv"
+    path.write_text("of yesterday")
+    os.utime(path, (time.time() - 86_400,) * 2)
+    said: list[str] = []
+    emitted = iter([sync.Pulse(tester.first), sync.Pulse(tester.last)] * 2)
+    meter = csv_trace.CsvMeter(path, wait=0.1, emit=lambda: next(emitted), say=said.append)
+    meter.start()
+    with pytest.raises(MeterError, match=r"was not written within 0 s"):
+        meter.stop()
+    assert "must be recording now" in said[0]
+    meter.start()
+    path.write_text("\n".join(["time (s),power (W)", *(f"{t},{w}" for t, w in tester.rows())]))
+    assert joules(meter.stop(), 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no line of column names"),
+        ("a,b\n1,2\n", "no line of column names"),
+        ("time (s),power (W)\n1,2\n", "1 rows of numbers"),
+        ("time (s),power (W)\n" + "\n".join(f"{i / 50},2" for i in range(3000)), "no sync pulse"),
+        ("time (s),power (W)\n" + "\n".join(f"{i / 50},2" for i in range(100)), "record from before"),
+    ],
+)
+def test_a_csv_that_cannot_be_used_says_why(text: str, why: str) -> None:
+    meter = csv_trace.CsvMeter(Path("x.csv"), emit=lambda: sync.Pulse(3.0), say=lambda text: None)
+    meter.start()
+    with pytest.raises(MeterError, match=why):
+        meter.trace(text, sync.Pulse(50.0))
+
+
+def test_times_are_read_as_seconds_of_a_day_and_as_dates() -> None:
+    for rows in (
+        ["12:00:00.5,1", "12:00:01.5,3"],
+        ["2026-11-22 12:00:00.5,1", "2026-11-22 12:00:01.5,3"],
+        ["2026/11/22T12:00:00.500,1", "2026/11/22T12:00:01.500,3"],
+    ):
+        times, watts = csv_trace.parse("\n".join(["Date,Power", *rows]), "x")
+        assert (times[1] - times[0], watts.tolist()) == (pytest.approx(1.0), [1.0, 3.0])
+
+
+def test_a_sync_pulse_keeps_its_times_and_makes_load() -> None:
+    spans: list[tuple[float, float]] = []
+
+    def busy(seconds: float) -> None:
+        begin = time.monotonic()
+        sync.load(seconds)
+        spans.append((begin, time.monotonic()))
+
+    pulse = sync.emit(busy, chip=0.03)
+    assert len(spans) == int(sync.BARKER.sum())
+    for i, bit in enumerate(np.flatnonzero(sync.BARKER)):
+        assert spans[i][1] - pulse.start >= (bit + 1) * 0.03 - 1e-3
+
+
+# --- choosing
+
+
+def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> None:
+    def absent(options: Any) -> Any:
+        raise MeterError("not wired; run: wire it")
+
+    here = Polled("b", "the board", lambda: 1.0, "W", 0.1)
+    known = {
+        "a": Family(absent, 1),
+        "b": Family(lambda options: here, 2, options=("bus",)),
+        "c": Family(lambda options: here, 3),
+        "far": Family(lambda options: here, 0, "apart"),
+    }
+    found = choose("auto", known=known)
+    assert found.meter is here
+    assert found.lines == [
+        "meter b: the board",
+        "  not a: not wired; run: wire it",
+        "  not c: b comes first; ask for it with --meter c",
+        "  not far: measures another device; ask for it with --meter far",
+    ]
+    assert choose("auto", "android", known).meter is None
+    assert choose("none", known=known).meter is None
+    assert choose("far", known=known).meter is here
+    with pytest.raises(MeterError, match="wire it"):
+        choose("a", known=known)
+    with pytest.raises(ConfigError, match=r"no meter 'bb'; choose auto, none or one of .*did you mean 'b'"):
+        choose("bb", known=known)
+    with pytest.raises(ConfigError, match=r"meter b does not know 'x=1'; its options: bus=\.\.\."):
+        choose("b:x=1", known=known)
+
+
+def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absent() -> None:
+    found = families()
+    assert set(found) >= {"jetson", "ina3221", "ina219", "hwmon", "rapl", "monsoon", "odpm", "battery", "csv"}
+    lines = choose("auto").lines
+    assert len(lines) >= len(found)
+
+
+def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_supply.py").write_text(
+        "from edge_client.measure.meters import Family, number\n"
+        "from edge_client.measure.polling import Polled\n"
+        "def find(options):\n"
+        "    watts = number(options, 'watts', 1.5)\n"
+        "    return Polled('supply', 'a bench supply', lambda: watts, 'W', 0.01)\n"
+        "SUPPLY = Family(find, 1, options=('watts',))\n"
+    )
+    made = tmp_path / "acme-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\nodd = acme_supply:find\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MeterError, match="'odd' is function, not a Family"):
+        families()
+    (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\n")
+    found = choose("auto")
+    assert found.why == "meter supply: a bench supply"
+    meter = choose("supply:watts=4").meter
+    assert meter is not None
+    meter.start()
+    begin = time.monotonic()
+    time.sleep(0.05)
+    end = time.monotonic()
+    assert joules(meter.stop(), begin, end).watts == pytest.approx(4.0)

@@ -1,0 +1,128 @@
+"""Properties that hold for many methods: the order of updates, a federation of one device, what was pruned."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from test_every_method import SEED, bundle, devices, every_method, middle, table
+
+from coord_server import aggregation
+from edge_client.flat import to_arrays
+from edge_client.methods import Method, make_method
+from edge_client.protocol.payload import Arrays, Payload, decode, encode
+from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.training import Trainer, open_trainer
+
+pytest.importorskip("sklearn")
+
+
+@every_method
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_the_order_in_which_updates_are_added_changes_nothing_but_rounding(name: str, rounds: int) -> None:
+    there = middle(name, rounds)
+    method, course, state = there.method, there.sim.course, there.sim.state
+    updates = {d: there.update(d) for d in devices()}
+
+    def closed(order: tuple[str, ...]) -> Arrays:
+        total: Any = None
+        for d in order:
+            record = there.sim.records.get(d)
+            checked = aggregation.check_update(method, there.assignment(d), state, record, updates[d])
+            total, _ = method.fold(there.assignment(d), state, total, checked.update, record)
+        arrays = dict(to_arrays(method.finish(course, rounds + 1, sorted(order), state, total)[0]))
+        # Coupled names the round's streams in the order in which they were added.
+        return {field: np.sort(a) if field.endswith(".streams") else a for field, a in arrays.items()}
+
+    first, *others = (closed(order) for order in permutations(devices()))
+    for other in others:
+        for field, values in first.items():
+            assert np.allclose(values, other[field], rtol=1e-4, atol=1e-5), field
+
+
+class Alone:
+    """A federation of one device, by hand."""
+
+    def __init__(self, settings: dict[str, Any], rounds: int) -> None:
+        self.method: Method = make_method(settings)
+        self.trainer: Trainer = open_trainer("onnxruntime", bundle())
+        self.course = Course(bundle().model(), SEED, rounds, 1)
+        self.device, self.data = next(iter(devices().items()))
+        self.state, self.record, self.kept = self.method.start(self.course), None, None
+
+    def receive(self, round_: int) -> tuple[Task, Any]:
+        a = Assignment(self.course, round_, self.device)
+        sent = decode(encode(self.method.downlink(self.course, round_, self.state, self.record)))
+        return Task(a, self.trainer, self.data, 5), self.method.receive(a, self.kept, sent)
+
+    def play(self, round_: int) -> Personal:
+        """One round: the model that the device trained."""
+        task, received = self.receive(round_)
+        local = self.method.local_round(task, self.kept, received)
+        self.kept, a = local.kept, task.assignment
+        sent = decode(encode(Payload(local.update.arrays, {**local.update.meta, "samples": task.samples})))
+        update = self.method.read_update(a, self.state, self.record, sent)
+        total, self.record = self.method.fold(a, self.state, None, update, self.record)
+        self.state, changed = self.method.finish(self.course, round_, [self.device], self.state, total)
+        self.record = changed.get(self.device, self.record)
+        return local.trained
+
+    def personal(self, round_: int) -> Personal:
+        task, received = self.receive(round_)
+        return self.method.personal(task, self.kept, received)
+
+
+AVERAGING: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg-coded": {"name": "fedavg", "up": "float16"},
+    "fedprox": {},
+    "fedmap": {"every": 9},
+    "federated_pruning_lamp": {"every": 9},
+    "federated_pruning": {"keep": 0.5},
+    "hermes": {"threshold": 0.0},
+    "lgfedavg": {"num_layers": 1, "global_rounds": 1},
+    "linear_probing": {},
+    "standalone": {},
+}
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGING))
+def test_a_federation_of_one_device_is_local_training(name: str) -> None:
+    """After every round the device receives the very model that it trained; coded changes to their precision."""
+    alone = Alone({"name": name, **AVERAGING[name]}, rounds=4)
+    tolerance = (
+        partial(np.allclose, rtol=1e-5, atol=1e-6) if name != "fedavg-coded" else partial(np.allclose, atol=1e-3)
+    )
+    start = alone.course.model.parameters
+    for round_ in range(1, 5):
+        trained = alone.play(round_)
+        assert not np.allclose(trained.parameters, start, atol=1e-3)
+        received = alone.personal(round_ + 1)
+        assert tolerance(received.parameters, trained.parameters)
+        assert tolerance(received.buffers, trained.buffers)
+
+
+PRUNING: dict[str, dict[str, Any]] = {
+    "hermes": {"threshold": 0.0, "rate": 0.3},
+    "fedmap": {"every": 1},
+    "hidenseek": {},
+    "signed": {},
+    "lattice": {"prune": 0.5, "prune_after": 2},
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRUNING))
+def test_pruned_stays_pruned(name: str) -> None:
+    alone, before, pruned = Alone({**table(name), "name": name, **PRUNING[name]}, rounds=6), None, 0
+    for round_ in range(1, 7):
+        for model in (alone.play(round_), alone.personal(round_ + 1)):
+            if model.mask is None:
+                assert before is None
+                continue
+            assert not model.parameters[~model.mask].any()
+            assert before is None or not (model.mask & ~before).any()
+            before, pruned = model.mask, int(np.count_nonzero(~model.mask))
+    assert pruned > 0.1 * len(alone.course.model.parameters)
