@@ -13,7 +13,7 @@ from edge_client.errors import ConfigError
 DEFAULT_BACKEND = "onnxruntime"
 PARTS = {
     "onnxruntime": ("train.onnx", "eval.onnx"),
-    "torch": ("model.pt2",),
+    "torch": ("model.pt2", "model-eval.pt2"),
     "executorch": ("train.pte", "eval.pte"),
 }
 """What this project's backends open. The parts that a third party's backend opens are known when it runs."""

@@ -1,7 +1,8 @@
 """A model as data: the manifest, its parts, and the flat vectors laid out by it.
 
 A bundle is a folder: `manifest.json` and the parts it names with their SHA-256 (`train.onnx`, `eval.onnx`,
-`weights.safetensors`, `model.pt2`). Its digest is the SHA-256 of the manifest's bytes. Nothing in it is code.
+`weights.safetensors`, `model.pt2`, `model-eval.pt2`). Its digest is the SHA-256 of the manifest's bytes. Nothing in it
+is code.
 All parameters lie in one float32 vector of length `manifest.d`, in the order of the parameter table; batch-norm
 statistics in a second one of length `manifest.buffers_d`. `edge_export` builds bundles.
 """
@@ -114,6 +115,8 @@ class Manifest(_Data):
     """A line for each layer whose channels form no group: which operator stops it."""
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
+    draws: bool = False
+    """Whether a training step drops entries at random (dropout): its graph then has the input `key` int64[1]."""
     parts: dict[PartName, Part] = {}
 
     @model_validator(mode="after")

@@ -79,12 +79,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one step: `x` [n, *input.shape] and `y` as the target has it. `index` counts steps from 0."""
+    """Samples of one step: `x` [n, *input.shape] and `y` as the target has it. `index` counts steps from 0.
+
+    What dropout drops in this step follows from `key`, 0 .. 2**31 - 2; every gradient of one batch drops the same.
+    """
 
     index: int
     epoch: int
     x: NDArray[Any]
     y: NDArray[Any]
+    key: int = 0
 
     def __len__(self) -> int:
         return len(self.y)
@@ -137,7 +141,8 @@ class Task:
             order = counter.permutation(key, self.samples)
             for low in range(0, self.samples, size):
                 chosen = order[low : low + size]
-                yield Batch(index, epoch, data.x[chosen], data.y[chosen])
+                drops = counter.key(key, "drops", low) % (2**31 - 1)
+                yield Batch(index, epoch, data.x[chosen], data.y[chosen], drops)
                 index += 1
 
     def gradient(self, values: F32, buffers: F32, batch: Batch) -> Gradient:
@@ -147,7 +152,8 @@ class Task:
         statistic is not finite, so that no NaN reaches an update.
         """
         step = next(self._steps)  # of all phases, which each count their batches from 0
-        g = self.trainer.gradient(values, buffers, batch.x, batch.y)
+        drawn = {"key": batch.key} if self.trainer.manifest.draws else {}
+        g = self.trainer.gradient(values, buffers, batch.x, batch.y, **drawn)
         # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
         with np.errstate(over="ignore"):
             checks = {

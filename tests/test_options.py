@@ -25,7 +25,7 @@ from edge_client.remote_bundle import MAX_PARAMETERS
 from edge_client.training.onnxruntime import OnnxRuntimeTrainer
 
 URL, TOKEN = "http://127.0.0.1:1", "the-token"
-PARTS = {name: Part(sha256=digest(b""), size=0) for name in ("train.onnx", "eval.onnx", "model.pt2")}
+PARTS = {name: Part(sha256=digest(b""), size=0) for name in ("train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2")}
 M = mlp(3, 2).model_copy(update={"parts": PARTS})
 MANIFEST = M.to_bytes()
 DOWNLINK = encode(Payload())

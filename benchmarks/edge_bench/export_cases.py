@@ -161,7 +161,10 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.block = nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
+        self.first, self.block = (
+            nn.Linear(5, 6),
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+        )
         self.head = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -358,7 +361,8 @@ CASES: dict[str, Case] = {
     "gru without biases": sequences(lambda: nn.GRU(5, 4, batch_first=True, bias=False), 4),
     "rnn": sequences(lambda: nn.RNN(5, 4, batch_first=True), 4),
     "rnn with relu": sequences(lambda: nn.RNN(5, 4, nonlinearity="relu", batch_first=True), 4),
-    "embedding": Case(lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, 3)), (5,), 9),
+    "embedding": Case(lambda: nn.Sequential(nn.Embedding(9, 4, 0), nn.Flatten(), nn.Linear(20, 3)), (5,), 9),
+    "bilinear": rows(lambda x, p: p(x, x.flip(1)), nn.Bilinear(6, 6, 6)),
     "bilinear upsampling": images(_part, 4 * 14 * 16, nn.Upsample(scale_factor=2, mode="bilinear")),
     "bilinear with corners": images(_part, 4 * 9 * 5, nn.Upsample((9, 5), mode="bilinear", align_corners=True)),
     "nearest upsampling": images(_part, 4 * 14 * 16, nn.Upsample(scale_factor=2)),

@@ -34,9 +34,11 @@ class Trainer(Protocol):
 
     manifest: Manifest
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
         """Training-mode forward and backward. `x` is [n, *input.shape], `y` as the
         bundle's target has it, `parameters` float32[d].
+
+        Dropout follows from `key`, 0 .. 2**31 - 2, alone: the same key drops the same entries, on every engine.
 
         Batch-norm follows PyTorch, and is defined for one value per channel too, where PyTorch refuses: the output is
         the bias, the running mean moves as ever and the running variance, for want of an unbiased one, stays.

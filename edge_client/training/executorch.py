@@ -60,7 +60,9 @@ class ExecuTorchTrainer:
         m = self.manifest
         return [*_tensors(m.parameters, parameters), *_tensors(m.buffers, buffers)]
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
+        if self.manifest.draws:
+            raise ConfigError("train.pte holds no dropout; train this bundle with the backend onnxruntime or torch")
         method, most, _ = self._train
         if len(x) > most:
             raise ConfigError(

@@ -55,9 +55,9 @@ class Embedded:
         self._parameters[self._narrow.parameters] = parameters
         self._buffers[self._narrow.buffers] = buffers
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
         self._fill(parameters, buffers)
-        g = self._whole.gradient(self._parameters, self._buffers, x, y)
+        g = self._whole.gradient(self._parameters, self._buffers, x, y, key)
         return Gradient(g.loss, g.parameters[self._narrow.parameters], g.buffers[self._narrow.buffers])
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:

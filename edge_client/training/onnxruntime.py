@@ -35,6 +35,7 @@ class OnnxRuntimeTrainer:
         self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
         self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
         self._loss: F32 = np.zeros((), np.float32)
+        self._key = np.zeros(1, np.int64)
         # Outputs land here; views stay valid because the vectors are never replaced.
         trainable = tuple(t for t in self.manifest.parameters if t.trainable)
         gradients = {f"grad:{k}": v for k, v in views(trainable, self._gradient).items()}
@@ -66,7 +67,7 @@ class OnnxRuntimeTrainer:
         session = self._session("eval.onnx")
         return session, {i.name for i in session.get_inputs()}
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
         session, binding = self._train
         parameters, buffers = _vector(parameters, self.manifest.d), _vector(buffers, self.manifest.buffers_d)
         x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
@@ -74,6 +75,9 @@ class OnnxRuntimeTrainer:
             _bind(binding, table, flat)
         binding.bind_input("x", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
         binding.bind_input("y", "cpu", 0, y.dtype, y.shape, y.ctypes.data)
+        if self.manifest.draws:
+            self._key[0] = key
+            binding.bind_input("key", "cpu", 0, self._key.dtype, (1,), self._key.ctypes.data)
         session.run_with_iobinding(binding)
         return Gradient(float(self._loss), self._gradient, self._buffers)
 

@@ -1,13 +1,11 @@
 """The PyTorch backend: the bundle's `model.pt2`, differentiated by autograd.
 
 It needs the extra `author` (torch) and exists for machines that have PyTorch anyway, and as the independent witness
-of the exported training graph. The program in `model.pt2` is in training mode; evaluation flips the flag of every
-batch-norm in a second copy of its graph.
+of the exported training graph. `model.pt2` is the module in training mode, `model-eval.pt2` in evaluation mode.
 """
 
 from __future__ import annotations
 
-import copy
 from functools import cached_property
 from typing import Any
 
@@ -51,13 +49,12 @@ class TorchTrainer:
         self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
         self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
 
-    @cached_property
-    def _train(self) -> torch.fx.GraphModule:
-        path = self._bundle.part("model.pt2")
+    def _program(self, part: str) -> torch.fx.GraphModule:
+        path = self._bundle.part(part)
         try:
             module: torch.fx.GraphModule = torch.export.load(path).module(check_guards=False)
         except Exception as error:  # PyTorch's loader raises whatever the archive makes it raise
-            raise BundleError(f"PyTorch {torch.__version__} cannot open model.pt2: {error}") from error
+            raise BundleError(f"PyTorch {torch.__version__} cannot open {part}: {error}") from error
         for node in module.graph.nodes:
             if node.target == torch.ops.aten.batch_norm.default:
                 node.target = _batch_norm
@@ -67,13 +64,12 @@ class TorchTrainer:
         return module
 
     @cached_property
+    def _train(self) -> torch.fx.GraphModule:
+        return self._program("model.pt2")
+
+    @cached_property
     def _eval(self) -> torch.fx.GraphModule:
-        module = copy.deepcopy(self._train)
-        for node in module.graph.nodes:
-            if node.target is _batch_norm:
-                node.update_arg(5, False)
-        module.recompile()
-        return module
+        return self._program("model-eval.pt2")
 
     def _state(self, parameters: F32, buffers: F32) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         m = self.manifest
@@ -83,10 +79,11 @@ class TorchTrainer:
         stats = {k: torch.from_numpy(v.copy()) for k, v in views(m.buffers, buffers).items()}
         return values, stats
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
         values, stats = self._state(parameters, buffers)
         free = {t.name: values[t.name].requires_grad_() for t in self.manifest.parameters if t.trainable}
-        outputs = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x),))
+        drawn = (torch.tensor([key]),) if self.manifest.draws else ()
+        outputs = functional_call(self._train, {**values, **stats}, (torch.from_numpy(x), *drawn))
         loss: torch.Tensor = self.manifest.target.torch_loss(outputs, torch.from_numpy(y))
         gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
         into = views(self.manifest.parameters, self._gradient)

@@ -127,7 +127,9 @@ class Statistics:
         if running_mean is not None and running_var is not None:
             count = int(x.shape[2:].numel())
             each = var.detach().mean([0, *axes]) * (count / max(count - 1, 1))
-            self._move(running_mean, self.newest(running_mean) * (1 - momentum) + mean.detach().mean([0, *axes]) * momentum)
+            self._move(
+                running_mean, self.newest(running_mean) * (1 - momentum) + mean.detach().mean([0, *axes]) * momentum
+            )
             self._move(running_var, self.newest(running_var) * (1 - momentum) + each * momentum)
         return out
 

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from edge_export.rewriting import attention
+
 PRIME = 2**31 - 1
+_ATTENTION = functional.scaled_dot_product_attention  # which may be replaced while a module runs
 _A, _B = 1_103_515_245, 742_938_285
 
 
@@ -98,4 +101,42 @@ class Drops:
         }  # fmt: skip
 
 
-__all__ = ["PRIME", "Drops", "kept"]
+def repeatable(drops: Drops) -> dict[Any, Callable[..., Any]]:
+    """Replacements for all of PyTorch that drops entries; calls without dropout stay PyTorch's own."""
+
+    def attended(*args: Any, **kwargs: Any) -> Tensor:
+        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if dropped:
+            return attention(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            made: Tensor = _ATTENTION(*args, **kwargs)
+        return made
+
+    def layered(run: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(x: Tensor, start: Any, weights: Any, *rest: Any) -> Any:
+            if not isinstance(weights, list | tuple) or not (rest[2] and rest[3]):
+                with torch._C.DisableTorchFunction():
+                    return run(x, start, weights, *rest)
+            biased, layers, dropout, training, bidirectional, batch_first = rest
+            each = len(weights) // layers
+            ways = 2 if bidirectional else 1
+            ends: list[Any] = []
+            for layer in range(layers):
+                if layer:  # as in the graph: time first
+                    x = (
+                        drops.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
+                        if batch_first
+                        else drops.dropout(x, dropout)
+                    )
+                at = slice(layer * ways, (layer + 1) * ways)
+                own = tuple(s[at] for s in start) if isinstance(start, tuple | list) else start[at]
+                flat = weights[layer * each : (layer + 1) * each]
+                with torch._C.DisableTorchFunction():
+                    x, *last = run(x, own, flat, biased, 1, 0.0, training, bidirectional, batch_first)
+                ends.append(last)
+            return x, *(torch.cat(list(e)) for e in zip(*ends, strict=True))
+
+        return whole
+
+    recurrent = {f: layered(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
+    return {**drops.table(), **recurrent, _ATTENTION: attended}

@@ -1,4 +1,4 @@
-"""The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx` and `model.pt2`.
+"""The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx`, and the PyTorch backend's programs.
 
 `train.onnx` is one training step as an ordinary graph: the forward pass, the target's loss and the backward pass are
 traced into ATen operators (`torch.func.vjp` under `make_fx`), written as ONNX by `onnx_writer` and reduced by
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import onnx
@@ -32,9 +33,10 @@ from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export import decompositions
 from edge_export.batch_norm import Statistics
-from edge_export.dropout import Drops
-from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.dropout import Drops, repeatable
+from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.onnx_layers import layers
+from edge_export.onnx_moves import moves
 from edge_export.onnx_operators import operators
 from edge_export.onnx_passes import free_flattens, tidy
 from edge_export.onnx_writer import Handler, to_onnx
@@ -66,7 +68,7 @@ def train_graph(
         def forward(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
             state |= {k: stats[k].clone() for k in fixed_buffers}
-            with Rewriting({**training_table(), **drops.table(), **norms.table()}), _slow_paths():
+            with Rewriting({**training_table(), **drops.table(), **norms.table()}), slow_paths():
                 outputs = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
             return target.torch_loss(outputs, y), [norms.newest(state[k]) for k in buffers]
 
@@ -115,19 +117,8 @@ def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProt
             "the forward pass holds for one number of samples only; take it from x.shape[0] and let no other size or "
             "branch depend on it"
         )
-    table: dict[str, Handler] = {**operators(), **layers()}
+    table: dict[str, Handler] = {**operators(), **moves(), **layers()}
     return to_onnx(traced, table)
-
-
-@contextlib.contextmanager
-def _slow_paths() -> Iterator[None]:
-    """Attention without the fused kernels that PyTorch takes outside training."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _fake(*groups: list[Tensor]) -> list[list[Tensor]]:
@@ -152,7 +143,7 @@ def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffer
 
     def forward(ps: list[Tensor], x: Tensor) -> list[Tensor]:
         given = {**dict(zip(names, ps, strict=True)), **{k: v.clone() for k, v in fixed.items()}}
-        with Rewriting(evaluation_table()), _slow_paths(), torch.no_grad():
+        with Rewriting(evaluation_table()), slow_paths(), torch.no_grad():
             return [functional_call(module, given, (x,))]
 
     tensors, _, (x,) = _fake([state[k].detach() for k in names], [], [example])
@@ -162,16 +153,39 @@ def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffer
         return free_flattens(tidy(_written(traced), [*names, "x"], ["logits"]))
 
 
-def torch_program(module: nn.Module, example: Tensor) -> bytes:
-    """`module` in training mode with a dynamic batch, saved by `torch.export.save`."""
-    module = in_training(duplicate(module))
-    program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
-    _read_under_first_names(program)
-    for tensor in program.state_dict.values():
-        tensor.data.zero_()
-    program.example_inputs = None
-    file = io.BytesIO()
-    torch.export.save(program, file)
+def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], draws: bool) -> dict[str, bytes]:
+    """`module` in training and in evaluation mode with a dynamic batch, each saved by `torch.export.save`.
+
+    Tensors named in `given` have no values of their own. With `draws` the program in training mode takes a second
+    argument, the key of dropout.
+    """
+    training, evaluation = in_training(duplicate(module)), in_evaluation(duplicate(module))
+    inputs: tuple[Tensor, ...] = (example, torch.zeros(1, dtype=torch.int64)) if draws else (example,)
+    if draws:
+        author = training.forward
+
+        def forward(x: Tensor, key: Tensor) -> Tensor:
+            with Rewriting(repeatable(Drops(key))):
+                made: Tensor = author(x)
+            return made
+
+        training.forward = forward
+    return {"model.pt2": _saved(training, inputs, given), "model-eval.pt2": _saved(evaluation, (example,), given)}
+
+
+def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]) -> bytes:
+    n, file = torch.export.Dim("n", min=1), io.BytesIO()
+    first = {id(t): k for k, t in module.named_parameters()}
+    aliases = {k for k, t in module.named_parameters(remove_duplicate=False) if first[id(t)] in given}
+    with torch.no_grad() if not module.training else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, inputs, dynamic_shapes=({0: n}, None)[: len(inputs)])
+        _read_under_first_names(program)
+        for name, tensor in program.state_dict.items():
+            if name in given or name in aliases:  # one stored zero; the flat vectors give the values
+                tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        program.example_inputs = None
+        torch.export.save(program, file)
     return file.getvalue()
 
 

@@ -35,12 +35,23 @@ def in_evaluation(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def slow_paths() -> Iterator[None]:
+    """Attention layer by layer: outside training PyTorch would run a fused kernel, which calls no part and no hook."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Set `module` to evaluation mode within the block, and every part of it back to its own mode afterwards."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), slow_paths():
             yield
     finally:
         for part, mode in modes.items():

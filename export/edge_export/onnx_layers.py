@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edge_export.onnx_operators import axis_of
 from edge_export.onnx_writer import Handler, Writer
 
 
@@ -133,7 +132,13 @@ def _batch_norm_eval(w: Writer, a: Any, out: Any) -> list[str | None]:
     def row(value: Any, default: float) -> str:
         return w.constant([default] * channels, torch.float32) if value is None else w.tensor(value)
 
-    inputs = [w.tensor(a.input), row(a.weight, 1.0), row(a.bias, 0.0), w.tensor(a.running_mean), w.tensor(a.running_var)]
+    inputs = [
+        w.tensor(a.input),
+        row(a.weight, 1.0),
+        row(a.bias, 0.0),
+        w.tensor(a.running_mean),
+        w.tensor(a.running_var),
+    ]
     return [w.op("BatchNormalization", *inputs, epsilon=float(a.eps)), None, None]
 
 
@@ -272,4 +277,3 @@ def layers() -> dict[str, Handler]:
         "maskfleet.gru": _own("Gru", 2), "maskfleet.gru_backward": _own("GruBackward", 3),
         "maskfleet.rnn": _own("Rnn", 1), "maskfleet.rnn_backward": _own("RnnBackward", 2),
     }  # fmt: skip
-

@@ -1,8 +1,8 @@
 """A traced ATen graph written as ONNX, one small function for each operator.
 
-`onnx_operators` and `onnx_layers` hold the functions. Each takes the `Writer`, the operator's arguments by the names of
-its schema, and the traced output, a tensor without storage that has the shape and dtype; it returns the name of the
-ONNX value. Sizes are constants but for the batch, a symbol: an expression of it is computed by the graph.
+`onnx_operators`, `onnx_moves` and `onnx_layers` hold the functions. Each takes the `Writer`, the operator's arguments
+by the names of its schema, and the traced output, a tensor without storage that has the shape and dtype; it returns the
+name of the ONNX value. Sizes are constants but for the batch, a symbol: an expression of it is computed by the graph.
 
 An operator without a function, or a setting that its function does not know, raises :class:`Unsupported`.
 """
@@ -127,7 +127,7 @@ class Writer:
         """The dtype in which PyTorch computes with these tensors and numbers together."""
         metas = [v.meta["val"] if isinstance(v, Node) else v for v in values if v is not None]
         plain = [
-            torch.empty(m.shape and (1,) * m.ndim or (), dtype=m.dtype)
+            torch.empty((m.shape and (1,) * m.ndim) or (), dtype=m.dtype)
             if isinstance(m, Tensor)
             else (1 if isinstance(m, torch.SymInt) else 1.0 if isinstance(m, torch.SymFloat) else m)
             for m in metas
@@ -169,6 +169,8 @@ class Writer:
         name, kind = "", type(expr).__name__
         if expr in self.batch:
             return self.batch[expr]
+        if expr.is_Symbol:
+            raise self.refuse("takes a tensor's value as a Python number; keep it a tensor")
         if expr.is_Integer:
             return self.ints([int(expr)])
         if expr.is_number:
@@ -224,8 +226,10 @@ class Writer:
 
 
 def _is_float(expr: sympy.Expr) -> bool:
-    return type(expr).__name__ in ("ToFloat", "IntTrueDiv", "FloatTrueDiv") or any(map(_is_float, expr.args)) or (
-        bool(expr.is_number) and not expr.is_Integer
+    return (
+        type(expr).__name__ in ("ToFloat", "IntTrueDiv", "FloatTrueDiv")
+        or any(map(_is_float, expr.args))
+        or (bool(expr.is_number) and not expr.is_Integer)
     )
 
 
@@ -263,7 +267,9 @@ def _input(w: Writer, node: Node) -> None:
     name = w.fresh()
     sizes = [w.fixed(s) for s in value.shape]
     w.graph.input.append(
-        helper.make_tensor_value_info(name, TYPES[value.dtype], [f"n{i}" if s is None else s for i, s in enumerate(sizes)])
+        helper.make_tensor_value_info(
+            name, TYPES[value.dtype], [f"n{i}" if s is None else s for i, s in enumerate(sizes)]
+        )
     )
     w.values[node] = name
     for axis, size in enumerate(value.shape):
@@ -323,4 +329,3 @@ def _outputs(w: Writer, results: Any) -> None:
         sizes = [w.fixed(s) for s in value.shape]
         dims = [f"n{i}" if s is None else s for i, s in enumerate(sizes)]
         w.graph.output.append(helper.make_tensor_value_info(name, TYPES[value.dtype], dims))
-

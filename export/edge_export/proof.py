@@ -4,13 +4,14 @@ The module runs in float64 under autograd on batches of 16, 5 and 1 samples; los
 and the outputs in evaluation mode must agree. Values are moved away from their start first, because zeros, ones and
 fresh statistics hide what a graph lost. Nothing of the exporter's own forms takes part, dropout's draws excepted.
 
-The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE`, or a few times the
-error that PyTorch itself makes in float32 against the same witness.
+The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE` at best of a few draws.
+Where PyTorch itself in float32 misses the witness by more, because some of a million activations lie so close to zero
+that a ReLU falls the other way, it may reach a few times PyTorch's error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,15 @@ from torch.overrides import TorchFunctionMode
 
 from edge_client.errors import ModelError
 from edge_client.targets import Target
-from edge_export import rewriting
-from edge_export.dropout import Drops
+from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_evaluation, in_training
 from edge_export.rewriting import Rewriting
 
 BATCHES = (16, 5, 1)
 TOLERANCE = 1e-5
-FACTOR = 8.0  # how much worse than PyTorch's own float32 a graph may be
-MOST = 1e-2  # an error that no rounding excuses
+DRAWS = 3
+FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
+MOST = 3e-2  # an error that no rounding excuses
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 KEY = 123_456_789
 
@@ -67,36 +68,60 @@ def prove(
     inputs = {i.name for i in sessions[0].get_inputs()}
     worst = {"grad": 0.0, "new": 0.0, "logits": 0.0}
     draw = _inputs(module, example, random)
+    names = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers), "logits"]
+    witness = _Witness(module, target, trainable, buffers)
+    _steady(witness, values, moved, draw(5))
     for n in BATCHES:
-        x, y = draw(n), _labels(target, n, random)
-        feeds = {k: values[k].numpy() for k in parameters} | {k: moved[k].numpy() for k in buffers}
-        step = {**feeds, "x": x.numpy(), "y": y.numpy()}
-        if "key" in inputs:
-            step["key"] = np.array([KEY], np.int64)
-        names = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers)]
-        try:
-            made = dict(zip(names, sessions[0].run(names, step), strict=True))
-            made["logits"] = sessions[1].run(["logits"], {**feeds, "x": x.numpy()})[0]
-        except Exception as error:  # the runtime's errors share no base class
-            raise ModelError(
-                f"the exported graphs do not run on {n} samples: {_first_line(error)}; "
-                "write the forward pass so that it takes any number of samples"
-            ) from None
-        witness = _Witness(module, target, trainable, buffers)
-        true, own = (witness.step(values, moved, x, y, wide) for wide in (True, False))
-        largest = max((float(true[f"grad:{k}"].abs().max()) for k in trainable), default=0.0)
-        single = n == 1 and witness.single_value_norms
-        for name, value in made.items():
-            kind = name.partition(":")[0]
-            if single and kind != "logits":
-                continue  # PyTorch refuses one value per channel; the graph is defined there
-            least = largest if kind == "grad" and float(true[name].abs().max()) <= ZERO * largest else 0.0
-            error = _error(value, true[name], least)
-            if error > TOLERANCE and (error > MOST or error > FACTOR * _error(own[name].numpy(), true[name], least)):
+        least = dict.fromkeys(names, np.inf)
+        level = 0.0
+        for _ in range(DRAWS):
+            x, y = draw(n), _labels(target, n, random)
+            feeds = {k: values[k].numpy() for k in parameters} | {k: moved[k].numpy() for k in buffers}
+            step = {**feeds, "x": x.numpy(), "y": y.numpy()}
+            if "key" in inputs:
+                step["key"] = np.array([KEY], np.int64)
+            try:
+                found = [*sessions[0].run(names[:-1], step), *sessions[1].run(["logits"], {**feeds, "x": x.numpy()})]
+            except Exception as error:  # the runtime's errors share no base class
+                raise ModelError(
+                    f"the exported graphs do not run on {n} samples: {_first_line(error)}; "
+                    "write the forward pass so that it takes any number of samples"
+                ) from None
+            true, own = (witness.step(values, moved, x, y, wide) for wide in (True, False))
+            due = [k for k in names if k in true]
+            errors, single = _errors(dict(zip(names, found, strict=True)), true, due), _errors(own, true, due)
+            level = max(level, *single.values())
+            least = {k: min(least[k], errors[k]) for k in due}
+            if max(least.values()) <= TOLERANCE or (n > 1 and level > TOLERANCE):
+                break
+        for name, error in least.items():
+            if error > TOLERANCE and error > min(FACTOR * level, MOST):
                 raise ModelError(_complaint(name, n, error))
-            kind = {"loss": "new"}.get(kind, kind)
+            kind = name.partition(":")[0].replace("loss", "new")
             worst[kind] = max(worst[kind], error)
     return Shown(worst["grad"], worst["new"], worst["logits"])
+
+
+def _steady(witness: _Witness, values: Values, moved: Values, x: Tensor) -> None:
+    """Refuse a module whose second run on the same values differs from its first."""
+    for training in (True, False):
+        first, second = witness.twice(values, moved, x, training)
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            raise ModelError(
+                f"the module gives other outputs when it runs again on the same values{' in training' * training}: it "
+                "keeps state in Python or draws randomness of its own; keep state in a float32 buffer, draw by "
+                "torch.nn.Dropout"
+            )
+
+
+def _errors(found: Mapping[str, Any], true: Values, names: Sequence[str]) -> dict[str, float]:
+    """The error of each tensor of `found`."""
+    largest = max((float(t.abs().max()) for k, t in true.items() if k.startswith("grad:") and t.numel()), default=0.0)
+    made = {}
+    for name in names:
+        nothing = name.startswith("grad:") and float(true[name].abs().max()) <= ZERO * largest
+        made[name] = _error(np.asarray(found[name]), true[name], largest if nothing else 0.0)
+    return made
 
 
 def _complaint(name: str, n: int, error: float) -> str:
@@ -219,7 +244,16 @@ class _Witness:
 
     def __init__(self, module: nn.Module, target: Target, trainable: Sequence[str], buffers: Sequence[str]) -> None:
         self.module, self.target, self.trainable, self.buffers = module, target, trainable, buffers
-        self.single_value_norms = False
+
+    def twice(self, values: Values, moved: Values, x: Tensor, training: bool) -> list[Tensor]:
+        """The outputs of two runs of one copy, from the same values each."""
+        module = (in_training if training else in_evaluation)(duplicate(self.module))
+        made = []
+        for _ in range(2):
+            state = {k: v.clone() for k, v in (values | moved).items()}
+            with torch.no_grad(), Rewriting(repeatable(Drops(torch.tensor([KEY])))):
+                made.append(functional_call(module, state, (x,)))
+        return made
 
     def step(self, values: Values, moved: Values, x: Tensor, y: Tensor, wide: bool) -> Values:
         """loss, grad:<name>, new:<name> and logits."""
@@ -244,56 +278,13 @@ class _Witness:
                     loss = self.target.torch_loss(functional_call(training, state, (x,)), y)
                 except ValueError as error:
                     if len(x) == 1 and "more than 1 value per channel" in str(error):
-                        self.single_value_norms = True
-                        return found | self._nothing()
+                        return found  # PyTorch refuses one value per channel; the graph is defined there
                     raise
             gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
         found["loss"] = loss.detach()
         for (name, value), g in zip(free.items(), gradients, strict=True):
             found[f"grad:{name}"] = torch.zeros_like(value) if g is None else g
         return found | {f"new:{k}": state[k].detach() for k in self.buffers}
-
-    def _nothing(self) -> Values:
-        return dict.fromkeys(
-            ["loss", *(f"grad:{k}" for k in self.trainable), *(f"new:{k}" for k in self.buffers)], torch.zeros(())
-        )
-
-
-def repeatable(drops: Drops) -> dict[Any, Callable[..., Any]]:
-    """Replacements for all of PyTorch that drops entries; calls without dropout stay PyTorch's own."""
-
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        if dropped:
-            return rewriting.attention(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            made: Tensor = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-        return made
-
-    def layered(run: Callable[..., Any]) -> Callable[..., Any]:
-        def whole(x: Tensor, start: Any, weights: Any, *rest: Any) -> Any:
-            if not isinstance(weights, list | tuple) or not (rest[2] and rest[3]):
-                with torch._C.DisableTorchFunction():
-                    return run(x, start, weights, *rest)
-            biased, layers, dropout, training, bidirectional, batch_first = rest
-            each = len(weights) // layers
-            ways = 2 if bidirectional else 1
-            ends: list[Any] = []
-            for layer in range(layers):
-                if layer:  # as in the graph: time first
-                    x = drops.dropout(x.transpose(0, 1), dropout).transpose(0, 1) if batch_first else drops.dropout(x, dropout)
-                at = slice(layer * ways, (layer + 1) * ways)
-                own = tuple(s[at] for s in start) if isinstance(start, tuple | list) else start[at]
-                flat = weights[layer * each : (layer + 1) * each]
-                with torch._C.DisableTorchFunction():
-                    x, *last = run(x, own, flat, biased, 1, 0.0, training, bidirectional, batch_first)
-                ends.append(last)
-            return x, *(torch.cat(list(e)) for e in zip(*ends, strict=True))
-
-        return whole
-
-    recurrent = {f: layered(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
-    return {**drops.table(), **recurrent, torch.nn.functional.scaled_dot_product_attention: attention}
 
 
 @contextmanager
@@ -308,4 +299,3 @@ def _attributes_cast(module: nn.Module, cast: Callable[[Tensor], Tensor]) -> nn.
             if isinstance(value, Tensor):
                 vars(part)[name] = cast(value)
     return module
-

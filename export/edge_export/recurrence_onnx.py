@@ -12,6 +12,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from edge_export.recurrence_single import DOMAIN
 
+
 def to_scans(graph: GraphProto) -> None:
     """Replace every recurrence of `graph`, in place. Names of the bodies start with a prefix that no other name has."""
     taken = {v.name for v in (*graph.input, *graph.output)}

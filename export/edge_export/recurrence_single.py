@@ -57,9 +57,7 @@ def _gru_backward(
 
 
 @_gru_backward.register_fake
-def _(
-    grad: Tensor, through: Tensor, slopes: Tensor, weight: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, through: Tensor, slopes: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(grad), torch.empty_like(slopes), torch.empty_like(hidden)
 
 
@@ -83,7 +81,9 @@ class Gru(torch.autograd.Function):
         before = torch.cat([hidden.unsqueeze(0), states[:-1]])
         of_n = (1 - z) * (1 - n * n)
         of_r, of_z = of_n * share * r * (1 - r), (before - n) * z * (1 - z)
-        totals, of_recurrent, of_start = _gru_backward(gradients[0], z, torch.cat([of_r, of_z, of_n * r], 2), weight, hidden)
+        totals, of_recurrent, of_start = _gru_backward(
+            gradients[0], z, torch.cat([of_r, of_z, of_n * r], 2), weight, hidden
+        )
         of_gates = torch.cat([totals, totals, totals], 2) * torch.cat([of_r, of_z, of_n], 2)
         rows = of_recurrent.reshape(-1, weight.shape[0])
         return of_gates, rows.t() @ before.reshape(-1, weight.shape[1]), rows.sum(0), of_start

@@ -16,7 +16,7 @@ from edge_export.modes import duplicate, in_training
 from edge_export.onnx_writer import Unsupported
 
 ADVICE = {
-    "add_ sub_ mul_ div_ copy_ fill_ zero_": "keep the tensor as a float32 buffer (register_buffer), or do not change it",
+    "add_ sub_ mul_ div_ copy_ fill_ zero_": "keep it as a float32 buffer (register_buffer), or do not change it",
     "sort topk kthvalue median mode argsort": "use max or a softmax: ties would fall differently on each engine",
     "cumprod prod": "use exp(log(x).cumsum(dim)) or products of slices",
     "cummax cummin": "use max over a window",
@@ -27,14 +27,16 @@ ADVICE = {
     "grid_sampler_2d grid_sampler_3d grid_sampler": "use interpolate, padding and slices",
     "_fft_r2c _fft_c2c _fft_c2r complex view_as_complex view_as_real": "multiply by a matrix of sines and cosines",
     "atan2": "use atan",
-    "_cdist_forward cdist _euclidean_dist": "write the squared distance out: x.square().sum() - 2 x @ y + y.square().sum()",
+    "native_dropout": "let dropout follow module.training",
+    "_cdist_forward cdist _euclidean_dist": "write it out: x.square().sum() - 2 x @ y + y.square().sum()",
     "_ctc_loss": "return logits; the loss is the target's",
 }
 _BY_NAME = {name: text for names, text in ADVICE.items() for name in names.split()}
 GENERAL = "write it with the operators that docs/export.md lists"
 _READS_DATA = re.compile(
-    r"data-dependent|GuardOnDataDependent|_local_scalar_dense|Cannot call \.?(item|numpy|tolist)|boolean value of Tensor"
-    r"|FakeTensor.*numpy|aten\.item|nonzero|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
+    r"data-dependent|GuardOnDataDependent|_local_scalar_dense|Cannot call \.?(item|numpy|tolist)"
+    r"|boolean value of Tensor|FakeTensor.*numpy|Cannot access data pointer|aten\.item|nonzero"
+    r"|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
     re.IGNORECASE,
 )
 
@@ -81,11 +83,11 @@ def where(module: nn.Module, example: Tensor, operator: str) -> str:
     except Exception:  # it ran before; where it no longer does, the answer is less exact
         return "the model"
     plain = operator.strip("_").removesuffix("_backward")
-    for name, path in seen.found.items():
-        stem = name.strip("_")
-        if stem == plain or stem.startswith(plain) or plain.startswith(stem):
-            return path
-    return "the model"
+    stems = {name.strip("_"): path for name, path in reversed(seen.found.items())}
+    close = [
+        path for stem, path in stems.items() if len(stem) > 3 and (stem.startswith(plain) or plain.startswith(stem))
+    ]
+    return stems.get(plain) or (close or ["the model"])[-1]
 
 
 def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> ModelError:
@@ -104,21 +106,22 @@ def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iter
     try:
         yield
     except ModelError as error:
-        place = str(path) if path is not None and path.running else ""
-        raise ModelError(f"{place}: {error}") from error if place and place not in str(error) else error
+        if path is not None and path.running:
+            raise ModelError(f"{path}: {error}") from error
+        raise
     except Unsupported as error:
         raise unsupported(module, example, error) from error
     except Exception as error:  # PyTorch raises many kinds of errors here
         place = "the model" if path is None else str(path)
         text = reason(error)
+        if "INTERNAL ASSERT" in text:
+            text = "PyTorch fails on a change in place"
         if _READS_DATA.search(f"{type(error).__name__} {error}"):
             raise ModelError(
                 f"{place} reads a tensor's values in Python (an if, int(), .item(), .tolist() or an index by a mask); "
                 "write it with torch.where or other tensor operators"
             ) from error
-        raise ModelError(
-            f"{place} cannot be traced into a graph with a dynamic batch: {text}; {GENERAL}"
-        ) from error
+        raise ModelError(f"{place} cannot be traced into a graph with a dynamic batch: {text}; {GENERAL}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -55,6 +55,7 @@ def shared_table() -> dict[Any, Callable[..., Any]]:
     f = functional
     return {
         f.scaled_dot_product_attention: attention,
+        f.bilinear: bilinear,
         f.pad: pad,
         f.interpolate: interpolate,
         f.adaptive_avg_pool1d: adaptive_avg_pool,
@@ -115,6 +116,12 @@ def attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # a query that sees no key gets zeros
         weights = weights.masked_fill(attn_mask.any(-1, keepdim=True).logical_not(), 0.0)
     return functional.dropout(weights, dropout_p) @ value if dropout_p else weights @ value
+
+
+def bilinear(one: Tensor, two: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.bilinear`: [..., i], [..., j] and weight [o, i, j] to [..., o]."""
+    made = torch.einsum("...i,oij,...j->...o", one, weight, two)
+    return made if bias is None else made + bias
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:

@@ -27,6 +27,7 @@ in +-1 / sqrt(fan_in), biases too; `sign` the constant +-sqrt(2 / fan_in) with z
 1 / sqrt(hidden) in all of them, an embedding has PyTorch's variance 1, a norm starts at weight 1 and bias 0."""
 
 _MASKABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM)
+_PROJECTIONS = ("in_proj", "q_proj", "k_proj", "v_proj")  # of attention, whose weights are parameters of its own
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
         if value.dtype != torch.float32 or value.numel() == 0:
             raise ModelError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
         if not bool(value.isfinite().all()):
-            raise ModelError(f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values")
+            raise ModelError(
+                f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values"
+            )
     layers = _layers(module, example)
     if not layers:
         raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
@@ -91,8 +94,8 @@ def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
     for name, buffer in found.items():
         if not buffer.is_floating_point():
             raise ModelError(
-                f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep float32 "
-                "buffers only: register it as float32, or do not change it"
+                f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep "
+                "float32 buffers only: register it as float32, or do not change it"
             )
     return found
 
@@ -108,10 +111,13 @@ def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collecti
 
 
 def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
-    names: dict[nn.Module, str] = {m: n for n, m in module.named_modules() if isinstance(m, _MASKABLE)}
+    names: dict[nn.Module, str] = {
+        m: n for n, m in module.named_modules() if isinstance(m, (*_MASKABLE, nn.MultiheadAttention))
+    }
     called: list[nn.Module] = []
-    whole = [m for m in names if not isinstance(m, nn.LSTM) and "weight" not in dict(m.named_parameters(recurse=False))]
-    for m in whole:  # its weight is computed from other parameters
+    for m in [
+        m for m in names if isinstance(m, _MASKABLE) and not _weighted(m)
+    ]:  # its weight is computed from other parameters
         del names[m]
     hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
     try:
@@ -121,7 +127,27 @@ def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
         for hook in hooks:
             hook.remove()
     first = _first_names(module)
-    return _each_tensor_once([_layer(names[m], m, first) for m in dict.fromkeys(called)])
+    return _each_tensor_once([layer for m in dict.fromkeys(called) for layer in _layers_of(names[m], m, first)])
+
+
+def _weighted(module: nn.Module) -> bool:
+    """Whether the weight is a parameter, and not computed from others as by `weight_norm`."""
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own or (isinstance(module, nn.LSTM) and "weight_ih_l0" in own)
+
+
+def _layers_of(name: str, module: nn.Module, first: dict[str, str]) -> list[Layer]:
+    """The layers of one part: attention has its projections in and the one out."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return [_layer(name, module, first)]
+    prefix, own = f"{name}." if name else "", dict(module.named_parameters(recurse=False))
+    found = []
+    for kind in _PROJECTIONS:
+        if f"{kind}_weight" in own:
+            biases = (first[f"{prefix}{kind}_bias"],) if f"{kind}_bias" in own else ()
+            weights = (first[f"{prefix}{kind}_weight"],)
+            found.append(Layer(name=prefix + kind, kind="linear", weights=weights, biases=biases))
+    return [*found, *([_layer(f"{prefix}out_proj", module.out_proj, first)] if _weighted(module.out_proj) else [])]
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
@@ -183,9 +209,11 @@ def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init |
         return Init(kind="uniform", scale=bound)
     if isinstance(part, nn.Embedding):
         return Init(kind="uniform", scale=3**0.5)
-    if isinstance(part, _MASKABLE) and "weight" in dict(part.named_parameters(recurse=False)):
-        fan_in = dict(part.named_parameters(recurse=False))["weight"][0].numel()
-        if name == "bias":
+    projection = isinstance(part, nn.MultiheadAttention) and name.startswith(_PROJECTIONS)
+    if projection or (isinstance(part, _MASKABLE) and _weighted(part)):
+        fan_in = part.embed_dim if projection else dict(part.named_parameters(recurse=False))["weight"][0].numel()
+        fan_in = value.shape[1] if projection and value.ndim == 2 else fan_in
+        if name.endswith("bias"):
             return Init(kind="uniform", scale=fan_in**-0.5) if init == "torch" else Init(kind="constant", scale=0)
         if init == "sign":
             return Init(kind="sign", scale=(2 / fan_in) ** 0.5)

@@ -56,9 +56,7 @@ def _gru_layer(
 
 
 @_gru_layer.register_fake
-def _(
-    x: Tensor, hidden: Tensor, weights: Sequence[Tensor], biased: bool, bidirectional: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, hidden: Tensor, weights: Sequence[Tensor], biased: bool, bidirectional: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:2], hidden.shape[0] * hidden.shape[2])), torch.empty_like(hidden)
 
 

@@ -12,10 +12,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from onnx import ModelProto
 from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -24,15 +26,17 @@ from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part,
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
-from edge_export.graphs import eval_graph, torch_program, train_graph
+from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
 from edge_export.modes import evaluating
-from edge_export.proof import prove
+from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 
 _TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
-_FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "train.pte", "eval.pte"})
+_FILES = frozenset(
+    {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
+)
 
 
 def export_bundle(
@@ -66,7 +70,7 @@ def export_bundle(
     trainable:
         Names of the parameters that get gradients; None: those that require gradients in the module.
     torch_part:
-        Whether to add `model.pt2`, which the PyTorch backend needs.
+        Whether to add `model.pt2` and `model-eval.pt2`, which the PyTorch backend needs.
 
     Raises
     ------
@@ -76,23 +80,17 @@ def export_bundle(
     folder = Path(folder)
     if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
         raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
-    module, prefix = _renamed(module)
-    example = _example(module, example_batch)
-    target = _target(target, _output(module, example))
-    found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
+    made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
+    module, example, target, found = made.module, made.example, made.target, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
-    parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
-    free = [r.name for r in found.parameters if r.trainable]
-    graphs = {
-        "train.onnx": train_graph(module, example, parameters, buffers, free, target),
-        "eval.onnx": eval_graph(module, example, parameters, buffers),
-    }
-    prove(module, example, target, parameters, buffers, free, graphs["train.onnx"], graphs["eval.onnx"])
+    draws = any(v.name == "key" for v in made.train.graph.input)
+    graphs = {"train.onnx": made.train, "eval.onnx": made.evaluation}
     parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
     if torch_part:
+        names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
-            parts["model.pt2"] = torch_program(module, example)
+            parts |= torch_programs(module, example, names, draws)
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     manifest = Manifest(
@@ -103,9 +101,44 @@ def export_bundle(
         buffers=found.buffers,
         layers=found.layers,
         seed=seed,
+        draws=draws,
         parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
     )
     return _write(with_groups(manifest, graphs), parts, folder)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """A module with both its graphs, proved. `module` is as the graphs name its tensors, `example` the traced batch."""
+
+    module: nn.Module
+    example: Tensor
+    target: Target
+    tables: Tables
+    train: ModelProto
+    evaluation: ModelProto
+    shown: Shown
+
+
+def proved_graphs(
+    module: nn.Module,
+    example_batch: Tensor,
+    target: Target | Mapping[str, Any],
+    *,
+    init: InitScheme = "he",
+    trainable: Collection[str] | None = None,
+) -> Graphs:
+    """The graphs of `export_bundle`, run against the module. Raises ModelError."""
+    module, prefix = _renamed(module)
+    example = _example(module, example_batch)
+    target = _target(target, _output(module, example))
+    found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
+    parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
+    free = [r.name for r in found.parameters if r.trainable]
+    train = train_graph(module, example, parameters, buffers, free, target)
+    evaluation = eval_graph(module, example, parameters, buffers)
+    shown = prove(module, example, target, parameters, buffers, free, train, evaluation)
+    return Graphs(module, example, target, found, train, evaluation, shown)
 
 
 class _Named(nn.Module):

@@ -1,0 +1,286 @@
+"""Export by operator: each case against float64 autograd, dropout, what is refused, and that the proof can fail."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from edge_client.bundle import views
+from edge_client.errors import ModelError
+from edge_client.graphs import check_graph
+from edge_client.training import open_trainer
+
+torch = pytest.importorskip("torch")
+from edge_bench.export_cases import CASES, Branches, Buffered, Case, Held, Unused  # noqa: E402
+from edge_bench.export_operators import certify  # noqa: E402
+from edge_export import cli, export_bundle  # noqa: E402
+from edge_export.dropout import PRIME, kept  # noqa: E402
+from edge_export.proof import prove  # noqa: E402
+from edge_export.writer import proved_graphs  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+CLASSIFICATION = {"kind": "classification"}
+SLOW = {  # `python -m edge_bench.export_operators` has them all
+    "adaptive max-pool of equal windows", "attention function", "average pool", "average pool 1d, ceil",
+    "average pool 3d", "batch-norm 1d", "batch-norm without factors", "bicubic upsampling", "bilinear with corners",
+    "causal attention", "celu", "channel shuffle", "conv3d", "convolution with padding same",
+    "depthwise convolution", "dilated convolution", "einsum", "global average pool", "gru of two layers, both ways",
+    "gru without biases", "hardtanh", "instance norm with statistics", "layer norm of two axes",
+    "linear upsampling", "lstm of two layers, both ways, dropout", "masked multi-head attention", "max-pool 1d",
+    "max-pool 3d", "max-pool ceil, dilated", "multi-head attention", "nearest to any size", "pad layers",
+    "pixel unshuffle", "prelu per channel", "reflect padding", "relu", "relu6", "replicate padding",
+    "rnn with relu", "transformer encoder", "transformer with dropout", "transposed conv1d", "transposed conv3d",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in SLOW])
+def test_loss_gradients_statistics_and_outputs_equal_float64_autograd(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    made, _ = certify(case.make(), case.example(), 3)
+    assert made.shown.gradient <= 1e-5
+    assert max(made.shown.statistic, made.shown.output) <= 1e-5
+    for part in (made.train, made.evaluation):
+        (tmp_path / "g").write_bytes(part.SerializeToString())
+        onnx.checker.check_model(part, full_check=False)
+    if name in ("gru", "dropout"):
+        for part in (made.train, made.evaluation):
+            (tmp_path / "g").write_bytes(part.SerializeToString())
+            check_graph(tmp_path / "g", "graph", case.sample)
+
+
+def test_a_gradient_outside_the_exporter_agrees(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.SiLU(), nn.AvgPool2d(2, divisor_override=3), nn.Flatten())
+    module.append(nn.Linear(27, 3))
+    x, y = torch.randn(5, 1, 8, 8), torch.arange(5) % 3
+    bundle = export_bundle(module, x, tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
+    model = bundle.model()
+    got = open_trainer("onnxruntime", bundle).gradient(model.parameters, model.buffers, x.numpy(), y.numpy())
+    functional.cross_entropy(module(x), y).backward()
+    for name, value in views(bundle.manifest.parameters, got.parameters).items():
+        np.testing.assert_allclose(value, module.get_parameter(name).grad.numpy(), atol=1e-6, err_msg=name)
+
+
+def test_only_what_a_step_moves_is_a_buffer_of_the_bundle() -> None:
+    made = proved_graphs(Buffered(), torch.zeros(2, 5, dtype=torch.int64), CLASSIFICATION)
+    assert made.tables.buffers == ()
+    held = proved_graphs(Held(), torch.zeros(2, 2, 7, 8), CLASSIFICATION)
+    assert [r.name for r in held.tables.buffers] == [
+        f"{norm}.running_{what}" for norm in ("norm", "moving") for what in ("mean", "var")
+    ]
+
+
+def test_names_of_the_graphs_own_get_a_prefix() -> None:
+    made = proved_graphs(Unused(), torch.zeros(2, 5), CLASSIFICATION)
+    names = [r.name for r in made.tables.parameters]
+    assert {"model.x", "model.y", "model.loss", "model.c0", "model.idle.weight"} <= set(names)
+    assert not next(r for r in made.tables.parameters if r.name == "model.r1.bias").trainable
+
+
+def test_attention_is_maskable_by_its_projections() -> None:
+    module = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(40, 3))
+    made = proved_graphs(module, torch.zeros(2, 5, 8), CLASSIFICATION)
+    assert [layer.name for layer in made.tables.layers] == [
+        "0.self_attn.in_proj", "0.self_attn.out_proj", "0.linear1", "0.linear2", "2",
+    ]  # fmt: skip
+
+
+# --- dropout
+
+
+def test_kept_entries_have_the_wanted_share_and_differ_by_key_call_sample_and_place() -> None:
+    key = torch.tensor([77])
+    mask = kept((64, 32, 10), 0.3, key, 1)
+    assert abs(mask.double().mean().item() - 0.7) < 0.01
+    assert torch.equal(mask, kept((64, 32, 10), 0.3, key, 1))
+    flat = mask.reshape(64, -1).double() - 0.7
+    between = (flat @ flat.t() / flat.shape[1]).fill_diagonal_(0).abs().max()  # of two samples
+    across = (flat.t() @ flat / 64).fill_diagonal_(0).abs().mean()  # of two places
+    assert between < 0.06
+    assert across < 0.03
+    for other in (kept((64, 32, 10), 0.3, key + 1, 1), kept((64, 32, 10), 0.3, key, 2)):
+        assert abs((other == mask).double().mean().item() - (0.49 + 0.09)) < 0.02
+
+
+@pytest.mark.parametrize("key", [0, 1, PRIME - 1])
+def test_every_key_is_as_good(key: int) -> None:
+    assert abs(kept((50, 200), 0.5, torch.tensor([key]), 3).double().mean().item() - 0.5) < 0.02
+
+
+def test_every_backend_drops_the_same_entries_and_repeats(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(5, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 3))
+    bundle = export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION)
+    assert bundle.manifest.draws
+    model, random = bundle.model(), np.random.default_rng(0)
+    x, y = random.standard_normal((9, 5)).astype(np.float32), np.arange(9) % 3
+    found: dict[str, list[Any]] = {}
+    for backend in ("onnxruntime", "torch"):
+        trainer = open_trainer(backend, bundle)
+        steps = [trainer.gradient(model.parameters, model.buffers, x, y, key).parameters.copy() for key in (4, 4, 5)]
+        assert np.array_equal(steps[0], steps[1])
+        assert abs(steps[0] - steps[2]).max() > 1e-3
+        found[backend] = [*steps, trainer.logits(model.parameters, model.buffers, x)]
+    for a, b in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    np.testing.assert_allclose(found["torch"][3], module.eval()(torch.tensor(x)).detach(), atol=1e-6)
+
+
+def test_the_torch_backend_evaluates_what_the_module_does_outside_training(tmp_path: Path) -> None:
+    module = nn.Sequential(Branches())
+    module[0].register_buffer("idle", torch.arange(3))
+    bundle = export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION)
+    model, x = bundle.model(), torch.randn(4, 5)
+    made = open_trainer("torch", bundle).logits(model.parameters, model.buffers, x.numpy())
+    np.testing.assert_allclose(made, module.eval()(x).detach(), atol=1e-6)
+
+
+# --- refusals
+
+
+class Odd(nn.Module):
+    """A linear layer, `function` of its outputs, a head."""
+
+    def __init__(self, function: Any, **buffers: Tensor) -> None:
+        super().__init__()
+        self.first, self.head, self.function, self.calls = nn.Linear(5, 6), nn.Linear(6, 3), (function,), 0
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function[0](self, self.first(x)))
+
+
+def _count(module: Odd, y: Tensor) -> Tensor:
+    module.calls += 1
+    return y * module.calls
+
+
+def _whole_count(module: Any, y: Tensor) -> Tensor:
+    module.i += 1
+    return y
+
+
+def _moving(module: Any, y: Tensor) -> Tensor:
+    module.e.mul_(0.5)
+    return y + module.e.clamp(min=0)
+
+
+REFUSED = {
+    "python state": (Odd(_count), "other outputs when it runs again"),
+    "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only|differently from the module"),
+    "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
+    "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
+    "selection": (Odd(lambda _, y: y[y[:, 0] > 0]), "picks entries by a mask.*use where"),
+    "randomness": (Odd(lambda _, y: y + torch.randn_like(y)), "forward: operator 'randn_like'.*torch.nn.Dropout"),
+    "sort": (Odd(lambda _, y: y.sort(1).values), "forward: operator 'sort'.*ties"),
+    "product": (Odd(lambda _, y: y.cumprod(1)), "forward: operator 'cumprod'.*cumsum"),
+    "rrelu": (nn.Sequential(nn.Linear(5, 6), nn.RReLU(), nn.Linear(6, 3)), "module '1': operator 'rrelu"),
+    "counted buffer": (Odd(_whole_count, i=torch.zeros((), dtype=torch.int64)), r"buffer 'i' \(int64\) changes"),
+    "infinite": (Odd(_moving, e=torch.tensor([1.0, 1, 1, 1, 1, -torch.inf])), "'e' holds an inf"),
+    "statistics": (
+        nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)),
+        "track_running_stats",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exported_is_refused_in_a_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    module, sentence = REFUSED[name]
+    with pytest.raises(ModelError, match=sentence) as refusal:
+        export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
+    assert str(refusal.value).isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_infinities_in_a_buffer_that_stays_are_exported() -> None:
+    bar = torch.zeros(6).index_fill(0, torch.tensor([2]), float("-inf"))
+    made, _ = certify(Odd(lambda m, y: torch.softmax(y + m.bar, 1), bar=bar), torch.zeros(2, 5), 3)
+    assert made.shown.gradient <= 1e-5
+
+
+def test_a_module_file_with_postponed_annotations_and_a_dataclass_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass, field\nfrom typing import ClassVar\n"
+        "from torch import nn\n@dataclass\nclass Sizes:\n    width: int = 4\n    kind: ClassVar[str] = 'a'\n"
+        "def make():\n    return nn.Linear(Sizes().width, 3)\n"
+    )
+    assert cli.load_factory(f"{file}:make")().in_features == 4
+
+
+# --- the proof fails when a graph is wrong
+
+
+def _mutants(graph: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
+    """Graphs with one thing wrong, each still valid."""
+    found = {}
+
+    def changed(name: str, kind: str, edit: Any) -> None:
+        made = copy.deepcopy(graph)
+        node = next((n for n in made.graph.node if n.op_type == kind), None)
+        if node is not None and edit(made, node):
+            found[name] = made
+
+    def to(kind: str) -> Any:
+        def edit(_: Any, node: Any) -> bool:
+            node.op_type = kind
+            return True
+
+        return edit
+
+    def scale(made: Any, node: Any) -> bool:
+        for tensor in made.graph.initializer:
+            value = numpy_helper.to_array(tensor)
+            if value.dtype == np.float32 and tensor.name in node.input and abs(value).max() > 0:
+                tensor.CopyFrom(numpy_helper.from_array((value * 1.01).astype(np.float32), tensor.name))
+                return True
+        return False
+
+    changed("another comparison", "Greater", to("Less"))
+    changed("another mean", "ReduceMean", to("ReduceSum"))
+    changed("a factor", "Mul", scale)
+    changed("a product", "Mul", to("Add"))
+    return found
+
+
+def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
+    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
+    mutants = _mutants(made.train)
+    assert len(mutants) >= 3
+    for mutant in mutants.values():
+        with pytest.raises(ModelError, match=r"differently from the module|do not run|does not open"):
+            prove(module, made.example, made.target, parameters, buffers, parameters, mutant, made.evaluation)
+    other = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)),
+                          torch.zeros(2, 5), CLASSIFICATION)  # fmt: skip
+    with pytest.raises(ModelError, match="output in evaluation mode"):
+        prove(module, made.example, made.target, parameters, buffers, parameters, made.train, other.evaluation)
+
+
+def test_zeros_that_hide_a_fault_are_moved_away_first() -> None:
+    module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    nn.init.zeros_(module[2].weight)
+    made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
+    names = [r.name for r in made.tables.parameters]
+    wrong = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 5), CLASSIFICATION)
+    with pytest.raises(ModelError, match="differently"):
+        prove(module, made.example, made.target, names, [], names, wrong.train, made.evaluation)
+
+
+def test_integers_up_to_the_embedding_take_part_in_the_proof() -> None:
+    case = Case(lambda: nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3)), (3,), 50)
+    made, _ = certify(case.make(), case.example(), 3)
+    assert made.shown.gradient <= 1e-5
