@@ -239,7 +239,32 @@ def test_an_operator_computes_what_onnx_runtime_computes(op: Op) -> None:
 
 
 def test_every_operator_of_the_table_is_tried() -> None:
-    assert TABLE.keys() - {op.kind for op in EACH} == {"ReduceProd"}  # which computes sizes, in the graphs below
+    # The first computes sizes, in the graphs below; the second is a MatMul with a stored weight.
+    assert TABLE.keys() - {op.kind for op in EACH} == {"ReduceProd", "Linear"}
+
+
+def test_what_follows_from_stored_tensors_alone_is_stored_and_weights_lie_as_they_are_read() -> None:
+    make = helper.make_node
+    stored = {"a": floats(2, 4), "b": floats(3, 4), "bias": floats(5)}
+    nodes = [
+        make("Concat", ["a", "b"], ["rows"], axis=0),
+        make("Transpose", ["rows"], ["w"], perm=[1, 0]),
+        make("MatMul", ["x", "w"], ["y"]),
+        make("Gemm", ["x", "w", "bias"], ["z"]),
+    ]
+    given = {"x": floats(3, 4)}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [info("x", given["x"])],
+        [onnx.ValueInfoProto(name=o) for o in ("y", "z")],
+        [numpy_helper.from_array(v, k) for k, v in stored.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    compare(model, given)
+    module = Graph(model)
+    assert [n.op_type for n in module.onnx.node] == ["Linear", "Gemm"]
+    assert sorted(tuple(b.shape) for b in module.buffers()) == [(5,), (5, 4)]
 
 
 @pytest.mark.parametrize("name", ["mlp", "max-pool cnn"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
@@ -19,6 +20,7 @@ from torch._higher_order_ops.scan import scan_op
 from edge_client.errors import ModelError
 from edge_export.executorch.layout import Laid
 from edge_export.executorch.operators import TABLE
+from edge_export.executorch.products import product_of
 from edge_export.executorch.values import Node, Value, reversed_along, tensor
 
 KNOWN = ("Resize", "OneHot", "Clip", "Pad", "Range")
@@ -35,9 +37,12 @@ class Graph(nn.Module):
         self, model: onnx.ModelProto, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
     ) -> None:
         super().__init__()
-        self.onnx = model.graph
+        self.onnx = GraphProto()
+        self.onnx.CopyFrom(model.graph)
         _check(self.onnx)
         stored = {t.name: numpy_helper.to_array(t) for t in self.onnx.initializer}
+        _fold(self.onnx, stored)
+        _turn(self.onnx, stored)
         own = [i.name for i in self.onnx.input if i.name not in stored]
         self.inputs = own if inputs is None else list(inputs)
         self.outputs = [o.name for o in self.onnx.output] if outputs is None else list(outputs)
@@ -46,8 +51,9 @@ class Graph(nn.Module):
         known = {name for n in self.onnx.node if n.op_type in KNOWN for name in n.input[1:]}
         self._fixed = {k: v for k, v in stored.items() if v.dtype.kind != "f" or v.ndim == 0 or k in known}
         self._names = {}
+        read = {i for n in self.onnx.node for i in _reads(n)} | set(self.outputs)
         for i, (name, value) in enumerate(stored.items()):
-            if name not in self._fixed:
+            if name not in self._fixed and name in read:
                 self._names[name] = f"c{i}"
                 self.register_buffer(f"c{i}", torch.from_numpy(np.array(value)))
 
@@ -71,6 +77,53 @@ def _check(graph: GraphProto) -> None:
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:
                 _check(attribute.g)
+
+
+def _reads(node: NodeProto) -> set[str]:
+    """What a node reads, a loop's body included."""
+    inner = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
+    return {*node.input, *(i for g in inner for n in g.node for i in _reads(n))}
+
+
+def _fold(graph: GraphProto, stored: dict[str, NDArray[Any]]) -> None:
+    """Compute what follows from stored tensors alone: XNNPACK takes a weight only when it is stored as it is read."""
+    left, results = [], {o.name for o in graph.output}
+    for node in graph.node:
+        known = node.op_type in TABLE and all(name in stored for name in node.input if name)
+        if node.op_type == "Constant" or not known or not node.input or results & set(node.output):
+            left.append(node)
+            continue
+        values: dict[str, Value] = {k: _own(stored[k]) for k in node.input if k}
+        run([node], values, set(values))
+        stored |= {k: _array(values[k]) for k in node.output if k}
+    del graph.node[:]
+    graph.node.extend(left)
+
+
+def _array(value: Value) -> NDArray[Any]:
+    """What a node of stored tensors gave, as it is stored."""
+    return value if isinstance(value, np.ndarray) else np.asarray(tensor(value).numpy())
+
+
+def _own(array: NDArray[Any]) -> Value:
+    """Floats as a tensor, whole numbers as they are."""
+    return torch.from_numpy(np.array(array)) if array.dtype.kind == "f" and array.ndim else array
+
+
+def _turn(graph: GraphProto, stored: dict[str, NDArray[Any]]) -> None:
+    """Store the weight of a product transposed, as `linear` reads it."""
+    for node in graph.node:
+        settings = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        weight = stored.get(node.input[1]) if node.op_type in ("MatMul", "Gemm") else None
+        if weight is None or weight.ndim != 2 or settings.get("transB", 0):
+            continue
+        turned = f"{node.input[1]}.T"
+        stored[turned] = np.ascontiguousarray(weight.T)
+        node.input[1] = turned
+        if node.op_type == "MatMul":
+            node.op_type = "Linear"
+        else:
+            node.attribute.append(helper.make_attribute("transB", 1))
 
 
 def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str], looped: bool = False) -> None:
@@ -187,6 +240,12 @@ def _ways(node: Node, hidden: Sequence[Value], n: Any) -> list[tuple[bool, list[
     return list(zip(ways, starts, strict=True))
 
 
+def _every_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The input's share of the gates at every step: x [t, n, f] by weight [h, f]."""
+    made = product_of(x.reshape(-1, x.shape[2]), weight.t()).reshape(x.shape[0], -1, weight.shape[0])
+    return made if bias is None else made + bias
+
+
 def _plain(node: Node, lengths: Value, activations: int) -> None:
     if lengths is not None:
         raise node.refuse("sequence lengths")
@@ -238,7 +297,7 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
         size = h.shape[1]
         recurrent = tensor(r)[i]
         both = torch.zeros(6 * size) if b is None else tensor(b)[i]
-        gates = nn.functional.linear(x, tensor(w)[i], both[: 3 * size])
+        gates = _every_step(x, tensor(w)[i], both[: 3 * size])
 
         def step(carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             (h,), (recurrent, own) = carry, fixed

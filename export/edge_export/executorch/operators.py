@@ -104,6 +104,7 @@ TABLE: dict[str, Operator] = {
     "LeakyRelu": lambda node, x: over(x, lambda t: functional.leaky_relu(t, node.get("alpha", 0.01))),
     "Less": binary(lambda a, b: a < b),
     "LessOrEqual": binary(lambda a, b: a <= b),
+    "Linear": lambda _, x, weight: functional.linear(tensor(x), tensor(weight)),  # a MatMul that `graph` has turned
     "Log": unary(torch.log),
     "LogSoftmax": normalised(torch.log_softmax),
     "MatMul": matmul,

@@ -33,8 +33,6 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Value:
     fits = c is not None and c.ndim == 1 and alpha == 1.0
     if node.get("transB", 0):
         made = functional.linear(a, b, c if fits else None)
-    elif node.fixed[1:2] == (True,):
-        made = functional.linear(a, b.t(), c if fits else None)
     else:
         made, fits = product_of(a, b), False
     made = made if alpha == 1.0 else made * alpha
@@ -46,8 +44,6 @@ def matmul(node: Node, a: Value, b: Value) -> Tensor:
     if node.looped:
         return torch.matmul(a, b)
     if b.ndim == 2 and a.ndim >= 2:
-        if node.fixed[1:2] == (True,):
-            return functional.linear(a, b.t())
         return product_of(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[1])
     if min(a.ndim, b.ndim) < 2:
         return torch.matmul(a, b)
