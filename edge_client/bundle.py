@@ -109,6 +109,9 @@ class Manifest(_Data):
     buffers: Annotated[tuple[Tensor, ...], Field(max_length=MAX_TENSORS)] = ()
     layers: Annotated[tuple[Layer, ...], Field(max_length=MAX_TENSORS)]
     groups: tuple[ChannelGroup, ...] = ()
+    """Channels that leave together; the evaluation graph and the training graph can do without any of them."""
+    stopped: tuple[str, ...] = ()
+    """A line for each layer whose channels form no group: which operator stops it."""
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
     parts: dict[PartName, Part] = {}
@@ -233,17 +236,22 @@ class Bundle:
         m = self.manifest
         if m.seed is not None:
             return Model(m, generate(m.parameters, m.seed), generate(m.buffers, m.seed))
-        try:
-            stored = load_file(self.part(WEIGHTS))
-        except SafetensorError as error:
-            raise BundleError(f"{WEIGHTS} does not open: {error}; export the bundle again") from None
-        flats = []
-        for table in (m.parameters, m.buffers):
-            flat = np.empty(sum(t.size for t in table), np.float32)
-            for t in table:
-                value = stored.get(t.name)
-                if value is None or value.shape != t.shape or value.dtype != np.float32:
-                    raise BundleError(f"{WEIGHTS} lacks float32 tensor {t.name!r} of shape {t.shape}")
-                flat[t.span] = value.reshape(-1)
-            flats.append(flat)
-        return Model(m, *flats)
+        return stored_model(m, self.part(WEIGHTS), "export the bundle again")
+
+
+def stored_model(manifest: Manifest, path: Path, advice: str) -> Model:
+    """The values in a safetensors file that holds every tensor of the tables by name. Raises BundleError."""
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} does not open: {error}; {advice}") from None
+    flats = []
+    for table in (manifest.parameters, manifest.buffers):
+        flat = np.empty(sum(t.size for t in table), np.float32)
+        for t in table:
+            value = stored.get(t.name)
+            if value is None or value.shape != t.shape or value.dtype != np.float32:
+                raise BundleError(f"{path} lacks float32 tensor {t.name!r} of shape {t.shape}; {advice}")
+            flat[t.span] = value.reshape(-1)
+        flats.append(flat)
+    return Model(manifest, *flats)

@@ -61,6 +61,9 @@ def join(
     meter: Annotated[
         str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
     ] = "auto",
+    align: Annotated[
+        str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
+    ] = "auto",
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
@@ -70,6 +73,7 @@ def join(
     Can be stopped at any time, by Ctrl-C or by pulling the plug: the same command resumes.
     """
     end_on_signals()
+    from edge_client.align import align_of
     from edge_client.client import Client  # numpy and httpx only now: --help stays fast
 
     say = Terminal() if sys.stdout.isatty() else Log()
@@ -85,6 +89,7 @@ def join(
         poll=poll,
         personal=personal,
         max_parameters=max_parameters,
+        align=align_of(align),
         secret=secret,
         meter=meter,
     )

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from edge_client.align import Align
 from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
@@ -91,7 +92,8 @@ class Client:
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
     UnreachableError; `poll` the longest it may hold a request for work; `personal` where the personal model is written
     (default: `personal.onnx` in the state folder). A model with more than `max_parameters` parameters and statistics is
-    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `secret`
+    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `align`
+    says how wide the personal model's layers are (`edge_client.compaction.tuning`); "auto" measures here. `secret`
     fixes the device's own randomness, for experiments that must be repeatable; None draws it at the enrolment.
     `transport` is httpx's, a seam for tests.
     """
@@ -109,6 +111,7 @@ class Client:
     max_parameters: int = MAX_PARAMETERS
     secret: int | None = field(default=None, repr=False)
     meter: str = AUTO
+    align: Align = "none"
     transport: httpx.BaseTransport | None = None
 
     def __post_init__(self) -> None:
@@ -371,7 +374,7 @@ class _Run:
             self._fail(session.enrolled, work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
-        report = conclude(session.bundle, task, model, self.client.model, self.client.threads)
+        report = conclude(session.bundle, task, model, self.client.model, self.client.threads, self.client.align)
         path = f"{session.enrolled.path}/devices/{session.enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from edge_client.align import Align
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.compaction.tuning import clock
 from edge_client.errors import CompactionError, StateError
 from edge_client.measure.latency import latency
 from edge_client.protocol.messages import Report
@@ -15,11 +17,14 @@ from edge_client.task import Personal, Task
 REASON_MOST = 1000  # characters of `Report.uncompacted`
 
 
-def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int = 1) -> Report:
+def conclude(
+    bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int = 1, align: Align = "none"
+) -> Report:
     """Write the personal model to `path`; report its score, size and latency beside the dense model's.
 
     Latency is the median of one sample at a time, the two models timed in turns. When the compact model cannot be
     shown equal to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why.
+    `align` says how wide the compact model's layers are; `auto` measures on this device (`compaction.tuning`).
     Raises CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
     """
     data, d = task.data, bundle.manifest.d
@@ -28,8 +33,9 @@ def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads
     except OSError as error:
         raise StateError(f"cannot make {path.parent}: {error.strerror or error}; choose another --personal") from None
     score = task.score(personal)
+    measure = clock(data.x[:1]) if align == "auto" else None
     try:
-        compact = write_personal(bundle, personal, path, data.x)
+        compact = write_personal(bundle, personal, path, data.x, align=align, clock=measure)
     except CompactionError as error:
         write_dense(bundle, personal, path, data.x)
         (of_dense,) = latency([path], data.x[:1], threads=threads)

@@ -157,10 +157,14 @@ def _print_manifest(m: Manifest, address: str) -> None:
         init = "stored" if m.seed is None else f"{t.init.kind} {t.init.scale:.4g}"
         table.add_row(t.name, "x".join(map(str, t.shape)), str(t.offset), init, "yes" if t.trainable else "", where)
     console.print(table)
-    groups = Table("channel group", "channels", title="groups that are compacted together", title_justify="left")
+    groups = Table("channel group", "channels", "made by", "read by", title="channels that leave together")
+    groups.title_justify = "left"
     for group in m.groups:
-        groups.add_row(group.name, str(group.size))
+        sides = [", ".join(dict.fromkeys(p.tensor for p in group.at(role))) for role in ("makes", "reads")]
+        groups.add_row(group.name, str(group.size), *sides)
     console.print(groups)
+    for line in m.stopped:
+        console.print(f"no group: {line}", markup=False, soft_wrap=True)
     parts = Table("part", "bytes", "SHA-256", title="parts", title_justify="left")
     for name, part in m.parts.items():
         parts.add_row(name, str(part.size), part.sha256[:16] + "...")

@@ -1,20 +1,21 @@
 """A smaller network: some channels of each group of the manifest, all others gone.
 
-A dropped channel takes with it its rows of every producer (weight, bias), its batch-norm row (scale, bias, statistics)
-and its slice of every consumer. Its output counts as zero: nothing is folded into the biases that stay. So the smaller
-network computes what the whole one does when all those values are zero, and its gradients are the whole one's there.
-`edge_client.training` trains it; `edge_kernels.compaction` removes channels of a trained model, constants folded.
+A dropped channel takes with it all its places: rows of weights and biases, its row of a batch-norm (scale, bias,
+statistics) and its entries in the weights that read it. Its output counts as zero: nothing is folded into the biases
+that stay. So the smaller network computes what the whole one does when all those values are zero, and its gradients are
+the whole one's there. `edge_client.training` trains it; `edge_client.compaction` removes channels of a trained model,
+constants folded.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from edge_kernels.channels import ChannelGroup, Consumer, Producer
+from edge_kernels.channels import renumbered
 from numpy.typing import NDArray
 
 from edge_client.bundle import Manifest, Model, Tensor
@@ -49,7 +50,8 @@ def narrow(manifest: Manifest, kept: Kept) -> Narrow:
     found = cuts(manifest, kept)
     parameters, places = _table(manifest.parameters, found)
     buffers, statistics = _table(manifest.buffers, found)
-    groups = tuple(replace(g, size=len(kept[g.name]) if g.name in kept else g.size) for g in manifest.groups)
+    left = {(n, k): stays for n, axes in found.items() for k, stays in enumerate(axes) if stays is not None}
+    groups = tuple(renumbered(g, np.asarray(kept.get(g.name, np.arange(g.size))), left) for g in manifest.groups)
     made: dict[str, Any] = {name: getattr(manifest, name) for name in Manifest.model_fields}
     made |= {"parameters": parameters, "buffers": buffers, "groups": groups, "seed": None, "parts": {}}
     return Narrow(Manifest(**made), places, statistics)
@@ -71,25 +73,22 @@ def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
         stays[channels] = True
         if stays.all():
             continue
-        rows = [n for p in group.producers for n in (p.weight, p.bias) if n is not None]
-        entries = [(n, 0, 1) for n in (*rows, *(n for op in group.ops for n in op.tensors))]
-        for tensor, axis, repeat in (*entries, *((c.weight, 1, c.repeat) for c in group.consumers)):
-            shape = manifest.tensors[tensor].shape if tensor in manifest.tensors else ()
-            axes = found.setdefault(tensor, [None] * len(shape))
-            if axis >= len(shape) or shape[axis] != group.size * repeat or axes[axis] is not None:
+        for p in group.places:
+            shape = manifest.tensors[p.tensor].shape if p.tensor in manifest.tensors else ()
+            entries = p.of(group.size)
+            if p.axis not in range(len(shape)) or entries.min() < 0 or entries.max() >= shape[p.axis]:
                 raise ConfigError(
-                    f"the channels of group {name!r} cannot be cut: axis {axis} of tensor {tensor!r} with shape "
-                    f"{shape} is not theirs alone, {group.size} channels of {repeat} entries; export the bundle again"
+                    f"the channels of group {name!r} cannot be cut: tensor {p.tensor!r} with shape {shape} has no such "
+                    f"entries of axis {p.axis}; export the bundle again"
                 )
-            axes[axis] = np.repeat(stays, repeat)
-    partly = (g for name, g in groups.items() if name in kept and len(kept[name]) < g.size)
-    if any(layer.kind == "lstm" for g in partly for layer in _layers(g)):
-        raise ConfigError("the units of a recurrent layer cannot be cut; keep its groups whole")
+            axes = found.setdefault(p.tensor, [None] * len(shape))
+            left = axes[p.axis]
+            axes[p.axis] = left = np.ones(shape[p.axis], np.bool_) if left is None else left
+            left[entries[~stays]] = False
+    for tensor, axes in found.items():
+        if any(left is not None and not left.any() for left in axes):
+            raise ConfigError(f"the channels left would leave nothing of tensor {tensor!r}; keep more")
     return {name: tuple(axes) for name, axes in found.items()}
-
-
-def _layers(group: ChannelGroup) -> tuple[Producer | Consumer, ...]:
-    return (*group.producers, *group.consumers)
 
 
 def taken(array: NDArray[_Value], axes: Axes) -> NDArray[_Value]:

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from channel_groups import between
 from edge_kernels import counter
-from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor, generate, views
@@ -48,14 +48,7 @@ def grouped(*sizes: int) -> Manifest:
     """`mlp` with the hidden units of each layer as a channel group."""
     m = mlp(*sizes)
     groups = tuple(
-        ChannelGroup(
-            str(i),
-            size,
-            (Producer("linear", f"{i}.w", f"{i}.b"),),
-            (Op("relu"),),
-            (Consumer("linear", f"{i + 1}.w", f"{i + 1}.b", reads=1),),
-        )
-        for i, size in enumerate(sizes[1:-1])
+        between(size, f"{i}.w", f"{i + 1}.w", bias=f"{i}.b", name=str(i)) for i, size in enumerate(sizes[1:-1])
     )
     return m.model_copy(update={"groups": groups})
 

@@ -1,6 +1,6 @@
 """Bundles of sequential networks in the canonical eval.onnx form, written by hand: no torch, milliseconds each.
 
-The channel groups are written down beside the nodes, so they do not depend on `edge_export.channels`.
+The channel groups are written down beside the nodes, so they do not depend on the analysis of graphs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 import onnx
-from edge_kernels.channels import ChannelGroup, Consumer, Op, OpKind, Producer
+from edge_kernels.channels import ChannelGroup, Place, Role
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
@@ -80,30 +80,27 @@ class _Build:
         self.nodes.append(helper.make_node(kind, [self.value, *inputs], [out], **attributes))
         self.value = out
 
-    def op(self, kind: OpKind, tensors: tuple[str, ...] = (), value: float = 0.0) -> None:
+    def belongs(self, *places: Place) -> None:
         if self.groups:
-            group = self.groups[-1]
-            self.groups[-1] = replace(group, ops=(*group.ops, Op(kind, (len(group.ops),), tensors, value)))
+            self.groups[-1] = replace(self.groups[-1], places=(*self.groups[-1].places, *places))
 
-    def layer(self, kind: Literal["linear", "conv"], weight: tuple[int, ...], bias: bool, padded: bool) -> list[str]:
+    def layer(self, kind: Literal["linear", "conv"], weight: tuple[int, ...], bias: bool) -> list[str]:
         name = f"{kind}{len(self.layers)}"
         self.parameters[f"{name}.weight"] = weight
         if bias:
             self.parameters[f"{name}.bias"] = weight[:1]
         biases = (f"{name}.bias",) if bias else ()
         if self.groups:
-            group = self.groups[-1]
-            repeat = weight[1] // group.size
-            consumer = Consumer(kind, f"{name}.weight", *biases or (None,), len(group.ops), repeat, padded)
-            self.groups[-1] = replace(group, consumers=(consumer,))
+            repeat = weight[1] // self.groups[-1].size
+            self.belongs(Place(f"{name}.weight", 1, "reads", 0, repeat, repeat))
         self.layers.append(Layer(name=name, kind=kind, weights=(f"{name}.weight",), biases=biases))
-        producer = Producer(kind, f"{name}.weight", *biases or (None,))
-        self.groups.append(ChannelGroup(name, weight[0], (producer,), (), ()))
+        self.groups.append(ChannelGroup(name, weight[0], (Place(f"{name}.weight", 0, "makes"),)))
+        self.belongs(*(Place(b, 0, "shifts") for b in biases))
         return [f"{name}.weight", *biases]
 
     def add(self, step: Step) -> None:
         if isinstance(step, Conv):
-            names = self.layer("conv", (step.out, self.shape[0], step.kernel, step.kernel), step.bias, step.padding > 0)
+            names = self.layer("conv", (step.out, self.shape[0], step.kernel, step.kernel), step.bias)
             self.node(
                 "Conv",
                 names,
@@ -115,17 +112,17 @@ class _Build:
             reach = step.dilation * (step.kernel - 1)
             self.shape = (step.out, *[(n + 2 * step.padding - reach - 1) // step.stride + 1 for n in self.shape[1:]])
         elif isinstance(step, Linear):
-            self.node("Gemm", self.layer("linear", (step.out, self.shape[0]), step.bias, False), transB=1)
+            self.node("Gemm", self.layer("linear", (step.out, self.shape[0]), step.bias), transB=1)
             self.shape = (step.out,)
         elif isinstance(step, Norm):
             name = f"norm{len(self.nodes)}"
             names = tuple(f"{name}.{t}" for t in ("weight", "bias", "running_mean", "running_var"))
             self.parameters.update(dict.fromkeys(names[:2], self.shape[:1]))
             self.buffers.update(dict.fromkeys(names[2:], self.shape[:1]))
-            self.op("batch_norm", names, step.epsilon)
+            roles: tuple[Role, ...] = ("scales", "shifts", "holds", "holds")
+            self.belongs(*(Place(t, 0, role) for t, role in zip(names, roles, strict=True)))
             self.node("BatchNormalization", names, epsilon=step.epsilon)
         elif isinstance(step, Act):
-            self.op(step.kind, value=SLOPE if step.kind == "leaky_relu" else 0.0)
             if step.kind == "leaky_relu":
                 self.node("LeakyRelu", [], alpha=SLOPE)
             elif step.kind == "relu6":
@@ -137,7 +134,6 @@ class _Build:
                 self.node(ACTS[step.kind], [])
         elif isinstance(step, Pool):
             counted = {"count_include_pad": int(step.counted)} if step.kind == "avg" else {}
-            self.op("max_pool" if step.kind == "max" else "avg_pool", value=float(step.counted and step.padding > 0))
             self.node(
                 "MaxPool" if step.kind == "max" else "AveragePool",
                 [],
@@ -151,7 +147,6 @@ class _Build:
                 *[(n + 2 * step.padding - step.kernel) // step.kernel + 1 for n in self.shape[1:]],
             )
         else:
-            self.op("flatten", value=float(np.prod(self.shape[1:])))
             self.node("Flatten", [], axis=1)
             self.shape = (int(np.prod(self.shape)),)
 

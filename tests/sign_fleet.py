@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from channel_groups import between
 from edge_kernels import bits
-from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
 
@@ -29,10 +29,8 @@ def grouped(m: Manifest) -> Manifest:
     """The multilayer perceptron with the channel groups between its layers."""
     groups = []
     for a, b in zip(m.layers, m.layers[1:], strict=False):
-        producer = Producer("linear", a.weights[0], a.biases[0] if a.biases else None)
-        consumer = Consumer("linear", b.weights[0], b.biases[0] if b.biases else None, reads=1)
         size = m.tensors[a.weights[0]].shape[0]
-        groups.append(ChannelGroup(a.name, size, (producer,), (Op("relu"),), (consumer,)))
+        groups.append(between(size, a.weights[0], b.weights[0], bias=a.biases[0] if a.biases else None, name=a.name))
     return m.model_copy(update={"groups": tuple(groups)})
 
 

@@ -27,6 +27,7 @@ from edge_client.measure.energy import Trace
 from edge_client.measure.latency import FEWEST, in_turns, summary
 
 DIGITS = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles" / "digits"
+EXACT = ("dense", "masked", "compact")
 QUICK = ["--runs", "12", "--warm-up", "1", "--seconds", "3", "--cold-starts", "1", "--energy-seconds", "0.1"]
 
 
@@ -117,8 +118,8 @@ def test_a_bundle_and_a_mask_give_dense_masked_and_compact_which_say_the_same(tm
     bundle = small(tmp_path / "b")
     personal = random_personal(bundle, 1, 0.6, 1.0)
     x = np.random.default_rng(0).standard_normal((16, 12)).astype(np.float32)
-    found, failed = variants.made(variants.Source(bundle, personal, x), tmp_path)
-    assert ([v.name for v in found], failed) == (["dense", "masked", "compact"], {})
+    found, failed = variants.made(variants.Source(bundle, personal, x), tmp_path, EXACT)
+    assert ([v.name for v in found], failed) == (list(EXACT), {})
     dense, masked, compact = (outputs(v.file, x) for v in found)
     assert np.abs(masked - compact).max() < 1e-5
     assert np.abs(masked - dense).max() > 1e-2
@@ -129,7 +130,7 @@ def test_a_bundle_and_a_mask_give_dense_masked_and_compact_which_say_the_same(tm
 
 def test_without_a_mask_the_other_variants_say_what_they_need(tmp_path: Path) -> None:
     bundle = small(tmp_path / "b")
-    found, failed = variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path)
+    found, failed = variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, EXACT)
     assert [v.name for v in found] == ["dense"]
     assert set(failed) == {"masked", "compact"}
     assert all("--personal FILE, or --keep SHARE" in why for why in failed.values())
@@ -231,7 +232,10 @@ def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> 
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of the digits' bundle with half of its units."""
     folder = tmp_path_factory.mktemp("bench")
-    result = invoke("bench", DIGITS, "--keep", 0.5, *QUICK, "--threads", "1,2", "--meter", "none", "-o", folder)
+    made = ",".join((*EXACT, "int8"))
+    result = invoke(
+        "bench", DIGITS, "--keep", 0.5, *QUICK, "--threads", "1,2", "--meter", "none", "--variants", made, "-o", folder
+    )
     assert result.exit_code == 0, result.output
     return folder
 
@@ -240,7 +244,7 @@ def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits
     found = json.loads((digits / "report.json").read_text())
     rows = found["rows"]
     assert [(r["variant"], r["threads"]) for r in rows] == [
-        (v, t) for t in (1, 2) for v in ("dense", "masked", "compact")
+        (v, t) for t in (1, 2) for v in ("dense", "masked", "compact", "int8")
     ]
     for row in rows:
         for clock in ("wall_ms", "cpu_ms"):
@@ -252,6 +256,8 @@ def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits
     about = found["variants"]
     assert about["compact"]["macs"] < about["dense"]["macs"]
     assert "equal to" in about["compact"]["note"]
+    assert "of compact, calibrated on noise" in about["int8"]["note"]
+    assert about["int8"]["macs"] == about["compact"]["macs"]
     assert found["training"]["steps_of_a_round"] >= 8
     for part in ("step", "round"):
         assert found["training"][part]["wall_ms"]["p50"] > 0
@@ -274,7 +280,21 @@ def test_the_page_has_the_tables_and_the_picture_is_a_picture(digits: Path) -> N
 
 def test_without_matplotlib_there_is_a_page_without_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "available", lambda: False)
-    words = ["bench", DIGITS, *QUICK, "--threads", "1", "--method", "none", "--meter", "none", "-o", tmp_path / "o"]
+    words = [
+        "bench",
+        DIGITS,
+        *QUICK,
+        "--variants",
+        "dense",
+        "--threads",
+        "1",
+        "--method",
+        "none",
+        "--meter",
+        "none",
+        "-o",
+        tmp_path / "o",
+    ]
     result = invoke(*words)
     assert result.exit_code == 0, result.output
     assert "█" in result.output
@@ -286,7 +306,7 @@ def test_without_matplotlib_there_is_a_page_without_a_picture(tmp_path: Path, mo
 def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
     bundle = small(tmp_path / "b")
     source = variants.Source(bundle, random_personal(bundle, 1, 0.5, 1.0), np.zeros((4, 12), np.float32))
-    found, _ = variants.made(source, tmp_path)
+    found, _ = variants.made(source, tmp_path, EXACT)
     result = invoke("bench", found[0].file, found[2].file, *QUICK, "--threads", "1", "--meter", "none",
                     "-o", tmp_path / "o")  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -338,7 +358,7 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     path = tmp_path / "b.json"
     path.write_text(json.dumps(second))
     found = {(p.variant, p.threads): p for p in compare.pairs(first, compare.read(path))}
-    assert len(found) == 5
+    assert len(found) == 7
     assert found["compact", 1].ratio == pytest.approx(10, rel=1e-3)
     assert found["compact", 1].verdict == "faster"
     assert found["masked", 1].verdict == "no difference"
@@ -420,7 +440,7 @@ def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pyt
 def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, tmp_path: Path) -> None:
     bundle = small(tmp_path / "b")
     source = variants.Source(bundle, random_personal(bundle, 1, 0.5, 1.0), np.zeros((4, 12), np.float32))
-    found, _ = variants.made(source, tmp_path)
+    found, _ = variants.made(source, tmp_path, EXACT)
     runner = ["--runner", phone / "onnxruntime_perf_test", "--runner", phone / "libonnxruntime.so"]
     words = ["--adb", "PIXEL8", *runner, "--threads", "1", "--meter", "none"]
     result = invoke("bench", found[0].file, found[2].file, *words, "-o", phone / "o")

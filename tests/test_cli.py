@@ -210,7 +210,7 @@ def test_a_log_repeats_a_wait_only_after_a_while(
 
 def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> None:
     entry = EntryPoint("ghost", "no_such_module:command", "maskfleet.commands")
-    assert cli._summary(entry) == ""
+    assert cli.summary(entry) == ""
     with pytest.raises(ConfigError, match="no_such_module"):
         cli._load(entry)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import onnx
 import pytest
-from edge_kernels.channels import ChannelGroup
-from edge_kernels.compaction import Compact, compact
 from onnx import numpy_helper
 from sequential_bundle import personal_of, sequential_bundle
 from test_personal import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
@@ -19,6 +16,7 @@ from test_personal import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
 import edge_client.compaction.personal as personal_module
 import edge_client.compaction.surgery as surgery
 from edge_client.bundle import F32, Bundle, Manifest
+from edge_client.compaction.smaller import Smaller, smaller
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import CompactionError
@@ -55,11 +53,13 @@ def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one
     good = conclude(bundle, task, personal, path)
     assert (good.uncompacted, good.parameters_compact, good.score) == (None, 7, 0.75)
 
-    def wrong(tensors: dict[str, np.ndarray], groups: tuple[ChannelGroup, ...]) -> Compact:
-        made = compact(tensors, groups)
-        return replace(made, tensors={**made.tensors, "linear1.bias": made.tensors["linear1.bias"] + 1})
+    def wrong(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
+        made = smaller(model, probe)
+        (bias,) = (t for t in made.model.graph.initializer if t.name == made.model.graph.node[-1].input[2])
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(1), bias.name))
+        return made
 
-    monkeypatch.setattr(personal_module, "compact", wrong)
+    monkeypatch.setattr(personal_module, "smaller", wrong)
     report = conclude(bundle, task, personal, path)
     assert report.uncompacted is not None
     assert "outputs differ" in report.uncompacted
@@ -103,6 +103,11 @@ def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_s
 ) -> None:
     bundle, personal = still(tmp_path, STILL[0])
     task = task_of(bundle, X, Y)
+
+    def refused(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
+        raise CompactionError("outputs differ")
+
+    monkeypatch.setattr(personal_module, "smaller", refused)
     fold = surgery._fold_batch_norms
 
     def wrong(graph: onnx.GraphProto) -> None:

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from emulated_power import SHAPES, constant, pulses, ramp
+from emulated_power import SHAPES, VirtualClock, constant, pulses, ramp, record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,6 +180,15 @@ def test_a_meter_in_its_thread_covers_the_time_between_start_and_stop() -> None:
     energy = joules(found, begin, end)
     assert energy.joules == pytest.approx(2.0 * (end - begin))
     assert found.lost + len(found.times) >= 10
+
+
+def test_a_load_that_repeats_in_step_with_the_readings_does_not_deceive_them() -> None:
+    """Ten readings a cycle. At even intervals the load's edges would always fall between the same two: an eighth too much."""
+    for duty in (0.43, 0.47, 0.55):
+        truth, clock = pulses(1.0, 9.0, 1.0, duty, 200), VirtualClock(180.0)
+        meter = Polled("test", "nothing", lambda truth=truth, clock=clock: truth.power(clock.t), "W", 0.1)  # type: ignore[misc]
+        meter.now = clock.now
+        assert joules(record(meter, clock), 5, 175).joules == pytest.approx(truth.energy(5, 175), rel=0.02)
 
 
 def test_readings_that_fail_are_lost_and_a_meter_without_any_is_an_error() -> None:

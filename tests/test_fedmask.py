@@ -192,7 +192,7 @@ TRAINED = M.model_copy(update={"seed": None})
 def test_defaults_for_a_trained_network_are_its_own_and_given_settings_win() -> None:
     drawn, trained = FedMask().chosen(model(M)), FedMask().chosen(model(TRAINED))
     assert drawn == Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10)
-    assert trained == Choice(keep=1, head="masked", group_lasso=0, restart="latent", lr=1)
+    assert trained == Choice(keep=1, head="masked", group_lasso=0, restart="latent", lr=0.03)
     paper = {f.name: getattr(drawn, f.name) for f in fields(Choice)}
     assert FedMask(**paper).chosen(model(TRAINED)) == drawn
     assert FedMask(**paper).division(model(TRAINED)).kept == FedMask().division(model(M)).kept

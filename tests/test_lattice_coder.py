@@ -86,6 +86,13 @@ def test_numpy_alone_writes_and_reads_the_same_bytes(case: tuple[I32, lattice.Kn
         assert np.array_equal(lattice.decode(data, known), values)
 
 
+@pytest.mark.parametrize("top", [1, 2**20, 2**31 - 1])
+def test_sums_of_large_numbers_do_not_wrap(top: int) -> None:
+    values = np.full((7, 5000), top, np.int32)
+    assert (lattice_model._sum(values, 0, top) == 7 * top).all()
+    assert (lattice_model._sum(values, 1, top) == 5000 * top).all()
+
+
 def test_zeros_take_no_bytes_and_a_single_number_few() -> None:
     known = lattice.up(drawn(5000), spans_of((50, 100)), np.zeros(5000, np.int32))
     one = np.zeros(5000, np.int32)

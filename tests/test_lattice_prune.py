@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels.channels import ChannelGroup, Consumer, Op, Producer
-from edge_kernels.compaction import compact
+from channel_groups import between
+from edge_kernels.channels import LayerKind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattice_fleet import Fleet, pull, samples
 from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
 
-from edge_client.bundle import F32, Init, Manifest, Tensor, views
+from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
@@ -33,13 +33,12 @@ THREE = {d: FOUR[d] for d in "abc"}
 
 def normed() -> Manifest:
     """M with a batch-norm behind its first layer."""
-    m, group = M, M.groups[0]
+    m = M
     names = ("bn.w", "bn.b", "bn.mean", "bn.var")
     one = Init(kind="constant", scale=1.0)
     rows = [Tensor(name=n, shape=(8,), offset=M.d + 8 * i, init=one) for i, n in enumerate(names[:2])]
     statistics = [Tensor(name=n, shape=(8,), offset=8 * i, init=one) for i, n in enumerate(names[2:])]
-    op = Op("batch_norm", (0,), names, 1e-5)
-    first = ChannelGroup("0", 8, group.producers, (op, Op("relu", (1,))), (replace(group.consumers[0], reads=2),))
+    first = between(8, "0.w", "1.w", bias="0.b", norm=names, name="0")
     made = {name: getattr(m, name) for name in Manifest.model_fields}
     made |= {"parameters": (*m.parameters, *rows), "buffers": tuple(statistics), "groups": (first, m.groups[1])}
     return Manifest(**made)
@@ -67,9 +66,9 @@ def whole_weights(fleet: Fleet) -> F32:
         mask = np.ones(t.shape, np.bool_)
         for g in fleet.m.groups:
             gone = np.setdiff1d(np.arange(g.size), left[g.name])
-            if t.name in {n for p in g.producers for n in (p.weight, p.bias)} | {n for o in g.ops for n in o.tensors}:
+            if t.name in {p.tensor for p in g.places if p.axis == 0}:
                 mask[gone] = False
-            if t.name in {c.weight for c in g.consumers}:
+            if t.name in {p.tensor for p in g.at("reads")}:
                 mask[:, gone] = False
         values = tensors[t.name].astype(np.float64)
         count = int(mask.sum())
@@ -104,14 +103,17 @@ def test_behind_a_batch_norm_the_scale_counts_and_not_the_incoming_weights() -> 
 def test_the_entries_of_a_flattened_channel_count_together_and_convolutions_keep_more() -> None:
     rng = np.random.default_rng(1)
     t = {"c": rng.standard_normal((3, 2, 3, 3)), "l": rng.standard_normal((4, 12))}
-    group = ChannelGroup(
-        "c", 3, (Producer("conv", "c"),), (Op("flatten", value=4),), (Consumer("linear", "l", repeat=4),)
-    )
+    group = between(3, "c", "l", repeat=4)
+
+    def kinds(made: LayerKind, read: LayerKind) -> Manifest:
+        layers = (Layer(name="c", kind=made, weights=("c",)), Layer(name="l", kind=read, weights=("l",)))
+        return M.model_copy(update={"layers": layers})
+
     due = [np.linalg.norm(t["c"][i]) * np.linalg.norm(t["l"][:, 4 * i : 4 * i + 4]) for i in range(3)]
     assert np.allclose(score(group, {k: v.astype(np.float32) for k, v in t.items()}), due)
-    assert share(group, 0.4) == pytest.approx(0.4**0.5)
-    assert share(M.groups[0], 0.4) == 0.4
-    assert share(replace(group, consumers=(Consumer("lstm", "l"),)), 0.4) == 1.0
+    assert share(kinds("conv", "linear"), group, 0.4) == pytest.approx(0.4**0.5)
+    assert share(M, M.groups[0], 0.4) == 0.4
+    assert share(kinds("linear", "lstm"), group, 0.4) == 1.0
 
 
 def test_equal_scores_keep_the_units_of_lower_index() -> None:
@@ -151,6 +153,12 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
                 assert np.array_equal(received.net.units.packed, fleet.state.units)
                 model_ = fleet.method.personal(fleet.task(device), fleet.kept.get(device), received)
                 assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
+
+
+def test_a_pruning_that_would_remove_no_unit_is_refused() -> None:
+    everything = pruning(prune_keep={g.name: 1.0 for g in M.groups})
+    with pytest.raises(ConfigError, match="removes no unit"):
+        everything.start(Course(model(M), 1, 9, 3))
 
 
 @pytest.mark.parametrize("left_out", [{2}, {1, 2}, {1, 2, 3}, {3}])
@@ -194,9 +202,9 @@ def test_pruned_stays_pruned_and_every_personal_model_is_compacted_to_the_units_
     for personal in (trained, final):
         assert personal.mask is not None
         assert not personal.parameters[~personal.mask].any()
-        small = compact(views(M.parameters, personal.parameters), M.groups)
-        assert {name: list(c) for name, c in small.kept.items()} == left
-        assert small.parameters == int(personal.mask.sum()) == fleet.state.counts.size
+        assert int(personal.mask.sum()) == fleet.state.counts.size
+        rows = views(M.parameters, personal.parameters)
+        assert {g.name: np.flatnonzero(rows[f"{g.name}.w"].any(axis=1)).tolist() for g in M.groups} == left
 
 
 def test_a_device_trains_the_smaller_network_for_more_epochs_with_a_falling_rate(
@@ -348,15 +356,14 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
     with pytest.raises(ConfigError, match="'conv9'"):
         start(pruning(prune_keep={"conv9": 0.5}))
     start(Lattice(), mlp(6, 5, 3))
-    recurrent = replace(M.groups[0], consumers=(Consumer("lstm", "1.w", "1.b", reads=1),))
-    mixed = M.model_copy(update={"groups": (recurrent, M.groups[1])})
-    start(pruning(), mixed)  # the units that a recurrent layer reads stay
-    with pytest.raises(ConfigError, match="recurrent"):
-        start(pruning(prune_keep={"0": 0.5}), mixed)
+
+    def recurrent(name: str) -> Manifest:
+        layers = (x.model_copy(update={"kind": "lstm"}) if x.name == name else x for x in M.layers)
+        return M.model_copy(update={"layers": tuple(layers)})
+
+    start(pruning(), recurrent("2"))  # the units that a recurrent layer reads stay
     with pytest.raises(ConfigError, match="removes no unit"):
-        start(pruning(prune=0.95, prune_keep={"0": 1.0, "1": 1.0}))
-    with pytest.raises(ConfigError, match="removes no unit"):
-        start(pruning(), M.model_copy(update={"groups": (recurrent,)}))
+        start(pruning(), recurrent("1"))
 
 
 # --- personal models

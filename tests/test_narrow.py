@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from edge_kernels.channels import ChannelGroup, Consumer, Producer
+from channel_groups import between
+from edge_kernels.channels import Place
 from numpy_mlp import clusters, mlp, task
 
 from edge_client.bundle import F32, Bundle, Init, Manifest, Tensor, generate, views
@@ -160,7 +161,7 @@ def test_narrowing_twice_is_narrowing_once_by_the_channels_of_both(case: tuple[M
 
 def _two_layers() -> Manifest:
     m = mlp(3, 4, 2)
-    group = ChannelGroup("0", 4, (Producer("linear", "0.w", "0.b"),), (), (Consumer("linear", "1.w", "1.b"),))
+    group = between(4, "0.w", "1.w", bias="0.b", name="0")
     return m.model_copy(update={"groups": (group,)})
 
 
@@ -186,15 +187,27 @@ def test_channels_that_are_none_unordered_or_unknown_are_refused(channels: list[
         narrow(_two_layers(), {"z": np.array([0])})
 
 
-def test_groups_whose_tensors_do_not_fit_or_are_recurrent_are_refused() -> None:
+def test_groups_whose_places_do_not_fit_are_refused() -> None:
     m = _two_layers()
     (group,) = m.groups
-    wrong = replace(group, consumers=(Consumer("linear", "1.w", "1.b", repeat=2),))
-    recurrent = replace(group, producers=(Producer("lstm", "0.w", "0.b"),))
-    twice = replace(group, producers=(*group.producers, *group.producers))
-    for bad, why in ((wrong, "'1.w' with shape"), (recurrent, "recurrent layer"), (twice, "not theirs alone")):
-        with pytest.raises(ConfigError, match=why):
-            narrow(m.model_copy(update={"groups": (bad,)}), {"0": np.array([1])})
+    for bad in (Place("1.w", 1, "reads", repeat=2), Place("1.w", 2, "reads"), Place("z", 0, "makes")):
+        wrong = replace(group, places=(*group.places, bad))
+        with pytest.raises(ConfigError, match=f"tensor '{bad.tensor}' with shape .* has no such entries of axis"):
+            narrow(m.model_copy(update={"groups": (wrong,)}), {"0": np.array([1])})
+
+
+def test_two_groups_may_share_an_axis_and_a_smaller_group_knows_its_places_there() -> None:
+    """A layer reads the outputs of two others side by side."""
+    a, b = (between(2, f"{k}.w", "c.w", name=k) for k in "ab")
+    b = replace(b, places=(b.places[0], Place("c.w", 1, "reads", start=2)))
+    rows, end = [], 0
+    for name, shape in (("a.w", (2, 3)), ("b.w", (2, 3)), ("c.w", (1, 4))):
+        rows.append(Tensor(name=name, shape=shape, offset=end, init=Init(kind="constant", scale=0.0)))
+        end += rows[-1].size
+    m = _two_layers().model_copy(update={"parameters": tuple(rows), "layers": (), "groups": (a, b)})
+    small = narrow(m, {"a": np.array([1]), "b": np.array([0])})
+    assert small.parameters.tolist() == [3, 4, 5, 6, 7, 8, 13, 14]
+    assert [g.places[-1].of(g.size).tolist() for g in small.manifest.groups] == [[[0]], [[1]]]
 
 
 @pytest.mark.parametrize(

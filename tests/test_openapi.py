@@ -131,7 +131,7 @@ def test_the_examples_are_of_a_model_and_a_method_that_exist(document: dict[str,
     assert generate(manifest.parameters, 1).size == manifest.d == 1152 * 100 + 100 + 100 * 6 + 6
     names = {t.name: t.shape for t in manifest.parameters}
     for group in manifest.groups:
-        assert names[group.producers[0].weight][0] == group.size == names[group.consumers[0].weight][1]
+        assert all(p.of(group.size).shape == (names[p.tensor][p.axis], 1) for p in group.places)
 
 
 def test_the_openapi_document_is_complete(document: dict[str, Any]) -> None:

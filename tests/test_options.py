@@ -39,9 +39,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "personal": ("mine.onnx", Path("mine.onnx")),
     "max-parameters": ("1000", 1000),
     "secret": ("7", 7),
+    "meter": ("none", "none"),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
-            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None}  # fmt: skip
+            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto"}  # fmt: skip
 
 
 # --- from the command line to the client

@@ -17,8 +17,8 @@ from edge_client.targets import Classification
 from edge_client.task import Personal
 
 torch = pytest.importorskip("torch")
-from edge_export.channels import find_groups  # noqa: E402
 from edge_export.graphs import eval_graph  # noqa: E402
+from edge_export.groups import with_groups  # noqa: E402
 from edge_export.tables import tables  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -70,7 +70,7 @@ class Fork(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Only the layer behind the cell has a group so far."""
+    """An LSTM read at its last step, and a layer behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,9 +97,9 @@ def exported(module: nn.Module, folder: Path, sample: tuple[int, ...] = (1, 8, 8
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=find_groups(module, example),
         parts={name: Part(sha256=digest(data), size=len(data)) for name, data in parts.items()},
     )
+    manifest = with_groups(manifest, {"eval.onnx": onnx.load_from_string(parts["eval.onnx"])})
     for name, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
         (folder / name).write_bytes(data)
     return Bundle.open(folder)
@@ -128,8 +128,8 @@ def half_masked(bundle: Bundle, seed: int) -> Personal:
     [
         (cnn, {"0": 6, "4": 8, "8": 10}),
         (global_pool, {"0": 6, "2": 8, "6": 6}),
-        (Fork, {"stem": 6}),
-        (Recurrent, {"hidden": 6}),
+        (Fork, {"stem": 6, "left": 3, "right": 3}),
+        (Recurrent, {"cell": 5, "hidden": 6}),
     ],
 )
 def test_an_exported_model_compacts_exactly(
@@ -142,8 +142,9 @@ def test_an_exported_model_compacts_exactly(
     report = write_personal(bundle, personal, tmp_path / "personal.onnx")
     assert report.max_abs_diff <= TOLERANCE
     assert report.parameters_compact < report.parameters_dense
-    # half the channels carry a constant at most: at most one of them stays, for a reader that pads
-    assert all(report.groups[g.name] <= g.size // 2 + 1 for g in bundle.manifest.groups)
+    # half the channels carry a constant at most: none of them stays
+    sizes = {g.at("makes")[0].tensor: g.size for g in bundle.manifest.groups}
+    assert all(report.layers[name][1] <= (size + 1) // 2 for name, size in sizes.items())
     size = write_dense(bundle, personal, tmp_path / "dense.onnx")
     assert report.bytes_compact == (tmp_path / "personal.onnx").stat().st_size < size
     assert not any(n.op_type == "BatchNormalization" for n in onnx.load(tmp_path / "personal.onnx").graph.node)

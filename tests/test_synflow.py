@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from channel_groups import between
 from edge_kernels import synflow
-from edge_kernels.channels import ChannelGroup, Consumer, Producer
+from edge_kernels.channels import ChannelGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -18,10 +19,7 @@ F32 = NDArray[np.float32]
 
 def groups_of(*weights: str, sizes: Mapping[str, int], repeat: int = 1) -> tuple[ChannelGroup, ...]:
     """The channels between layers in a row; the last layer reads `repeat` entries of each."""
-    return tuple(
-        ChannelGroup(a, sizes[a], (Producer("linear", a),), (), (Consumer("linear", b, None, 0, repeat),))
-        for a, b in pairwise(weights)
-    )
+    return tuple(between(sizes[a], a, b, repeat=repeat) for a, b in pairwise(weights))
 
 
 def net(*sizes: int, seed: int = 0) -> tuple[dict[str, F32], list[str], tuple[ChannelGroup, ...]]:
@@ -112,6 +110,6 @@ def test_layers_that_form_no_chain_are_refused() -> None:
     for wrong in (groups[:1], groups[::-1], ()):
         with pytest.raises(ValueError, match=r"chain|go from"):
             synflow.prune(tensors, layers, wrong, {"0"}, 0.5)
-    both = ChannelGroup("0", 10, groups[0].producers, (), (*groups[0].consumers, *groups[1].consumers))
+    both = ChannelGroup("0", 10, (*groups[0].places, *groups[1].at("reads")))
     with pytest.raises(ValueError, match="go from"):
         synflow.prune(tensors, layers, (both, groups[1]), {"0"}, 0.5)

@@ -18,9 +18,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import typer
@@ -32,6 +36,7 @@ from edge_bench.cli import write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
 from edge_client.methods.lattice import Lattice
+from edge_client.methods.lattice_train import train
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import open_trainer
@@ -66,10 +71,8 @@ def federation(folder: Path) -> dict[str, float]:
     )
     data = [speed.samples(case, device) for device in range(DEVICES)]
     held = [DeviceData(x, y, x[:0], y[:0], x[:0], y[:0]) for x, y in data]
-    train = method_module.train
-    method_module.train = lambda *args, **more: clock("train", train, *args, **more)
     state, records, kept = method.start(course), dict[int, Any](), dict[int, Any]()
-    try:
+    with mock.patch.object(method_module, "train", partial(clock, "train", train)):
         for round_ in range(1, ROUNDS + 1):
             if round_ == 2:
                 clock.spent.clear()
@@ -89,10 +92,8 @@ def federation(folder: Path) -> dict[str, float]:
             for place, (a, data_) in updates.items():
                 record = records.get(place)
                 total, records[place] = clock("update", _folded, method, a, state, total, record, data_)
-            names = [a.device for a, _ in updates.values()]
-            state, _ = clock("finish", method.finish, course, round_, names, state, total)
-    finally:
-        method_module.train = train
+            took_part = [a.device for a, _ in updates.values()]
+            state, _ = clock("finish", method.finish, course, round_, took_part, state, total)
     clock.spent["send"] = [x - y for x, y in zip(clock.spent["local"], clock.spent["train"], strict=True)]
     names = ("receive", "send", "train", "downlink", "update", "finish")
     found = {name: round(float(np.median(clock.spent[name])), 2) for name in names}
@@ -120,16 +121,12 @@ def coder() -> dict[str, float]:
 
 def turn(compiled: bool) -> dict[str, float]:
     """One measurement of everything."""
-    modules = (arrivals, lattice_model)
-    before = [getattr(m, "compiled", None) for m in modules]
-    for m, loops in zip(modules, before, strict=True):
-        m.compiled = loops if compiled else None
-    try:
-        with TemporaryDirectory() as folder:
-            return {**federation(Path(folder) / "bundle"), **coder()}
-    finally:
-        for m, loops in zip(modules, before, strict=True):
-            m.compiled = loops
+    with ExitStack() as stack:
+        if not compiled:
+            for module in (arrivals, lattice_model):
+                stack.enter_context(mock.patch.object(module, "compiled", None))
+        folder = stack.enter_context(TemporaryDirectory())
+        return {**federation(Path(folder) / "bundle"), **coder()}
 
 
 def elsewhere(checkout: Path) -> tuple[str, dict[str, float]]:
@@ -154,7 +151,7 @@ def main(
     content = provenance.origin("python -m edge_bench.lattice_speed")
     turns: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(TURNS):
-        if arrivals.compiled is not None:
+        if find_spec("numba") is not None:
             turns["with numba"].append(turn(True))
         turns["numpy alone"].append(turn(False))
         if against is not None:

@@ -41,7 +41,7 @@ class Outcome:
     models: Mapping[str, str]
     """Of each device's `personal.onnx`."""
     rounds: Sequence[Round]
-    """The rounds' records, with 0 seconds."""
+    """The rounds' records, with 0 seconds and no cost."""
     scores: Scores | None
     """Of every device's own model."""
 
@@ -53,7 +53,7 @@ class Outcome:
 
 def outcome(state: str, models: Mapping[str, Path], rounds: Sequence[Round], scores: Scores | None) -> Outcome:
     """The outcome of a federation whose devices' models are these files."""
-    timeless = [r.model_copy(update={"seconds": 0.0}) for r in rounds]
+    timeless = [r.model_copy(update={"seconds": 0.0, "cost": {}}) for r in rounds]
     return Outcome(state, {name: digest(path.read_bytes()) for name, path in models.items()}, timeless, scores)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from edge_client.measure.machine import commit as commit
 from edge_client.measure.machine import installed, processor
 
-_PACKAGES = ("numpy", "onnxruntime", "torch", "numba")
+_PACKAGES = ("numpy", "onnxruntime", "torch", "executorch", "numba")
 
 
 def machine() -> dict[str, Any]:

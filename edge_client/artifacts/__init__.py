@@ -90,7 +90,7 @@ def make(
     kind: str,
     path: Path,
     samples: NDArray[Any] | None = None,
-    limits: Limits = Limits(),  # noqa: B008  # frozen
+    limits: Limits = Limits(),  # frozen
     cache: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Proof:

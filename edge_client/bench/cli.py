@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from edge_client.bench import android, compare, measure, plots
 from edge_client.bench import report as reports
 from edge_client.bench.training import made_data, training
-from edge_client.bench.variants import Source, Variant, keep_largest_units, made, read_personal
+from edge_client.bench.variants import MAKERS, Source, Variant, keep_largest_units, made, read_personal
 from edge_client.bundle import Bundle
 from edge_client.data import fit, read
 from edge_client.errors import ConfigError
@@ -68,6 +68,9 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="An .npz file as for `join`; without it the samples are noise.")
     ] = None,
+    variants: Annotated[
+        str, typer.Option(help=f"Of a bundle: some of {','.join(MAKERS)}, with commas; `all` that can be made.")
+    ] = "all",
     threads: Annotated[str, typer.Option(help="Numbers of threads, like 1,4; `all`: every processor.")] = "1,all",
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of each variant.")] = 1024,
     warm_up: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 50,
@@ -91,7 +94,10 @@ def run(
     command = " ".join(["maskfleet", *sys.argv[1:]])
     console = Console()
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
-        name, variants, failed, shape, dtype, bundle, given = _variants(models, personal, keep, data, Path(scratch))
+        wanted = tuple(MAKERS) if variants == "all" else tuple(variants.split(","))
+        name, made_, failed, shape, dtype, bundle, given = _variants(
+            models, personal, keep, data, wanted, Path(scratch)
+        )
 
         def say(text: str) -> None:
             print(f"maskfleet: {text}", file=sys.stderr, flush=True)
@@ -105,7 +111,7 @@ def run(
             phone = connect(None if adb == AUTO else adb)
             chosen = choose(meter, "android", more={"serial": phone.serial})
             found = android.report(
-                name, command, phone, runner, variants, failed, {"shape": list(shape), "dtype": dtype}, settings,
+                name, command, phone, runner, made_, failed, {"shape": list(shape), "dtype": dtype}, settings,
                 chosen.meter, chosen.lines, say,
             )  # fmt: skip
             found["warnings"] = measure.warnings(found)
@@ -116,9 +122,7 @@ def run(
                 samples = made_data(bundle, SAMPLES) if given is None else given
                 trains = training(bundle, samples, {"name": method}, threads=settings.threads[0])
             x = batch(shape, dtype) if given is None else given.x[:1]
-            found = measure.report(
-                name, command, variants, failed, x, settings, chosen.meter, chosen.lines, trains, say
-            )
+            found = measure.report(name, command, made_, failed, x, settings, chosen.meter, chosen.lines, trains, say)
     reports.show(found, console)
     if output is not None:
         _write(found, output)
@@ -136,7 +140,12 @@ def _threads(text: str) -> tuple[int, ...]:
 
 
 def _variants(
-    models: Sequence[Path], personal: Path | None, keep: float | None, data: Path | None, scratch: Path
+    models: Sequence[Path],
+    personal: Path | None,
+    keep: float | None,
+    data: Path | None,
+    wanted: Sequence[str],
+    scratch: Path,
 ) -> tuple[str, list[Variant], dict[str, str], tuple[int, ...], str, Bundle | None, Any]:
     """Name, variants, those that were not made, shape and dtype of a batch of one, the bundle and its data."""
     folders = [m for m in models if m.is_dir()]
@@ -161,8 +170,8 @@ def _variants(
         values = keep_largest_units(bundle, keep)
     given = None if data is None else fit(read(data), manifest)
     shape = (1, *manifest.input.shape)
-    samples = batch((16, *manifest.input.shape), manifest.input.dtype) if given is None else given.x
-    variants, failed = made(Source(bundle, values, samples), scratch)
+    samples = batch((64, *manifest.input.shape), manifest.input.dtype) if given is None else given.x
+    variants, failed = made(Source(bundle, values, samples, noise=given is None), scratch, wanted)
     if not variants:
         raise ConfigError(f"no variant of {folders[0]} can be made: {failed}")
     return manifest.name, variants, failed, shape, manifest.input.dtype, bundle, given

@@ -42,6 +42,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     for i, row in enumerate(rows):
         axes = figure.axes[0]
         axes.plot([i, i], [row["wall_ms"]["p90"], row["wall_ms"]["p99"]], color="#777777", marker="_", linewidth=1)
+    # A far p99, as of a busy machine, would leave nothing of the bars: it is cut off there.
+    median, far = (max(r["wall_ms"][p] for r in rows) for p in ("p50", "p99"))
+    figure.axes[0].set_ylim(0, max(1.1 * median, min(1.05 * far, 3 * median)))
     figure.suptitle(f"{report['model']} on {report['machine']['processor']}; grey: p90 to p99", fontsize=10)
     try:
         figure.savefig(path, dpi=120, format="png")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 BAR = 28  # characters of the longest bar
-TIMES = ("variant", "engine", "thr", "p50 ms", "95 %", "p90", "p99", "CV", "CPU ms", "faster")
+TIMES = ("variant", "engine", "thr", "p50 ms", "±", "p90", "p99", "CV", "CPU ms", "faster")
 SIZES = ("variant", "thr", "peak MB", "model MB", "file kB", "MMACs", "import ms", "first ms", "mJ")
 
 
@@ -23,11 +23,12 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def time_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row's times as text, in the order of `TIMES`."""
+    """A row's times as text, in the order of `TIMES`; ± is half of the median's interval."""
     wall, cpu = row["wall_ms"], row.get("cpu_ms")
     low, high = wall["p50_interval"]
+    sure = f"{50 * (high - low) / wall['p50']:.1f}%"
     return (
-        row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), f"{figure(low)}-{figure(high)}",
+        row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), sure,
         figure(wall["p90"]), figure(wall["p99"]), f"{100 * wall['cv']:.0f} %",
         figure(None if cpu is None else cpu["p50"]), f"{ratios(report)[row['variant'], row['threads']]:.2f}x",
     )  # fmt: skip

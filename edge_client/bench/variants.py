@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from edge_client.artifacts import Limits, make, writer
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.errors import ConfigError, DataError, MaskfleetError
+from edge_client.measure import engines
 from edge_client.methods.units import counts, strongest, whole
 from edge_client.task import Personal
 
@@ -40,6 +42,8 @@ class Source:
     bundle: Bundle
     personal: Personal | None
     samples: NDArray[Any]
+    noise: bool = True
+    """Whether the samples are made up."""
 
     @property
     def dense(self) -> Personal:
@@ -75,10 +79,28 @@ def _compact(source: Source, file: Path) -> str:
     return f"{report.parameters_compact} of {report.parameters_dense} parameters, equal to {report.max_abs_diff:.1g}"
 
 
+def _artifact(kind: str) -> Maker:
+    """A maker of another form of the smallest model there is, compact or dense."""
+
+    def write(source: Source, file: Path) -> str:
+        compact = file.with_name("compact.onnx")
+        base = compact if compact.is_file() else file.with_name("dense.onnx")
+        anything = Limits(agreement=0.0, error=np.inf)
+        proof = make(base.read_bytes(), kind, file, source.samples, anything if source.noise else Limits())
+        if source.noise and not writer(kind).exact:
+            return f"of {base.stem}, calibrated on noise: its speed is real, its outputs are not"
+        return f"of {base.stem}, top-1 equal on {proof.agreement:.1%} of {proof.samples} samples"
+
+    return write
+
+
 MAKERS: Mapping[str, tuple[str, Maker]] = {
     "dense": (".onnx", _dense),
     "masked": (".onnx", _masked),
     "compact": (".onnx", _compact),
+    "int8": (".onnx", _artifact("int8")),
+    "pte": (".pte", _artifact("pte")),
+    "pte-int8": (".pte", _artifact("pte-int8")),
 }
 """By name: the end of its file's name, and what makes it."""
 
@@ -91,6 +113,10 @@ def made(source: Source, folder: Path, names: Sequence[str] = tuple(MAKERS)) -> 
             raise ConfigError(f"there is no variant {name!r}; choose some of {', '.join(MAKERS)}")
         end, make = MAKERS[name]
         file = folder / f"{name}{end}"
+        absent = engines.found()[engines.engine_of(file)]
+        if absent:
+            failed[name] = f"its engine is {absent}"
+            continue
         try:
             found.append(Variant(name, file, make(source, file)))
         except MaskfleetError as error:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from onnx import NodeProto
 
 from edge_client.compaction.moves import REGROUP, slots
-from edge_client.compaction.operators import settings
 from edge_client.compaction.writer import Ids, Writer
 
 MOVED = 4
@@ -30,11 +28,16 @@ def worth(held: Ids, due: Ids, each: int) -> Ids:
 
 
 def preferred(w: Writer, value: str) -> Ids | None:
-    """The order in which a layer had better write its outputs, for a reshape behind it; None for any."""
+    """The order in which a layer had better write its outputs, for a reshape behind it; None for any.
+
+    The model's own outputs are written whole.
+    """
+    if value == w.net.output:
+        axes = [a for a, free in enumerate(w.study.channels(value)) if free]
+        return np.arange(w.study.shape(value)[axes[0]]) if len(axes) == 1 else None
     last = value
-    seen: list[NodeProto] = []
-    while len(w.users.get(last, [])) == 1 and last != w.net.output:
-        node = w.users[last][0]
+    while len(w.study.users.get(last, [])) == 1 and last != w.net.output:
+        node = w.study.users[last][0]
         if node.op_type in REGROUP and node.input[0] == last:
             if w.study.shape(last) != w.study.shape(value):
                 return None
@@ -46,10 +49,9 @@ def preferred(w: Writer, value: str) -> Ids | None:
             own = set(w.study.wanted(value)[axis].tolist()) if axis is not None else set()
             return found if own <= set(found.tolist()) else None
         out = [o for o in node.output if o]
-        if w.net.data(node) != [list(node.input).index(last)] or len(out) != 1 or settings(node) is None:
+        if w.net.data(node) != [list(node.input).index(last)] or len(out) != 1:
             return None
         if w.study.shape(out[0]) != w.study.shape(value):
             return None
-        seen.append(node)
         last = out[0]
     return None

@@ -17,7 +17,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array, settings
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 
@@ -38,23 +38,23 @@ class Behaviour:
 
 
 def behaviour(s: Study, node: NodeProto) -> Behaviour | None:
-    """How `node` treats axes; None when it is no map: an output of another rank, no float, or nothing kept apart."""
+    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart."""
     net = s.net
     data = net.data(node)
     out = [o for o in node.output if o]
-    if len(out) != 1 or not data or not net.is_float(out[0]):
+    if len(out) != 1 or not data or not net.is_plain(out[0]):
         return None
     rank = len(net.shapes[out[0]])
     ranks = [len(net.shapes[node.input[k]]) for k in data]
-    if max(ranks) != rank or any(not net.is_float(node.input[k]) for k in data):
+    if max(ranks) != rank or any(not net.is_plain(node.input[k]) for k in data):
         return None
     key = ("behaviour", node.op_type, _key(net, node))
     if key not in s.notes:
         try:
-            s.notes[key] = _probe(net, node, data, rank)  # type: ignore[index]
+            s.notes[key] = _probe(net, node, data, rank)
         except CompactionError:
-            s.notes[key] = None  # type: ignore[index]
-    found: Behaviour | None = s.notes[key]  # type: ignore[index]
+            s.notes[key] = None
+    found: Behaviour | None = s.notes[key]
     return found
 
 
@@ -66,68 +66,97 @@ def _key(net: Net, node: NodeProto) -> Any:
     return (tuple(inputs), tuple(a.SerializeToString(deterministic=True) for a in node.attribute))
 
 
-def _probe(net: Net, node: NodeProto, data: list[int], rank: int) -> Behaviour | None:
-    random = np.random.default_rng(0)
-    shape = net.shapes[node.output[0]]
-    apart = [True] * rank
-    parameters: dict[int, tuple[int | None, ...]] = {}
-    for base in range(2):
-        given: list[Array | None] = []
-        for k, v in enumerate(node.input):
-            if not v:
-                given.append(None)
-            elif k in data:
-                x = 2 * random.standard_normal(net.shapes[v])
-                given.append(np.abs(x) + 0.5 if base else x)
-            else:
-                known = net.known(v)
-                vary = known.dtype.kind == "f" and known.size > 1 and node.op_type not in RESIZING
-                given.append(random.uniform(0.5, 1.5, known.shape) if vary else known)
-        before = net.operators.run(node, given)[0]
-        if before.shape != shape:
-            return None
+class _Probe:
+    """A node on random inputs, once of both signs and once positive."""
 
-        def changed(k: int, axis: int, entry: int) -> Bools:
-            """The elements of the output that change with one entry of an input."""
-            fresh = list(given)
+    def __init__(self, net: Net, node: NodeProto) -> None:
+        self.net, self.node = net, node
+        self.data = net.data(node)
+        self.random = np.random.default_rng(0)
+        self.given = [self._inputs(positive) for positive in (False, True)]
+        self.before = [net.operators.run(node, given)[0] for given in self.given]
+
+    def _inputs(self, positive: bool) -> list[Array | None]:
+        made: list[Array | None] = []
+        for k, v in enumerate(self.node.input):
+            if not v:
+                made.append(None)
+            elif k in self.data:
+                x = 2 * self.random.standard_normal(self.net.shapes[v])
+                if not self.net.is_float(v):
+                    made.append(x > 0)
+                else:
+                    made.append(np.abs(x) + 0.5 if positive else x)
+            elif self.is_parameter(k):
+                made.append(self.random.uniform(0.5, 1.5, self.net.known(v).shape))
+            else:
+                made.append(self.net.known(v))
+        return made
+
+    def is_parameter(self, k: int) -> bool:
+        """Whether input `k` is a constant with several entries, one for each of something."""
+        if k in self.data or not self.node.input[k] or self.node.op_type in RESIZING:
+            return False
+        known = self.net.known(self.node.input[k])
+        return known.dtype.kind == "f" and known.size > 1
+
+    def changed(self, k: int, axis: int, entry: int) -> Bools:
+        """The elements of the output that change with one entry of input `k`."""
+        made = np.zeros(self.before[0].shape, np.bool_)
+        for positive, (given, before) in enumerate(zip(self.given, self.before, strict=True)):
             x = np.array(given[k])
             place = (slice(None),) * axis + (entry,)
-            x[place] = random.uniform(0.5, 3.0, x[place].shape) * (random.choice([-1, 1], x[place].shape) if not base else 1)
-            fresh[k] = x
-            after = net.operators.run(node, fresh)[0]
-            return ~((after == before) | (np.isnan(after) & np.isnan(before)))
+            if x.dtype.kind == "b":
+                x[place] = ~x[place]
+            else:
+                x[place] = self.random.uniform(0.5, 3.0, x[place].shape)
+            if not positive and x.dtype.kind == "f":
+                x[place] *= self.random.choice([-1, 1], x[place].shape)
+            after = self.net.operators.run(self.node, [*given[:k], x, *given[k + 1 :]])[0]
+            made |= ~((after == before) | ((after != after) & (before != before)))
+        return made
 
-        for k in data:
-            size = net.shapes[node.input[k]]
-            for axis, n in enumerate(size):
-                at = axis + rank - len(size)
-                if n == shape[at]:
-                    for entry in {0, n // 2, n - 1} if n > 1 and apart[at] else ():
-                        moved = changed(k, axis, entry)
-                        moved[(slice(None),) * at + (entry,)] = False
-                        apart[at] &= not moved.any()
-                elif n != 1 or len(data) == 1:
-                    apart[at] = False
-        for k, x in enumerate(given):
-            if x is None or k in data or x.size == 1 or x.dtype.kind != "f" or node.op_type in RESIZING:
-                continue
-            axes: list[int | None] = []
-            for axis, n in enumerate(x.shape):
-                places = []
-                for at in [a for a in range(rank) if shape[a] == n and n > 1]:
-                    moved = changed(k, axis, n // 2)
-                    hit = moved.any(axis=tuple(b for b in range(rank) if b != at))
-                    hit[n // 2] = False
-                    places += [] if hit.any() else [at]
-                right = axis + rank - x.ndim
-                axes.append(None if n == 1 else right if right in places else places[0] if places else -1)
-            if -1 in axes:
+    def owner(self, k: int, axis: int) -> int | None:
+        """The axis of the output that an axis of parameter `k` belongs to; None if there is no such axis."""
+        x = self.given[0][k]
+        assert x is not None
+        n, shape = x.shape[axis], self.before[0].shape
+        moved = self.changed(k, axis, n // 2)
+        found = []
+        for at in [a for a, size in enumerate(shape) if size == n]:
+            hit = some(moved, tuple(b for b in range(len(shape)) if b != at))
+            if hit[n // 2] and hit.sum() == 1:
+                found.append(at)
+        right = axis + len(shape) - x.ndim
+        return right if right in found else next(iter(found), None)
+
+
+def _probe(net: Net, node: NodeProto, data: list[int], rank: int) -> Behaviour | None:
+    probe, shape = _Probe(net, node), net.shapes[node.output[0]]
+    if any(before.shape != shape for before in probe.before):
+        return None
+    apart = [True] * rank
+    for k in data:
+        size = net.shapes[node.input[k]]
+        for axis, n in enumerate(size):
+            at = axis + rank - len(size)
+            if n == shape[at]:
+                for entry in {0, n // 2, n - 1} if n > 1 and apart[at] else ():
+                    moved = probe.changed(k, axis, entry)
+                    moved[(slice(None),) * at + (entry,)] = False
+                    apart[at] &= not moved.any()
+            elif n != 1 or len(data) == 1:
+                apart[at] = False
+    parameters: dict[int, tuple[int | None, ...]] = {}
+    for k, v in enumerate(node.input):
+        if probe.is_parameter(k):
+            owners = [None if n == 1 else probe.owner(k, axis) for axis, n in enumerate(net.shapes[v])]
+            if any(at is None and n > 1 for at, n in zip(owners, net.shapes[v], strict=True)):
                 return None
-            parameters[k] = tuple(axes)
-    for k, v in enumerate(node.input):  # conditions and the like: they broadcast
-        if v in net.constants and net.constants[v].dtype.kind == "b" and net.constants[v].size > 1:
-            x = net.constants[v]
-            parameters[k] = tuple(None if n == 1 else a + rank - x.ndim for a, n in enumerate(x.shape))
+            parameters[k] = tuple(owners)
+        elif v in net.constants and net.constants[v].dtype.kind == "b" and net.constants[v].size > 1:
+            lead = rank - net.constants[v].ndim  # a condition: it broadcasts
+            parameters[k] = tuple(None if n == 1 else a + lead for a, n in enumerate(net.constants[v].shape))
     return Behaviour(tuple(apart), parameters) if any(apart) else None
 
 
@@ -141,16 +170,16 @@ def _spread(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Boo
 def _gathered(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Bools:
     """Of an input of `shape`, what the marked elements of the output depend on."""
     axes = tuple(a for a, free in enumerate(apart) if not free)
-    mask = mask.any(axis=axes, keepdims=True) if axes else mask
+    mask = some(mask, axes, keepdims=True) if axes else mask
     lead = mask.ndim - len(shape)
-    mask = mask.any(axis=tuple(range(lead))) if lead else mask
+    mask = some(mask, tuple(range(lead))) if lead else mask
     once = tuple(a for a, n in enumerate(shape) if n == 1 and mask.shape[a] > 1)
-    return np.broadcast_to(mask.any(axis=once, keepdims=True) if once else mask, shape)
+    return np.broadcast_to(some(mask, once, keepdims=True) if once else mask, shape)
 
 
 def _nonzero(s: Study, name: str) -> Bools:
     value, varies, _ = s.facts(name)
-    return varies | (value != 0)
+    return np.asarray(varies | (value != 0))
 
 
 def _others(s: Study, node: NodeProto, k: int) -> Bools | None:
@@ -180,16 +209,18 @@ def _forward(s: Study, node: NodeProto) -> None:
         label = mixed(label, np.broadcast_to(own, shape))
         factor = _others(s, node, k)
         varies |= _spread(mine, shape, found.apart) & (True if factor is None else factor)
-    s.learn(out, np.nan_to_num(value, copy=False) if np.isnan(value).any() else value, varies, label)
+    s.learn(out, value if value.dtype.kind == "b" else np.where(np.isnan(value), 0.0, value), varies, label)
 
 
 def _backward(s: Study, node: NodeProto) -> None:
     found = behaviour(s, node)
     assert found is not None
-    live = s.live(node.output[0])
+    live, due = s.live(node.output[0]), s.due[node.output[0]]
     if not live.any():
         return
     for k in s.net.data(node):
+        if due.any() and due.shape == s.shape(node.input[k]) and node.input[k] in s.due:
+            s.due[node.input[k]] |= due
         factor = _others(s, node, k)
         mask = live if factor is None else live & factor
         s.mark(node.input[k], _gathered(mask, s.shape(node.input[k]), found.apart))
@@ -217,13 +248,17 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 here.append(own[at])
         same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
         covered = same and np.isin(wanted, here[0]).all()
-        target.append(here[0] if covered and found.apart[axis] else wanted if found.apart[axis] else np.arange(shape[axis]))
+        target.append(
+            here[0] if covered and found.apart[axis] else wanted if found.apart[axis] else np.arange(shape[axis])
+        )
     inputs = []
     for k, v in enumerate(node.input):
         if k in data:
             size = w.study.shape(v)
             own = [
-                target[axis + rank - len(size)] if found.apart[axis + rank - len(size)] and n == shape[axis + rank - len(size)] else np.arange(n)
+                target[axis + rank - len(size)]
+                if found.apart[axis + rank - len(size)] and n == shape[axis + rank - len(size)]
+                else np.arange(n)
                 for axis, n in enumerate(size)
             ]
             inputs.append(w.adapted(v, own))
@@ -237,18 +272,20 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
 
 def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
     """A map of one varying value in any layout, ragged ones too. False when it needs lists by axis."""
-    name, out = node.input[k], node.output[0]
+    name, out, net = node.input[k], node.output[0], w.study.net
     piece, shape = w.pieces[name], w.study.shape(out)
-    if any(len(w.study.shape(node.input[j])) and np.prod(w.study.shape(node.input[j])) > 1 for j in range(len(node.input)) if j != k and node.input[j] and w.study.net.kinds.get(node.input[j], np.dtype("i8")).kind == "f") or node.op_type in RESIZING:
+    others = [v for j, v in enumerate(node.input) if v and j != k]
+    if node.op_type in RESIZING or any(net.is_float(v) and np.prod(w.study.shape(v)) > 1 for v in others):
         return False
     full = all(free or piece.ids.shape[axis] == shape[axis] for axis, free in enumerate(found.apart))
-    if not full or not all(found.apart) and (piece.ids < 0).any():
+    if not full or (not all(found.apart) and (piece.ids < 0).any()):
         return False
     inputs = [piece.name if j == k else w.known(v) for j, v in enumerate(node.input)]
     ids = piece.ids
     if (ids == -2).any():
-        zero = [np.zeros((1,) * len(shape)) if j == k else w.study.facts(v)[0] if v else None for j, v in enumerate(node.input)]
-        if w.study.net.operators.run(node, zero)[0].any():
+        zero: list[Array | None] = [w.study.facts(v)[0] if v else None for v in node.input]
+        zero[k] = np.zeros((1,) * len(shape))
+        if net.operators.run(node, zero)[0].any():
             ids = np.maximum(ids, -1)
     w.put(out, w.emit(node.op_type, inputs, **settings(node)), ids)
     return True
@@ -259,7 +296,11 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
     name = node.input[k]
     if not name:
         return ""
-    if node.op_type in RESIZING and name in {*w.study.net.constants, *w.study.net.sizes} and k == (1 if node.op_type == "Expand" else 3):
+    if (
+        node.op_type in RESIZING
+        and name in {*w.study.net.constants, *w.study.net.sizes}
+        and k == (1 if node.op_type == "Expand" else 3)
+    ):
         return w.sized(name, [len(t) for t in target], node.output[0])
     if k not in found.parameters:
         return w.known(name)

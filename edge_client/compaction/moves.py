@@ -11,16 +11,16 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array, settings
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
 from edge_client.errors import CompactionError
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-PICK = frozenset({"Gather", "Slice"})
+PICK = frozenset({"Gather", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
 
 
@@ -40,8 +40,8 @@ def sources(s: Study, node: NodeProto) -> list[Ids]:
             else:
                 known = s.net.known(v)
                 given.append(np.zeros(known.shape) if known.dtype.kind == "f" else known)
-        s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1  # type: ignore[index]
-    found: Ids = s.notes[key]  # type: ignore[index]
+        s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    found: Ids = s.notes[key]
     return [found]
 
 
@@ -64,9 +64,9 @@ def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
         for a, n in enumerate(shape):
             low, high = widths[:, axes.index(a)] if a in axes else (0, 0)
             places.append(np.clip(np.arange(-low, n + high), 0, n - 1))
-        return labels[0][np.ix_(*places)]
+        return np.asarray(labels[0][np.ix_(*places)])
     if node.op_type != "Concat":
-        return np.where(source >= 0, labels[0].reshape(-1)[np.maximum(source, 0)], 0)
+        return np.asarray(np.where(source >= 0, labels[0].reshape(-1)[np.maximum(source, 0)], 0))
     axis = settings(node)["axis"] % source.ndim
     if any((label != np.take(label, [0], axis)).any() for label in labels):
         return np.concatenate([label * (i + 1) + i for i, label in enumerate(labels)], axis)
@@ -78,15 +78,16 @@ def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
 
 def _backward(s: Study, node: NodeProto) -> None:
     (source,) = sources(s, node)
-    read = source[s.live(node.output[0])]
+    live, due = s.live(node.output[0]), s.due[node.output[0]]
     start = 0
     for k in s.net.data(node):
-        shape = s.shape(node.input[k])
-        mask = np.zeros(prod(shape), np.bool_)
-        mine = read[(read >= start) & (read < start + mask.size)] - start
-        mask[mine] = True
-        s.mark(node.input[k], mask.reshape(shape))
-        start += mask.size
+        name = node.input[k]
+        size = prod(s.shape(name))
+        for marks, mask in ((live, s.read), (due, s.due)):
+            found = source[marks]
+            if name in mask and found.size:
+                mask[name].reshape(-1)[found[(found >= start) & (found < start + size)] - start] = True
+        start += size
 
 
 def _rewrite(w: Writer, node: NodeProto) -> None:
@@ -94,7 +95,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         piece = w.pieces[node.input[0]]
         order = settings(node).get("perm", list(range(piece.ids.ndim))[::-1])
         # ids are places in the input; the output numbers its elements in its own order
-        w.put(node.output[0], w.emit("Transpose", [piece.name], perm=order), _renumbered(w, node, piece.ids.transpose(order)))
+        w.put(
+            node.output[0],
+            w.emit("Transpose", [piece.name], perm=order),
+            _renumbered(w, node, piece.ids.transpose(order)),
+        )
     elif node.op_type in REGROUP:
         _regroup(w, node)
     elif node.op_type in PICK:
@@ -121,9 +126,12 @@ def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
 
 def blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """Axes of a reshape that belong together: the fewest with equal products, in order."""
-    found, i, j = [], 0, 0
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
     while i < len(before) or j < len(after):
-        mine, made, a, b = [], [], 1, 1
+        mine: list[int] = []
+        made: list[int] = []
+        a = b = 1
         while not (mine or made) or a != b:
             if (a <= b and i < len(before)) or j >= len(after):
                 a *= before[i]
@@ -149,9 +157,12 @@ def _regroup(w: Writer, node: NodeProto) -> None:
     piece = w.pieces[name]
     for lengths in _lengths(before, after, piece.ids.shape):
         ids = piece.ids.reshape(lengths)
-        if aligned(ids, after, lengths):
+        if aligned(ids, after, lengths) and (not w.levels.get(out) or by_axis(ids, after) is not None):
+            if by_axis(ids, after) is None:
+                w.split.add(out)
             w.put(out, w.reshaped(piece.name, lengths, out, name), ids)
             return
+    w.split.add(out)
     target = slots(w, node)
     lists = w.lists(name)
     due = [lists[axis] if axis not in target else target[axis] for axis in range(len(before))]
@@ -206,28 +217,31 @@ def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
     """For the axes of a reshape's input that it splits: their entries in an order that the split fits, -2 for zeros.
 
-    The entries of one axis of the output are cut. Unless the writer is strict each of the others may keep different
-    ones (each head of an attention), as many as the one with the most keeps.
+    The entries of one axis of the output are cut. At level 0 that is the last one, and the others may each keep
+    different entries of it (each head of an attention its own), as many as the one with the most keeps. At level 1 it
+    is any, and all keep the same entries. At level 2 nothing is cut.
     """
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
-    live = w.study.live(out)
+    live = w.study.live(out) | w.study.due[out]
     found: dict[int, Ids] = {}
     for mine, made in blocks(before, after):
         big = [a for a in mine if before[a] > 1]
-        if len(big) != 1 or sum(after[a] > 1 for a in made) < 2 or any(w.net.moving[out][a] for a in made):
+        level = w.levels.get(out, 0)
+        if level > 1 or len(big) != 1 or sum(after[a] > 1 for a in made) < 2 or any(w.net.moving[out][a] for a in made):
             found.update({a: np.arange(before[a]) for a in mine})
             continue
         others = tuple(a for a in range(len(after)) if a not in made)
-        mask = live.any(axis=others) if others else live
-        found[big[0]] = min((_slots(mask, axis, w.strict) for axis in range(mask.ndim) if mask.shape[axis] > 1), key=len)
+        mask = some(live, others) if others else live
+        axes = [axis for axis in range(mask.ndim) if mask.shape[axis] > 1]
+        found[big[0]] = min((_slots(mask, axis, level) for axis in (axes if level else axes[-1:])), key=len)
     return found
 
 
-def _slots(mask: Bools, axis: int, strict: bool) -> Ids:
+def _slots(mask: Bools, axis: int, level: int) -> Ids:
     ids = np.moveaxis(np.arange(mask.size).reshape(mask.shape), axis, -1)
     mask = np.moveaxis(mask, axis, -1)
-    if strict:
+    if level == 1:
         mask = np.broadcast_to(mask.any(axis=tuple(range(mask.ndim - 1))), mask.shape)
     most = max(1, int(mask.sum(axis=-1).max()))
     order = np.argsort(~mask, axis=-1, kind="stable")[..., :most]
@@ -243,7 +257,8 @@ def _pick(w: Writer, node: NodeProto) -> None:
     (source,) = sources(s, node)
     from_ = by_axis(source, s.shape(name))
     if from_ is None or len(s.net.data(node)) != 1:
-        return w.copy_whole(node)
+        w.copy_whole(node)
+        return
     lists, made = w.lists(name), w.pieces[name].name
     wanted = s.wanted(out)
     kept: Lists = []
@@ -265,7 +280,7 @@ def _pick(w: Writer, node: NodeProto) -> None:
         due = wanted[axis][at[given[wanted[axis]]] >= 0] if free[axis] else np.arange(len(given))
         places = at[given[due]]
         if (places < 0).any():
-            raise Ragged(f"value {name!r} lacks entries")
+            raise Ragged(name, f"value {name!r} lacks entries")
         made = w.picked(made, axis, places, len(own))
         kept.append(due)
     w.put(out, made, w.grid(out, kept))
@@ -306,7 +321,8 @@ def _pad(w: Writer, node: NodeProto) -> None:
     free = s.channels(name)
     apart = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
     if (full < 0).any() or (apart and given.get("mode", b"constant") != b"constant"):
-        return w.copy_whole(node)
+        w.copy_whole(node)
+        return
     lists = w.lists(name)
     target = [lists[a] if free[a] or not full[:, a].any() else np.arange(shape[a]) for a in range(len(shape))]
     made = w.adapted(name, target)
@@ -340,18 +356,29 @@ def _regular(w: Writer, node: NodeProto) -> None:
     needed[read[read >= 0]] = True
     mask = needed.reshape(s.shape(name))
     target = [np.flatnonzero(mask.any(axis=tuple(k for k in range(mask.ndim) if k != a))) for a in range(mask.ndim)]
-    ids = grid(s.shape(name), target)
-    params: list[Array | None] = [ids.astype(np.float64) + 1, *(s.net.known(v) if v else None for v in node.input[1:])]
-    try:
-        moved = s.net.operators.run(node, params)[0].astype(np.int64) - 1
-        # of which output elements these are: every source has one place
-        lists = by_axis(_renumbered(w, node, moved), s.shape(out)) if len(np.unique(source)) == source.size else None
-    except CompactionError:
-        lists = None
-    if lists is None or any(len(l) == n and not np.array_equal(l, np.arange(n)) for l, n in zip(lists, s.shape(out), strict=True)):
-        return w.copy_whole(node)
+    lists = _kept_by(w, node, target) if len(np.unique(source)) == source.size else None
+    if lists is None:
+        w.copy_whole(node)
+        return
     made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
     w.put(out, made, w.grid(out, lists))
+
+
+def _kept_by(w: Writer, node: NodeProto, target: Lists) -> Lists | None:
+    """The entries of each axis of the output that the operator makes of the entries `target`; None: no product."""
+    s, shape = w.study, w.study.shape(node.output[0])
+    ids = grid(s.shape(node.input[0]), target)
+    given: list[Array | None] = [ids.astype(np.float64) + 1, *(s.net.known(v) if v else None for v in node.input[1:])]
+    try:
+        moved = s.net.operators.run(node, given)[0].astype(np.int64) - 1
+    except CompactionError:
+        return None
+    lists = by_axis(_renumbered(w, node, moved), shape)
+    if lists is None or any(
+        len(own) == n and not np.array_equal(own, np.arange(n)) for own, n in zip(lists, shape, strict=True)
+    ):
+        return None
+    return lists
 
 
 MOVE = Rule(_forward, _backward, _rewrite)
@@ -364,49 +391,3 @@ def is_move(net: Net, node: NodeProto) -> bool:
     if node.op_type not in MOVES or len([o for o in node.output if o]) != 1:
         return False
     return data == [0] or node.op_type == "Concat"
-
-
-def join_moves(net: Net) -> None:
-    """Write a chain of moves that only permutes the entries of one axis as one `Gather`: a channel shuffle."""
-    users = net.users()
-    makers = {n.output[0]: n for n in net.nodes}
-    gone: set[str] = set()
-    replaced: dict[str, NodeProto] = {}
-    for first in net.nodes:
-        if first.output[0] in gone or first.op_type not in REGROUP | {"Transpose"} or first.input[0] in net.sizes:
-            continue
-        chain = [first]
-        while len(users.get(chain[-1].output[0], [])) == 1 and chain[-1].output[0] != net.output:
-            after = users[chain[-1].output[0]][0]
-            if after.op_type not in REGROUP | {"Transpose"} or after.input[0] != chain[-1].output[0]:
-                break
-            chain.append(after)
-        for end in range(len(chain), 2, -1):
-            found = _permutation(net, chain[:end])
-            if found is not None:
-                axis, order = found
-                out = chain[end - 1].output[0]
-                net.constants[f"{out}.order"] = order
-                net.shapes[f"{out}.order"], net.kinds[f"{out}.order"] = order.shape, order.dtype
-                net.moving[f"{out}.order"] = (False,)
-                replaced[out] = helper.make_node("Gather", [first.input[0], f"{out}.order"], [out], axis=axis)
-                gone.update(n.output[0] for n in chain[: end - 1])
-                break
-    del makers
-    net.nodes = [replaced.get(n.output[0], n) for n in net.nodes if n.output[0] not in gone]
-
-
-def _permutation(net: Net, chain: list[NodeProto]) -> tuple[int, Ids] | None:
-    name, out = chain[0].input[0], chain[-1].output[0]
-    shape = net.shapes[name]
-    if net.shapes[out] != shape or net.moving[out] != net.moving[name]:
-        return None
-    ids: Array = np.arange(prod(shape), dtype=np.float64).reshape(shape)
-    for node in chain:
-        ids = net.operators.run(node, [ids, *(net.known(v) if v else None for v in node.input[1:])])[0]
-    lists = by_axis(ids.astype(np.int64), shape)
-    if lists is None:
-        return None
-    changed = [a for a, own in enumerate(lists) if not np.array_equal(own, np.arange(len(own)))]
-    return (changed[0], lists[changed[0]]) if len(changed) == 1 else None
-

@@ -46,12 +46,18 @@ class Net:
     sizes: dict[str, Array] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """The bundle's tensor that a constant is made of, the first one."""
+    ids: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """For a constant that is made of the bundle's tensors by moves alone, the numbers of their elements."""
     growing: set[str] = field(default_factory=set)
     """The sizes that the batch enters."""
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""
         return self.kinds[name].kind == "f"
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a value holds floats or truth values."""
+        return self.kinds[name].kind in "fb"
 
     def layer(self, node: NodeProto) -> str:
         """The name of the weight of a layer; empty for a node that has none."""
@@ -73,6 +79,18 @@ class Net:
             at = makers[at].input[data[-1]]
         return name
 
+    def above(self, name: str) -> set[str]:
+        """`name` and the values it is made of, up to the layers that make their channels."""
+        makers = {o: n for n in self.nodes for o in n.output}
+        found, pending = {name}, [name]
+        while pending:
+            node = makers.get(pending.pop())
+            if node is not None and not self.layer(node):
+                more = {node.input[k] for k in self.data(node)} - found
+                found |= more
+                pending += more
+        return found
+
     def data(self, node: NodeProto) -> list[int]:
         """The inputs of `node` that carry data: neither constants nor sizes."""
         return [k for k, v in enumerate(node.input) if v and v not in self.constants and v not in self.sizes]
@@ -90,8 +108,11 @@ class Net:
         return found
 
 
-def prepare(model: ModelProto, probe: Array) -> Net:
+def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None = None) -> Net:
     """`model`, all its tensors constants, as a `Net`. `probe` is a batch of at least two samples.
+
+    With `tensors`, the names and shapes of the bundle's tensors, their elements are numbered in order and followed
+    through the moves of constants; batch-norms stay.
 
     Raises CompactionError when the graph does not run, or not for every batch size.
     """
@@ -101,8 +122,13 @@ def prepare(model: ModelProto, probe: Array) -> Net:
     operators = Operators(model.opset_import, model.ir_version)
     net = Net(model, list(graph.node), constants, given, graph.output[0].name, operators)
     net.origins = {name: name for name in constants}
+    start = 0
+    for name, shape in (tensors or {}).items():
+        net.ids[name] = np.arange(start, start + int(np.prod(shape))).reshape(shape)
+        start += net.ids[name].size
     _fold_constants(net)
-    _fold_batch_norms(net)
+    if tensors is None:
+        _fold_batch_norms(net)
     _plain_forms(net)
     _measure(net, probe)
     _split_splits(net)
@@ -177,11 +203,30 @@ def _fold_constants(net: Net) -> None:
             net.constants.update(zip(outs, made, strict=True))
             named = [net.origins[v] for v in node.input if v in net.origins and net.constants[v].dtype.kind == "f"]
             net.origins.update(dict.fromkeys(outs, named[0]) if named else {})
+            _follow(net, node, outs)
         else:
             kept.append(node)
     if net.output in same or net.output in net.constants:
         kept.append(helper.make_node("Identity", [same.get(net.output, net.output)], [net.output]))
     net.nodes = kept
+
+
+_MOVES = frozenset(
+    {"Concat", "Expand", "Flatten", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+
+def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
+    """The numbers of the elements that a move of constants makes."""
+    if node.op_type not in _MOVES or node.input[0] not in net.ids:
+        return
+    given: list[Array | None] = []
+    for v in node.input:
+        constant = net.constants[v] if v else None
+        floats = constant is not None and constant.dtype.kind == "f"
+        given.append(net.ids.get(v, np.full(constant.shape, -1)).astype(np.float64) if floats else constant)  # type: ignore[union-attr]
+    made = net.operators.run(node, given)
+    net.ids.update((name, v.astype(np.int64)) for name, v in zip(outs, made, strict=True))
 
 
 def _constant(node: NodeProto) -> Array:
@@ -276,6 +321,8 @@ def _measure(net: Net, probe: Array) -> None:
         if node.op_type in ("Shape", "Size") or not depends:
             net.sizes.update((o, one[o]) for o in node.output if o)
             net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
+            if node.op_type == "Expand" and node.input[0] in net.ids:
+                net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
 
 
 def _split_splits(net: Net) -> None:

@@ -127,15 +127,11 @@ def conv(x: F64, weight: F64, given: Mapping[str, Any]) -> F64:
     strides, dilations = given.get("strides", [1] * n), given.get("dilations", [1] * n)
     padded = np.pad(x[0], [(0, 0), *zip(before, after, strict=True)])
     size = [
-        (s - d * (k - 1) - 1) // t + 1
-        for s, t, d, k in zip(padded.shape[1:], strides, dilations, kernel, strict=True)
+        (s - d * (k - 1) - 1) // t + 1 for s, t, d, k in zip(padded.shape[1:], strides, dilations, kernel, strict=True)
     ]
     made = np.zeros((weight.shape[0], int(np.prod(size))))
     for tap in product(*map(range, kernel)):
-        places = [
-            slice(i * d, i * d + (m - 1) * t + 1, t) for i, d, m, t in zip(tap, dilations, size, strides, strict=True)
-        ]
-        made += weight[(slice(None), slice(None), *tap)] @ padded[(slice(None), *places)].reshape(len(x[0]), -1)
+        made += _tap(weight, tap) @ padded[_places(tap, dilations, size, strides)].reshape(len(padded), -1)
     return made.reshape(1, -1, *size)
 
 
@@ -149,14 +145,24 @@ def conv_transpose(x: F64, weight: F64, given: Mapping[str, Any], size: Sequence
     room = [max(w, b + s) for w, b, s in zip(whole, before, size, strict=True)]
     made = np.zeros((weight.shape[0], *room))
     for tap in product(*map(range, kernel)):
-        places = [
-            slice(i * d, i * d + (m - 1) * t + 1, t)
-            for i, d, m, t in zip(tap, dilations, x.shape[2:], strides, strict=True)
-        ]
-        part = weight[(slice(None), slice(None), *tap)] @ x[0].reshape(len(x[0]), -1)
-        made[(slice(None), *places)] += part.reshape(-1, *x.shape[2:])
-    kept = made[(slice(None), *(slice(b, b + s) for b, s in zip(before, size, strict=True)))]
-    return np.ascontiguousarray(kept)[None]
+        part = _tap(weight, tap) @ x[0].reshape(x.shape[1], -1)
+        made[_places(tap, dilations, x.shape[2:], strides)] += part.reshape(-1, *x.shape[2:])
+    kept = (slice(None), *(slice(b, b + s) for b, s in zip(before, size, strict=True)))
+    return np.ascontiguousarray(made[kept])[None]
+
+
+def _tap(weight: F64, tap: tuple[int, ...]) -> F64:
+    """One entry of the kernel of a weight [out, in, *kernel]."""
+    found: F64 = weight.reshape(*weight.shape[:2], -1)[:, :, np.ravel_multi_index(tap, weight.shape[2:])]
+    return found
+
+
+def _places(
+    tap: Sequence[int], dilations: Sequence[int], size: Sequence[int], strides: Sequence[int]
+) -> tuple[slice, ...]:
+    """Where a tap meets a padded value [channels, *], for outputs of `size`."""
+    spatial = zip(tap, dilations, size, strides, strict=True)
+    return (slice(None), *(slice(i * d, i * d + (m - 1) * t + 1, t) for i, d, m, t in spatial))
 
 
 FLOAT = TensorProto.FLOAT

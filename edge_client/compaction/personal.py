@@ -25,9 +25,11 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edge_client.align import Align
 from edge_client.bundle import F32, Bundle, Manifest, views
-from edge_client.compaction.smaller import smaller
+from edge_client.compaction.smaller import analysed
 from edge_client.compaction.surgery import freeze, widen
+from edge_client.compaction.tuning import Clock, aligned
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
 from edge_client.task import Personal
@@ -44,7 +46,7 @@ class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
     `parameters_live` counts the dense model's parameters that are not zero. `layers` gives for each weight how many
-    outputs its layer had and how many it has left. `kept` has a line for each operator that reads channels although
+    outputs its layer had and how many it has left. `stopped` has a line for each operator that reads channels although
     they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
     probes, divided by the scale.
@@ -54,18 +56,25 @@ class PersonalReport:
     parameters_live: int
     parameters_compact: int
     layers: Mapping[str, tuple[int, int]]
-    kept: tuple[str, ...]
+    stopped: tuple[str, ...]
     bytes_compact: int
     max_abs_diff: float
     max_scaled_diff: float
 
 
 def write_personal(
-    bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None
+    bundle: Bundle,
+    personal: Personal,
+    path: Path,
+    samples: NDArray[Any] | None = None,
+    *,
+    align: Align = "none",
+    clock: Clock | None = None,
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
-    `samples` [n, *input] joins the probes; a model of integers needs it. The file appears whole or not at all.
+    `samples` [n, *input] joins the probes; a model of integers needs it. `align` says how wide its layers are, and
+    `clock` measures for it (`tuning`). The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
     the bundle, StateError when the file cannot be written.
     """
@@ -76,7 +85,7 @@ def write_personal(
             "this model reads integers and the bundle does not say of which range; give samples to check on"
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
-    made = smaller(freeze(_read_eval(bundle), tensors, fold=False), probe)
+    made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
@@ -85,7 +94,7 @@ def write_personal(
         parameters_live=int(np.count_nonzero(personal.parameters)),
         parameters_compact=made.parameters,
         layers=made.layers,
-        kept=made.kept,
+        stopped=made.stopped,
         bytes_compact=len(data),
         max_abs_diff=largest,
         max_scaled_diff=scaled,

@@ -8,16 +8,18 @@ gives a constant a border) it is a map that is added to the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
+from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.compaction.operators import F64, conv, conv_transpose, settings
-from edge_client.compaction.study import Bools, Rule, Study, mixed
-from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
-from edge_client.compaction.layouts import preferred, worth
-from edge_client.errors import CompactionError
+from edge_client.compaction.study import Bools, Rule, Study, mixed, some
+from edge_client.compaction.writer import Ids, Writer, by_axis
+
+_Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _apply(s: Study, node: NodeProto, layer: _Conv, x: F64, rows: NDArray[np.boo
     return made
 
 
-def _column(values: NDArray[np.generic], rank: int) -> NDArray[np.generic]:
+def _column(values: NDArray[_Value], rank: int) -> NDArray[_Value]:
     return values.reshape(1, -1, *(1,) * (rank - 2))
 
 
@@ -102,11 +104,11 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     layer = _of(s, node)
     groups, outs, ins = layer.weight.shape[:3]
     rank = len(s.shape(name))
-    rows = s.wanted(out)[1]
+    wanted = s.wanted(out)[1]
     linked = (layer.weight != 0).reshape(groups, outs, ins, -1).any(axis=-1)
-    live_in = s.live(name).any(axis=(0, *range(2, rank)))
+    live_in = some(s.live(name), (0, *range(2, rank)))
     # of each group its live outputs and the live inputs that these read
-    r = [rows[(rows >= g * outs) & (rows < (g + 1) * outs)] for g in range(groups)]
+    r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
     c = [
         g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])
         for g, own in enumerate(r)
@@ -115,46 +117,60 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
         c = [own if own.size else g * ins + np.flatnonzero(live_in[g * ins :][:ins])[:1] for g, own in enumerate(c)]
     lists = w.lists(name)
     full = [np.arange(n) for n in s.shape(name)]
+    attributes = settings(node)
     if groups == 1:
         order = preferred(w, out)
         r = [order] if order is not None else r
         columns = worth(lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
+        classes = [[0]]
+        c = [columns]
     else:
         held = [g for g in range(groups) if r[g].size]
-        r, c = [r[g] for g in held], [c[g] for g in held]
-        width, depth = max(map(len, r)), max(map(len, c))
-        r = [np.pad(own, (0, width - len(own)), constant_values=-1) for own in r]
-        c = [np.pad(own, (0, depth - len(own)), constant_values=-1) for own in c]
-        columns = np.concatenate(c)
-    kept = np.concatenate(r)
-    given = w.adapted(name, [columns if a == 1 else full[a] for a in range(rank)])
-    # the constant part: what the inputs that are gone emit
+        classes = _classes(held, r, c)
+        attributes["group"] = groups
     value = np.array(s.facts(name)[0])
-    value[:, columns[columns >= 0]] = 0
+    value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
     need = np.zeros(groups * outs, np.bool_)
-    need[kept[kept >= 0]] = True
-    constant = (_apply(s, node, layer, value, need) + _column(layer.bias, rank))[:, np.maximum(kept, 0)]
-    constant[:, kept < 0] = 0
-    count = len(r)
-    blocks = columns.reshape(count, -1)
-    weight = np.zeros((count, len(kept) // count, blocks.shape[1], *layer.weight.shape[3:]))
-    for k, (own, used) in enumerate(zip(r, blocks, strict=True)):
-        g = int(max(own.max(initial=0), 0)) // outs
-        part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
-        part = part * np.multiply.outer(own >= 0, used >= 0).reshape(len(own), len(used), *(1,) * (rank - 2))
-        weight[k] = part
-    if layer.transposed:
-        stored = weight.swapaxes(1, 2).reshape(-1, *weight.shape[1:2], *weight.shape[3:])
-    else:
-        stored = weight.reshape(-1, *weight.shape[2:])
-    bias, rest = _bias(constant, 1)
-    attributes = {**settings(node), **({"group": count} if "group" in settings(node) or count > 1 else {})}
-    inputs = [given, w.constant(stored), *([w.constant(bias)] if bias.any() else [])]
-    made = w.emit(node.op_type, inputs, **attributes)
-    if rest is not None:
-        made = w.emit("Add", [made, w.mapped(rest)])
-    ids = w.grid(out, [kept if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))])
-    w.put(out, made, np.where(ids < 0, np.where(_column(kept, rank) == -2, -2, -1), ids))
+    need[np.concatenate(r)[np.concatenate(r) >= 0]] = True
+    # the constant part: what the inputs that are gone emit
+    constant = _apply(s, node, layer, value, need) + _column(layer.bias, rank)
+    made, kept = [], []
+    for members in classes:
+        rows, columns = _squared([r[g] for g in members]), _squared([c[g] for g in members])
+        given = w.adapted(name, [columns.reshape(-1) if a == 1 else full[a] for a in range(rank)])
+        weight = np.zeros((*rows.shape, columns.shape[1], *layer.weight.shape[3:]))
+        for k, (g, own, used) in enumerate(zip(members, rows, columns, strict=True)):
+            part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
+            weight[k] = part * np.multiply.outer(own >= 0, used >= 0).reshape(*part.shape[:2], *(1,) * (rank - 2))
+        stored = weight.swapaxes(1, 2) if layer.transposed else weight
+        flat = rows.reshape(-1)
+        bias, rest = _bias(constant[:, np.maximum(flat, 0)] * _column(flat >= 0, rank), 1)
+        inputs = [given, w.constant(stored.reshape(-1, *stored.shape[2:])), *([w.constant(bias)] if bias.any() else [])]
+        if len(members) > 1 or "group" in attributes:
+            attributes["group"] = len(members)
+        made.append(w.emit(node.op_type, inputs, **attributes))
+        made[-1] = w.emit("Add", [made[-1], w.mapped(rest)]) if rest is not None else made[-1]
+        kept.append(flat)
+    order = np.concatenate(kept)
+    joined = w.emit("Concat", made, axis=1) if len(made) > 1 else made[0]
+    w.put(out, joined, w.grid(out, [order if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))]))
+
+
+def _squared(lists: list[Ids]) -> Ids:
+    """Lists as rows of one array, -1 behind their ends."""
+    width = max(map(len, lists))
+    return np.stack([np.pad(own, (0, width - len(own)), constant_values=-1) for own in lists])
+
+
+def _classes(held: list[int], r: list[Ids], c: list[Ids]) -> list[list[int]]:
+    """Groups that one convolution computes: all, or where that wastes too much those of equal size."""
+    exact = sum(len(r[g]) * len(c[g]) for g in held)
+    if len(held) * max(len(r[g]) for g in held) * max(len(c[g]) for g in held) <= FILL * exact:
+        return [held]
+    found: dict[tuple[int, int], list[int]] = {}
+    for g in held:
+        found.setdefault((len(r[g]), len(c[g])), []).append(g)
+    return list(found.values())
 
 
 def _bias(constant: F64, axis: int) -> tuple[F64, F64 | None]:
@@ -172,7 +188,7 @@ CONVOLUTION = Rule(_conv_forward, _conv_backward, _conv_rewrite)
 # --- matrix products
 
 
-def _operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
+def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
     """Both factors of a `MatMul` or `Gemm`, whether the second is transposed, and the bias."""
     if node.op_type == "MatMul":
         return node.input[0], node.input[1], False, ""
@@ -195,14 +211,53 @@ def _factor(s: Study, name: str, transposed: bool) -> tuple[F64, Bools, NDArray[
     return (value.T, varies.T, label.T) if transposed else (value, varies, label)
 
 
+def _shift_free(s: Study, node: NodeProto) -> bool:
+    """Whether a term that is equal for all columns of the product changes nothing: a softmax over columns follows."""
+    key = ("shift", node.output[0])
+    if key not in s.notes:
+        s.notes[key] = _reaches_softmax(s, node.output[0])
+    return bool(s.notes[key])
+
+
+def _reaches_softmax(s: Study, value: str) -> bool:
+    if value == s.net.output:
+        return False
+    for user in s.users.get(value, []):
+        rest = [v for v in user.input if v != value]
+        rank = len(s.shape(value))
+        if user.op_type == "Softmax":
+            if settings(user).get("axis", -1) % rank != rank - 1:
+                return False
+        elif user.op_type == "Add" and len(rest) == 1:  # what is added does not mind
+            if not _reaches_softmax(s, user.output[0]) or len(s.shape(user.output[0])) != rank:
+                return False
+        elif user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1:
+            scalar = rest[0] in s.net.constants and s.net.constants[rest[0]].size == 1
+            if not scalar or not _reaches_softmax(s, user.output[0]):
+                return False
+        else:
+            return False
+    return bool(s.users.get(value))
+
+
+def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
+    """The second factor. Before a softmax, entries that are equal for all columns count as zero."""
+    _, name, transposed, _ = operands(s, node)
+    value, varies, label = _factor(s, name, transposed)
+    if node.op_type == "MatMul" and name in s.varies and _shift_free(s, node):
+        flat = ~varies.any(axis=-1, keepdims=True) & (value == value[..., :1]).all(axis=-1, keepdims=True)
+        value = np.where(flat, 0.0, value)
+    return value, varies, label
+
+
 def _any(a: Bools, b: Bools) -> Bools:
     """The product of marks: whether any pair of them meets."""
-    return np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0
+    return np.asarray(np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0)
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, third = _operands(s, node)
-    a, b = _factor(s, first, False), _factor(s, second, transposed)
+    first, second, transposed, third = operands(s, node)
+    a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
     if third:
@@ -221,59 +276,62 @@ def _product_forward(s: Study, node: NodeProto) -> None:
 
 
 def _product_backward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, _ = _operands(s, node)
+    first, second, transposed, _ = operands(s, node)
     live = s.live(node.output[0])
-    a, b = _factor(s, first, False), _factor(s, second, transposed)
+    a, b = _factor(s, first, False), _second(s, node)
     some = [x[1] | (x[0] != 0) for x in (a, b)]
     read = _any(live, some[1].swapaxes(-1, -2))
     s.mark(first, _reduced(read, s.shape(first)))
     back = _any(some[0].swapaxes(-1, -2), live)
     shape = s.shape(second)
     s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
+    if first in s.read and second in s.read:
+        s.due[first] |= s.read[first] & (a[0] != 0)
+        s.due[second] |= s.read[second] & ((b[0].T if transposed else b[0]) != 0)
 
 
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
     """A mask over the axes that broadcasting added or widened."""
     lead = mask.ndim - len(shape)
-    mask = mask.any(axis=tuple(range(lead))) if lead else mask
+    mask = some(mask, tuple(range(lead))) if lead else mask
     once = tuple(k for k, n in enumerate(shape) if n == 1 and mask.shape[k] > 1)
-    return mask.any(axis=once, keepdims=True) if once else mask
+    return some(mask, once, keepdims=True) if once else mask
 
 
 def _product_rewrite(w: Writer, node: NodeProto) -> None:
     s = w.study
-    first, second, transposed, third = _operands(s, node)
+    first, second, transposed, third = operands(s, node)
     if second in s.net.constants and len(s.shape(second)) == 2 and first in w.pieces:
-        return _linear(w, node, first, second, transposed, third)
-    if node.op_type == "Gemm":
-        return w.copy_whole(node)
-    if first in w.pieces and second in w.pieces and _ragged(w, node, first, second):
-        return
-    _general(w, node, first, second)
+        _linear(w, node, first, second, transposed, third)
+    elif node.op_type == "Gemm":
+        w.copy_whole(node)
+    elif first not in w.pieces or second not in w.pieces or not _ragged(w, node, first, second):
+        _general(w, node, first, second)
 
 
 def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: bool, third: str) -> None:
     """Data times a constant matrix, with a bias."""
     s, out = w.study, node.output[0]
     weight = s.net.constants[second].T if transposed else s.net.constants[second]
-    shape = s.shape(first)
-    bias = s.net.constants[third] if third else np.zeros(1)
-    rows = s.wanted(out)[-1]
+    size = len(weight)
     order = preferred(w, out)
-    rows = rows if order is None else order
-    live = s.live(first).reshape(-1, shape[-1]).any(axis=0)
+    rows = s.wanted(out)[-1] if order is None else order
+    live = s.live(first).reshape(-1, size).any(axis=0)
     due = np.flatnonzero(live & (weight[:, rows[rows >= 0]] != 0).any(axis=1))
-    lists = w.lists(first)
-    columns = worth(lists[-1], due, len(rows))
-    others = lists[:-1]
+    *others, own = w.lists(first)
+    columns = worth(own, due, len(rows))
     given = w.adapted(first, [*others, columns])
+    # the constant part: what the inputs that are gone emit, and the bias
     value = np.array(s.facts(first)[0])
     value[..., columns[columns >= 0]] = 0
-    for axis, own in enumerate(others):
-        value = np.take(value, np.maximum(own, 0), axis)
-    used = np.flatnonzero(value.reshape(-1, shape[-1]).any(axis=0))
+    bias = s.net.constants[third] if third else np.zeros(1)
+    bias = np.broadcast_to(bias, (*np.broadcast_shapes(bias.shape, (1,) * value.ndim)[:-1], weight.shape[1]))
+    for axis, kept in enumerate(others):
+        value = np.take(value, np.maximum(kept, 0), axis)
+        bias = np.take(bias, np.maximum(kept, 0), axis) if bias.shape[axis] > 1 else bias
+    used = np.flatnonzero(value.reshape(-1, size).any(axis=0))
     part = weight[:, np.maximum(rows, 0)] * (rows >= 0)
-    constant = value[..., used] @ part[used] + np.broadcast_to(bias, s.shape(out))[tuple(slice(0, 1) if bias.ndim < 2 or bias.shape[0] == 1 else slice(None) for _ in shape[:-1])][..., np.maximum(rows, 0)] * (rows >= 0)
+    constant = value[..., used] @ part[used] + bias[..., np.maximum(rows, 0)] * (rows >= 0)
     fixed, rest = _bias(constant, constant.ndim - 1)
     small = part[np.maximum(columns, 0)] * (columns >= 0)[:, None]
     if node.op_type == "Gemm":
@@ -291,44 +349,41 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
 
 def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
     """Per batch entry, the contracted entries that must be in both factors, bool[..., k]."""
-    a, b = s.facts(first), s.facts(second)
+    a, b = s.facts(first), _second(s, node)
     live = s.live(node.output[0])
-    some = [x[1] | (x[0] != 0) for x in (a, b)]
-    rows = (a[1] & live.any(axis=-1, keepdims=True)).any(axis=-2)
-    others = (some[0] & live.any(axis=-1, keepdims=True)).any(axis=-2)
-    cols = (b[1] & live.any(axis=-2)[..., None, :]).any(axis=-1)
-    back = (some[1] & live.any(axis=-2)[..., None, :]).any(axis=-1)
-    return (rows & back) | (others & cols)
+    rows, columns = some(live, -1, keepdims=True), some(live, -2)[..., None, :]
+
+    def of(marks: Bools, others: Bools, axis: int) -> Bools:
+        return some(marks & others, axis)
+
+    varying = of(a[1], rows, -2) & of(b[1] | (b[0] != 0), columns, -1)
+    return varying | (of(a[1] | (a[0] != 0), rows, -2) & of(b[1], columns, -1))
 
 
 def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
     """A product of which both factors may vary: the same entries of the contracted axis in both."""
     s, out = w.study, node.output[0]
-    shape = s.shape(out)
-    wanted = s.wanted(out)
+    shape, target = s.shape(out), s.wanted(out)
     need = _needed(s, node, first, second)
     due = np.flatnonzero(need.any(axis=tuple(range(need.ndim - 1))))
     if w.net.moving[first][-1]:
         due = np.arange(s.shape(first)[-1])
     due = due if due.size else np.zeros(1, np.int64)
-    target = list(wanted)
 
-    def lists(name: str, at: int, kept: Ids) -> Lists:
+    def factor(name: str, summed: int) -> str:
         size = s.shape(name)
         lead = len(shape) - len(size)
         own = [target[lead + a] if n == shape[lead + a] else np.arange(n) for a, n in enumerate(size)]
-        own[at] = due
-        own[-3 - at] = kept if True else own[-3 - at]
-        return own
+        own[summed] = due
+        return w.adapted(name, own)
 
-    inputs = [w.adapted(first, lists(first, -1, target[-2])), w.adapted(second, lists(second, -2, target[-1]))]
-    made = w.emit("MatMul", inputs)
+    made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
-    a, b = s.facts(first)[0][..., gone], s.facts(second)[0][..., gone, :]
+    a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]
     if gone.size and a.any() and b.any():
         rest = np.broadcast_to(np.matmul(a, b), shape)
-        for axis, own in enumerate(target):
-            rest = np.take(rest, own, axis)
+        for axis, kept in enumerate(target):
+            rest = np.take(rest, kept, axis)
         made = w.emit("Add", [made, w.mapped(rest)])
     w.put(out, made, w.grid(out, target))
 
@@ -337,53 +392,45 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     """The product of pieces whose entries differ from head to head, if both have the same ones. False otherwise."""
     s, out = w.study, node.output[0]
     a, b = w.pieces[first].ids, w.pieces[second].ids
+    whole = np.arange(int(np.prod(s.shape(out)))).reshape(s.shape(out))
     if by_axis(a, s.shape(first)) is not None and by_axis(b, s.shape(second)) is not None:
         return False
-    if len(s.shape(first)) != len(s.shape(second)) or a.shape[:-2] != b.shape[:-2] or a.shape[:-2] != s.shape(out)[:-2]:
+    if a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[:-1] != whole.shape[:-1]:
         return False
-    ka, free_a = _entry(a, s.shape(first), -1)
-    kb, free_b = _entry(b, s.shape(second), -2)
-    if ka is None or kb is None or not np.array_equal(ka, kb):
+    summed, other = _entry(a, s.shape(first), -1), _entry(b, s.shape(second), -2)
+    columns = _entry(b, s.shape(second), -1)
+    if b.shape[-1] == whole.shape[-1]:  # none is cut, also of a head without entries
+        columns = np.broadcast_to(np.arange(b.shape[-1]), (*b.shape[:-2], b.shape[-1]))
+    if summed is None or other is None or columns is None or not np.array_equal(summed, other):
         return False
-    zeros = (np.where(a == -2, 0, a) == -1).any() or (np.where(b == -2, 0, b) == -1).any()
-    if zeros and not (_zero(a, -1, ka) and _zero(b, -2, kb)):
+    if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
     need = _needed(s, node, first, second)
-    held = np.zeros((*need.shape[:-1], need.shape[-1] + 1), np.bool_)
-    np.put_along_axis(held, np.broadcast_to(np.where(ka >= 0, ka, need.shape[-1]), (*need.shape[:-1], ka.shape[-1])), True, -1)
-    if (need & ~held[..., :-1]).any():
-        return False
+    lead, k = need.shape[:-1], need.shape[-1]
+    held = np.zeros((*lead, k + 1), np.bool_)
+    np.put_along_axis(held, np.broadcast_to(np.where(summed >= 0, summed, k), (*lead, summed.shape[-1])), True, -1)
     gone = ~held[..., :-1]
-    rest = np.matmul(s.facts(first)[0] * gone[..., None, :], s.facts(second)[0] * gone[..., :, None])
-    rows = np.arange(s.shape(out)[-2]) if free_a is None else free_a
+    at = np.broadcast_to(np.maximum(columns, 0)[..., None, :], (*whole.shape[:-1], columns.shape[-1]))
+    ids = np.where(columns[..., None, :] >= 0, np.take_along_axis(whole, at, -1), -2)
+    if (need & gone).any() or (s.live(out) & ~np.isin(whole, ids)).any():
+        return False
     made = w.emit("MatMul", [w.pieces[first].name, w.pieces[second].name])
-    # each element of the output, by the batch entry, the row of `a` and the column of `b`
-    del rows
-    if a.shape[-2] != s.shape(out)[-2]:
-        return False
-    kc, _ = _entry(b, s.shape(second), -1)
-    if kc is None:
-        return False
-    whole = np.arange(int(np.prod(s.shape(out)))).reshape(s.shape(out))
-    at = np.broadcast_to(np.maximum(kc, 0)[..., None, :], (*whole.shape[:-1], kc.shape[-1]))
-    ids = np.where(np.broadcast_to(kc[..., None, :] >= 0, at.shape), np.take_along_axis(whole, at, -1), -2)
-    if (s.live(out) & ~np.isin(whole, ids)).any():
-        return False
+    rest = np.matmul(s.facts(first)[0] * gone[..., None, :], _second(s, node)[0] * gone[..., :, None])
     if rest.any():
-        made = w.emit("Add", [made, w.mapped(np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0))])
+        held_rest = np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0)
+        made = w.emit("Add", [made, w.mapped(held_rest)])
     w.put(out, made, ids)
     return True
 
 
-def _entry(ids: Ids, shape: tuple[int, ...], axis: int) -> tuple[Ids | None, Ids | None]:
-    """The entry of `axis` at each of its places, per batch entry and the same along the other matrix axis; -1: none."""
+def _entry(ids: Ids, shape: tuple[int, ...], axis: int) -> Ids | None:
+    """The entry of `axis` at each of its places, per batch entry, -1: none; None if it differs along the other axis."""
     other = -3 - axis
     valid = ids >= 0
-    place = np.unravel_index(np.where(valid, ids, 0), shape)[axis]
-    kept = np.where(valid, place, -1)
-    found = kept.max(axis=other)
-    same = np.where(valid, kept, np.expand_dims(found, other)) == np.expand_dims(found, other)
-    return (found, None) if same.all() else (None, None)
+    place = np.where(valid, np.unravel_index(np.where(valid, ids, 0), shape)[axis], -1)
+    found = place.max(axis=other)
+    wide = np.expand_dims(found, other)
+    return found if (np.where(valid, place, wide) == wide).all() else None
 
 
 def _zero(ids: Ids, axis: int, entry: Ids) -> bool:
@@ -432,4 +479,3 @@ def _embedding_rewrite(w: Writer, node: NodeProto) -> None:
 
 
 EMBEDDING = Rule(_embedding_forward, _embedding_backward, _embedding_rewrite)
-__all__ = ["CONVOLUTION", "EMBEDDING", "PRODUCT", "CompactionError", "Ragged", "grid", "is_convolution", "is_embedding", "is_product"]

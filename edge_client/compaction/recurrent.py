@@ -13,12 +13,12 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
 from edge_client.compaction.operators import F64, settings
-from edge_client.compaction.study import Bools, Rule, Study
+from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
 
 GATES = {"LSTM": 4, "GRU": 3}
-SPAN = 1e-9
+SPAN = 1e-7
 """How far, relative to the largest, a course may lie from those that stand for it."""
 
 
@@ -50,10 +50,10 @@ def _starts(s: Study, node: NodeProto) -> list[str]:
 
 def _forward(s: Study, node: NodeProto) -> None:
     inputs, units = _links(s, node)
-    moves = s.facts(node.input[0])[1].any(axis=(0, 1))
-    varies = (inputs & moves).any(axis=2)
+    moves = some(s.facts(node.input[0])[1], (0, 1))
+    varies = some(inputs & moves, 2)
     for name in _starts(s, node):
-        varies |= s.facts(name)[1][:, 0]
+        varies = varies | s.facts(name)[1][:, 0]
     for _ in range(units.shape[1]):
         more = varies | (units & varies[:, None, :]).any(axis=2)
         if (more == varies).all():
@@ -73,8 +73,8 @@ def _live(s: Study, node: NodeProto) -> Bools:
     for name in [o for o in node.output if o]:
         own, seen = s.varies[name], s.read[name]
         lead = tuple(range(own.ndim - 3))  # [t] d n h
-        varies |= own.any(axis=lead)[:, 0]
-        read |= seen.any(axis=lead)[:, 0]
+        varies |= some(own, lead)[:, 0]
+        read |= some(seen, lead)[:, 0]
     live = varies & read
     for _ in range(units.shape[1]):
         more = live | (varies & (units & live[:, :, None]).any(axis=1))
@@ -91,7 +91,7 @@ def _backward(s: Study, node: NodeProto) -> None:
     s.mark(node.input[0], np.broadcast_to(read, s.shape(node.input[0])))
     for name in _starts(s, node):
         s.mark(name, np.broadcast_to(live[:, None], s.shape(name)))
-    s.notes["live", node.output[0]] = live  # type: ignore[index]
+    s.notes["live", node.output[0]] = live
 
 
 def _courses(s: Study, node: NodeProto) -> F64:
@@ -100,7 +100,11 @@ def _courses(s: Study, node: NodeProto) -> F64:
     full.CopyFrom(node)
     full.output[:] = ["y"]
     states = s.net.operators.run(full, [s.facts(v)[0] if v else None for v in node.input])[0][:, :, 0].swapaxes(0, 1)
-    start = s.facts(node.input[5])[0] if len(node.input) > 5 and node.input[5] else np.zeros((len(states), 1, states.shape[2]))
+    start = (
+        s.facts(node.input[5])[0]
+        if len(node.input) > 5 and node.input[5]
+        else np.zeros((len(states), 1, states.shape[2]))
+    )
     found = []
     for way, own in enumerate(states):
         backwards = settings(node).get("direction", b"forward") == b"reverse" or way == 1
@@ -124,7 +128,7 @@ def _basis(courses: F64) -> tuple[Ids, F64]:
 def _rewrite(w: Writer, node: NodeProto) -> None:
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
-    live: Bools = s.notes["live", node.output[0]]  # type: ignore[index]
+    live: Bools = s.notes["live", node.output[0]]
     weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
     ways, h = live.shape
     has_bias = len(node.input) > 3 and bool(node.input[3])
@@ -152,7 +156,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
             rows = np.concatenate([own, still[basis]])
             share = recurrent[way][:, rows][:, :, still]
             biases[way, 1][:, rows] += share @ mix[0]
-            recurrent[way][np.ix_(range(gates), rows, still)] = 0
+            recurrent[way][np.ix_(np.arange(gates), rows, still)] = 0
             for k, unit in enumerate(still[basis]):
                 recurrent[way][:, rows, unit] = share @ mix[1 + k]
             own = rows
@@ -160,7 +164,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         else:
             share = recurrent[way][:, own][:, :, still]
             maps.append(
-                np.einsum("ti,goi->tgo", x, weight[way][:, own]) + np.einsum("tk,gok->tgo", courses[way][:, still], share)
+                np.einsum("ti,goi->tgo", x, weight[way][:, own])
+                + np.einsum("tk,gok->tgo", courses[way][:, still], share)
             )
         units.append(own)
     most = max(1, *map(len, units))
@@ -188,7 +193,13 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         if value:
             shape = s.shape(value)
             whole = np.arange(int(np.prod(shape))).reshape(shape)
-            ids = np.stack([np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1) for way, own in enumerate(units)], axis=-3)
+            ids = np.stack(
+                [
+                    np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1)
+                    for way, own in enumerate(units)
+                ],
+                axis=-3,
+            )
             w.put(value, piece, np.where(np.isin(ids, whole[s.varies[value]]), ids, -1))
 
 

@@ -7,17 +7,17 @@ The operators' own rules are in `maps`, `moves`, `products` and `recurrent`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
-from edge_client.compaction.moves import join_moves
+from edge_client.compaction.chains import straighten
 from edge_client.compaction.net import Net, build, prepare
 from edge_client.compaction.operators import Array
 from edge_client.compaction.rules import rule
-from edge_client.compaction.study import Rule, Study, study
+from edge_client.compaction.study import Study, study
 from edge_client.compaction.writer import Ragged, Writer
 
 
@@ -26,41 +26,61 @@ class Smaller:
     """A graph without what is constant or unread.
 
     `parameters` counts the float constants. `layers` gives for each weight of the bundle how many outputs its layer had
-    and how many are left. `kept` has a line for each operator that reads channels although they are dead.
+    and how many are left. `stopped` has a line for each operator that reads channels although they are dead.
     """
 
     model: ModelProto
     parameters: int
     layers: Mapping[str, tuple[int, int]]
-    kept: tuple[str, ...]
+    stopped: tuple[str, ...]
 
 
-def smaller(
-    model: ModelProto, probe: Array, widen: Callable[[Study], Callable[[Study, NodeProto], Rule]] | None = None
-) -> Smaller:
+def smaller(model: ModelProto, probe: Array) -> Smaller:
     """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
-    `widen` makes of the analysis the rules of another one, in which some dead channels stay (`width.widened`).
 
     Raises CompactionError when the graph does not run or cannot be written on fewer channels.
     """
+    return cut(analysed(model, probe))
+
+
+def analysed(model: ModelProto, probe: Array) -> Study:
+    """What varies in `model` and what is read. Raises CompactionError when the graph does not run."""
     net = prepare(model, probe)
-    join_moves(net)
-    found = study(net, rule)
-    if widen is not None:
-        found = study(net, widen(found))
-    writer = Writer(found)
-    try:
-        writer.run()
-    except Ragged:
-        writer = Writer(found, strict=True)
-        writer.run()
-    made = build(net, writer.nodes, writer.constants, [model.graph.output[0]])
+    straighten(net)
+    return study(net, rule)
+
+
+def cut(found: Study) -> Smaller:
+    """The graph on what is live. Raises CompactionError when it cannot be written on fewer channels."""
+    net = found.net
+    writer = written(found)
+    made = build(net, writer.nodes, writer.constants, [net.model.graph.output[0]])
     return Smaller(
         made,
         sum(v.size for v in writer.constants.values() if v.dtype.kind == "f"),
         _layers(net, found),
-        tuple(writer.kept),
+        tuple(writer.stopped),
     )
+
+
+def written(found: Study) -> Writer:
+    """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
+
+    Raises CompactionError when the graph cannot be written.
+    """
+    levels: dict[str, int] = {}
+    while True:
+        writer = Writer(found, levels)
+        try:
+            writer.run()
+            return writer
+        except Ragged as error:
+            above = found.net.above(error.value) & writer.split
+            freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
+            if not freer:
+                raise
+            for value in freer:
+                levels[value] = levels.get(value, 0) + 1
 
 
 def _layers(net: Net, found: Study) -> dict[str, tuple[int, int]]:

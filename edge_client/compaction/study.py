@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,8 +36,8 @@ class Study:
     """Facts by value. Arrays have the shape of the value for one sample.
 
     `value` is 0 where an element varies. `label` is equal for elements of one channel: an axis along which it differs
-    is an axis of channels. `read` marks what the output depends on. `stops` holds a line for each operator that keeps
-    channels from being removed, by the operator's output.
+    is an axis of channels. `read` marks what the output depends on. `due` marks the elements that a product
+    of two varying factors needs although they are constant.
     """
 
     net: Net
@@ -44,9 +45,14 @@ class Study:
     varies: dict[str, Bools] = field(default_factory=dict)
     label: dict[str, Labels] = field(default_factory=dict)
     read: dict[str, Bools] = field(default_factory=dict)
-    stops: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What a rule keeps from one pass for the next, by the node's first output."""
+    due: dict[str, Bools] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    """What a rule keeps from one pass for the next."""
+
+    @cached_property
+    def users(self) -> dict[str, list[NodeProto]]:
+        """The nodes that read each value."""
+        return self.net.users()
 
     def shape(self, name: str) -> Shape:
         """The shape for one sample."""
@@ -59,7 +65,7 @@ class Study:
         known = self.net.known(name)
         return known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape)
 
-    def learn(self, name: str, value: Array, varies: Bools, label: Labels) -> None:
+    def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
         """Store the facts of a value; it keeps 0 where it varies."""
         shape = self.shape(name)
         varies = np.array(np.broadcast_to(varies, shape))
@@ -68,6 +74,7 @@ class Study:
         self.value[name], self.varies[name] = value, varies
         self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
         self.read[name] = np.zeros(shape, np.bool_)
+        self.due[name] = np.zeros(shape, np.bool_)
 
     def mark(self, name: str, mask: Bools) -> None:
         """The elements `mask` of an input are read; nothing happens for a constant."""
@@ -129,10 +136,15 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
     return found
 
 
+def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
+    """Whether any element along the axes is marked, always an array."""
+    return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
 def mixed(a: Labels, b: Labels) -> Labels:
     """Labels of elements made of two: equal where both are."""
     with np.errstate(over="ignore"):
-        return a * _MIX + b if np.any(b) else a * np.int64(1) + np.int64(0) * b
+        return np.asarray(a * (_MIX if np.any(b) else np.int64(1)) + b, np.int64)
 
 
 def _settled(rule: Rule) -> Rule:

@@ -54,7 +54,7 @@ def streams(s: Study) -> list[Stream]:
     def root(at: tuple[str, int]) -> tuple[str, int]:
         parent.setdefault(at, at)
         while parent[at] != at:
-            at = parent[at] = parent[parent[at]]
+            at = parent[at]
         return at
 
     made: list[tuple[NodeProto, tuple[str, int]]] = []
@@ -80,9 +80,9 @@ def streams(s: Study) -> list[Stream]:
             for k in net.data(node):
                 size = s.shape(node.input[k])
                 for axis, n in enumerate(size):
-                    at = axis + len(shape) - len(size)
-                    if n > 1 and found.apart[at] and n == shape[at]:
-                        parent[root((node.input[k], axis))] = root((out, at))
+                    same = axis + len(shape) - len(size)
+                    if n > 1 and found.apart[same] and n == shape[same]:
+                        parent[root((node.input[k], axis))] = root((out, same))
     members: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for _, at in (*made, *apart):
         root(at)
@@ -124,6 +124,12 @@ def live_channels(s: Study, name: str, axis: int) -> Bools:
     return found
 
 
+def everywhere(s: Study, stream: Stream) -> Bools:
+    """bool[channels]: which are live in any value of the stream."""
+    found: Bools = np.array([live_channels(s, name, axis) for name, axis in stream.values]).any(axis=0)
+    return found
+
+
 def rounded(kept: Bools, multiple: int, first: Bools) -> Bools:
     """`kept` with as many more channels as make a multiple, those of `first` before the others.
 
@@ -149,14 +155,15 @@ def forced(s: Study, multiple: Callable[[Stream], int], joined: bool) -> dict[st
         live = {name: kept for name, kept in live.items() if kept.any()}
         if not live:
             continue
-        union = np.logical_or.reduce([live_channels(s, name, axis) for name, axis in stream.values])
+        union = everywhere(s, stream)
         step = multiple(stream)
         due = rounded(union, step, union)
         for place, (name, kept) in enumerate(live.items()):
             if joined or stream.depthwise:
-                want = due
+                want: Bools = due
             else:
-                want = rounded(kept | (due & ~union) if place == 0 else kept, step, due)
+                own: Bools = kept | (due & ~union) if place == 0 else kept
+                want = rounded(own, step, due)
             if (want & ~kept).any():
                 found[name] = want & ~kept
     return found

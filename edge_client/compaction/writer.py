@@ -8,7 +8,7 @@ channel is a constant other than zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ Lists = list[Ids]
 
 
 class Ragged(CompactionError):
-    """A value's layout is no product of lists by axis, and an operator needs one."""
+    """The layout of `value` is not one that an operator can take."""
+
+    def __init__(self, value: str, why: str) -> None:
+        super().__init__(why)
+        self.value = value
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,17 @@ def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
-    `strict` refuses layouts that are no product of lists: the second try, after one of them met an operator that needs
-    lists.
+    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `moves.slots`).
+    `split` collects those that did.
     """
 
-    def __init__(self, study: Study, strict: bool = False) -> None:
-        self.study, self.net, self.strict = study, study.net, strict
+    def __init__(self, study: Study, levels: Mapping[str, int]) -> None:
+        self.study, self.net, self.levels = study, study.net, levels
+        self.split: set[str] = set()
         self.pieces: dict[str, Piece] = {}
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, Array] = {}
-        self.kept: list[str] = []
-        self.users = study.net.users()
+        self.stopped: list[str] = []
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
         self._count = 0
@@ -113,8 +117,8 @@ class Writer:
             out = node.output[0]
             if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
                 (left, size) = held[0]
-                self.kept.append(
-                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads all of them "
+                self.stopped.append(
+                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
                     f"although {size - left} are dead"
                 )
 
@@ -130,7 +134,7 @@ class Writer:
             self._lists[value] = by_axis(self.pieces[value].ids, self.study.shape(value))
         found = self._lists[value]
         if found is None:
-            raise Ragged(f"value {value!r} is cut differently from entry to entry")
+            raise Ragged(value, f"value {value!r} is cut differently from entry to entry")
         return found
 
     def grid(self, value: str, lists: Sequence[Ids]) -> Ids:
@@ -213,11 +217,16 @@ class Writer:
         Raises CompactionError when the batch is in several.
         """
         moving = self.net.moving[value]
-        if moving == (True, False) and self.net.moving[before] == (True, *(False,) * (len(self.study.shape(before)) - 1)):
+        if moving == (True, False) and self.net.moving[before] == (
+            True,
+            *(False,) * (len(self.study.shape(before)) - 1),
+        ):
             return self.emit("Flatten", [name], axis=1)
         if sum(moving) > 1:
             raise CompactionError(f"two axes of value {value!r} depend on the batch")
-        return self.emit("Reshape", [name, self.integers(*(-1 if m else n for m, n in zip(moving, lengths, strict=True)))])
+        return self.emit(
+            "Reshape", [name, self.integers(*(-1 if m else n for m, n in zip(moving, lengths, strict=True)))]
+        )
 
     # --- adapters
 
@@ -243,24 +252,32 @@ class Writer:
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
-                if not self.net.is_float(value):
-                    raise Ragged(f"value {value!r} lacks channels")
+                if not self.net.is_plain(value):
+                    raise Ragged(value, f"value {value!r} lacks channels")
                 name, places = self._padded(name, axis, len(shape), len(own), places, absent)
-            name = self.picked(name, axis, places, len(own) + int(bool(absent.any()) and places.max(initial=0) >= len(own)))
+            name = self.picked(
+                name, axis, places, len(own) + int(bool(absent.any()) and places.max(initial=0) >= len(own))
+            )
         if given.any():
             lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
             if lost.any():
-                raise Ragged(f"value {value!r} lacks a channel that varies")
-            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], 0.0)
+                raise Ragged(value, f"value {value!r} lacks a channel that varies")
+            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
             if fill.any():
-                name = self.emit("Add", [name, self.mapped(fill)])
+                name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
         return name
 
-    def _padded(self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]) -> tuple[str, Ids]:
+    def _padded(
+        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]
+    ) -> tuple[str, Ids]:
         """`name` with zeros along an axis, and where the wanted entries then lie."""
         held = places[~absent]
         first = int(np.argmin(absent)) if held.size else 0
-        block = bool(held.size == length) and np.array_equal(held, np.arange(length)) and not absent[first : first + length].any()
+        block = (
+            bool(held.size == length)
+            and np.array_equal(held, np.arange(length))
+            and not absent[first : first + length].any()
+        )
         before, after = (first, len(places) - first - length) if block else (0, 1)
         pads = np.zeros(2 * rank, np.int64)
         pads[axis], pads[rank + axis] = before, after

@@ -14,7 +14,7 @@ import numpy as np
 from edge_client.errors import MeterError
 from edge_client.measure.energy import EXACT, Accuracy, Trace, lost, unwrapped
 
-DITHER = 0.24  # of a period: two readings are then less than `energy.LATE` periods apart
+DITHER = 0.24  # of a period: an interval then has less than `energy.LATE` periods
 Now = Callable[[], float]
 Wait = Callable[[float], bool]
 """Pause so many seconds; True when it is time to stop."""
@@ -50,8 +50,8 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
                 found.values.append(value)
         if stopped:
             return found
-        due = max(due + period, now())
-        stopped = wait(max(due + DITHER * period * chance.uniform(-1, 1) - now(), 0.0))
+        due = max(due + period * chance.uniform(1 - DITHER, 1 + DITHER), now())
+        stopped = wait(max(due - now(), 0.0))
 
 
 @dataclass

@@ -74,7 +74,7 @@ class FedMask(PrunedMasks):
     gate: ClassVar[Gate] = SigmoidThreshold()
 
     drawn: ClassVar[Choice] = Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10.0)
-    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=1.0)
+    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=0.03)
 
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""

@@ -27,7 +27,8 @@ U32 = NDArray[np.uint32]
 FINEST = 0.02  # of the step of a tensor that moves no more than the average
 SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
 HISTORY = 16  # rounds whose changes the server keeps for late devices
-BLOCK = 1 << 14  # values handled at a time
+BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
+NONE = np.zeros(0, np.uint32)
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
@@ -68,15 +69,25 @@ def spread(part: Part, each: F32) -> F32:
 
 def common(course: Course, round_: int, size: int) -> U32:
     """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only."""
-    return _drawn(counter.key(course.seed, "dither", round_), size)
+    return _drawn(_stream(course, round_), size)
+
+
+def _stream(course: Course, round_: int) -> int:
+    return counter.key(course.seed, "dither", round_)
+
+
+def _high(stream: int, count: int, start: int) -> U32:
+    """The high halves of a stretch of the stream."""
+    high: U32 = (counter.uint64(stream, count, start) >> np.uint64(32)).astype(np.uint32)
+    return high
 
 
 @lru_cache(maxsize=2)
 def _drawn(stream: int, size: int) -> U32:
     """Kept, because a coordinator needs a round's numbers for each of its devices."""
-    high: U32 = (counter.uint64(stream, size) >> np.uint64(32)).astype(np.uint32)
-    high.flags.writeable = False
-    return high
+    drawn = np.concatenate([_high(stream, min(BLOCK, size - low), low) for low in range(0, size, BLOCK)] or [NONE])
+    drawn.flags.writeable = False
+    return drawn
 
 
 def dither(a: Assignment, size: int) -> U32:
@@ -87,13 +98,17 @@ def dither(a: Assignment, size: int) -> U32:
 
 def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
     """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
-    least, most = np.full(size, 0xFFFFFFFF, np.uint32), np.zeros(size, np.uint32)
-    for round_ in rounds:
-        folded = common(course, round_, size) * np.uint32(course.cohort)  # modulo 2**32: the place drops out
-        np.minimum(least, folded, out=least)
-        np.maximum(most, folded, out=most)
-    cohort = np.uint32(course.cohort)
-    return least // cohort, ~most // cohort
+    streams, cohort = [_stream(course, round_) for round_ in rounds], np.uint32(course.cohort)
+    fall, rise = np.empty(size, np.uint32), np.empty(size, np.uint32)
+    for low in range(0, size, BLOCK):
+        s = slice(low, min(low + BLOCK, size))
+        least, most = np.full(s.stop - low, 0xFFFFFFFF, np.uint32), np.zeros(s.stop - low, np.uint32)
+        for stream in streams:
+            folded = _high(stream, s.stop - low, low) * cohort  # modulo 2**32: the place drops out
+            np.minimum(least, folded, out=least)
+            np.maximum(most, folded, out=most)
+        fall[s], rise[s] = least // cohort, ~most // cohort
+    return fall, rise
 
 
 def moves(part: Part, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:

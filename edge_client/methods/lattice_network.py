@@ -7,7 +7,7 @@ and statistics have no coordinate of a removed unit. `Network` also says where i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice_grid import U32, Counts, History, added, grid, nearest
-from edge_client.methods.units import Packed, Units, unpacked
+from edge_client.methods.units import Packed, Same, Units, unpacked
 from edge_client.parts import Part
 from edge_client.task import Assignment, Course, Personal, Task
 
@@ -101,10 +101,19 @@ class Network:
 
 def network(course: Course, packed: Packed | None) -> Network:
     """The network of the units that a state or a downlink names; the whole one for None. Raises PayloadError."""
-    if packed is None:
-        return Network(course, course)
     try:
-        units = unpacked(course.model.manifest, packed)
+        if packed is not None:
+            unpacked(course.model.manifest, packed)
+        return _network(Same(course), None if packed is None else packed.tobytes())
     except ValueError as error:
         raise PayloadError(f"array 'units': {error}") from None
+
+
+@lru_cache(maxsize=4)
+def _network(same: Same, data: bytes | None) -> Network:
+    """Kept, because a coordinator needs a round's network for each of its devices. Raises ValueError."""
+    course: Course = same.value
+    if data is None:
+        return Network(course, course)
+    units = unpacked(course.model.manifest, np.frombuffer(data, np.uint8))
     return Network(course, replace(course, model=units.small.model(course.model)), units)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from edge_kernels.channels import ChannelGroup
+from edge_kernels.channels import ChannelGroup, Role, by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
@@ -46,24 +46,24 @@ def choose(manifest: Manifest, parameters: F32, prune: float, prune_keep: Mappin
     """The units that stay, packed bits: of each group those of the highest score, of equal ones the lower index."""
     tensors = views(manifest.parameters, parameters)
     alive = [
-        keep_largest(score(g, tensors), max(1, round(g.size * prune_keep.get(g.name, share(g, prune)))))
+        keep_largest(score(g, tensors), max(1, round(g.size * prune_keep.get(g.name, share(manifest, g, prune)))))
         for g in manifest.groups
     ]
     return Units(manifest, np.concatenate(alive)).packed
 
 
-def share(group: ChannelGroup, prune: float) -> float:
+def share(manifest: Manifest, group: ChannelGroup, prune: float) -> float:
     """The share of its units that a group keeps."""
-    if "lstm" in {*(p.kind for p in group.producers), *(c.kind for c in group.consumers)}:
+    kinds = {weight: layer.kind for layer in manifest.layers for weight in layer.weights}
+    if "lstm" in {kinds.get(p.tensor) for p in group.at("makes", "reads")}:
         return 1.0
-    return float(np.sqrt(prune)) if any(p.kind == "conv" for p in group.producers) else prune
+    return float(np.sqrt(prune)) if any(kinds.get(p.tensor) == "conv" for p in group.at("makes")) else prune
 
 
 def score(group: ChannelGroup, tensors: Mapping[str, F32]) -> NDArray[np.float64]:
     """||incoming|| * ||outgoing|| of each unit, float64[size]."""
-    scales = [tensors[op.tensors[0]] for op in group.ops if op.kind == "batch_norm"]
-    incoming = group_norms(scales or [tensors[p.weight] for p in group.producers])
-    square = np.zeros(group.size)
-    for c in group.consumers:
-        square += np.square(group_norms([tensors[c.weight]], axis=1)).reshape(group.size, c.repeat).sum(axis=1)
-    return incoming * np.sqrt(square)
+
+    def norms(*roles: Role) -> NDArray[np.float64]:
+        return group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at(*roles))
+
+    return norms("scales" if group.at("scales") else "makes") * norms("reads")

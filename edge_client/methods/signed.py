@@ -25,7 +25,7 @@ class Signed(FedMask):
     gate: ClassVar[Gate] = SignTanh()
 
     drawn: ClassVar[Choice] = Choice(keep=0.8, head="local", group_lasso=0.0, restart="radius", lr=10.0)
-    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=3.0)
+    trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=0.1)
 
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 1.0
     """A received bit becomes the score +radius or -radius."""

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from edge_kernels import bits as bitset
+from edge_kernels.channels import by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
@@ -88,26 +90,27 @@ def whole(manifest: Manifest) -> Units:
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
     """The structure that `packed` says. Raises ValueError for bits that are none."""
-    return _unpacked(_Same(manifest), packed.tobytes())
+    bitset.check(packed, sum(g.size for g in manifest.groups))
+    return _unpacked(Same(manifest), packed.tobytes())
 
 
-class _Same:
-    """A manifest as a key, by identity: to compare two takes as long as to make a structure."""
+class Same:
+    """A value as a key, by identity: to compare two manifests takes as long as what is kept for one."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self.manifest)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.manifest is self.manifest
+        return isinstance(other, Same) and other.value is self.value
 
 
 @lru_cache(maxsize=16)
-def _unpacked(same: _Same, data: bytes) -> Units:
+def _unpacked(same: Same, data: bytes) -> Units:
     """As `unpacked`. Every update of a round names a structure, most of them the same one."""
-    manifest, packed = same.manifest, np.frombuffer(data, np.uint8)
+    manifest, packed = same.value, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
     empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
     if empty:
@@ -135,7 +138,7 @@ def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
     """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
     tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()
     for group, part, count in zip(units.manifest.groups, _split(units.manifest, alive), counts, strict=True):
-        norms = group_norms(tensors[p.weight] for p in group.producers)
+        norms = group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at("makes"))
         part &= keep_largest(np.where(part, norms, -1.0), count)
     return Units(units.manifest, alive)
 
@@ -149,11 +152,8 @@ def live(manifest: Manifest, counts: Sequence[int]) -> int:
     """The parameters of a network with so many units in each group."""
     shapes = {t.name: list(t.shape) for t in manifest.parameters}
     for group, n in zip(manifest.groups, counts, strict=True):
-        rows = [name for p in group.producers for name in (p.weight, p.bias) if name is not None]
-        for name in (*rows, *(name for op in group.ops for name in op.tensors if name in shapes)):
-            shapes[name][0] = n
-        for consumer in group.consumers:
-            shapes[consumer.weight][1] = n * consumer.repeat
+        for p in (p for p in group.places if p.tensor in shapes):
+            shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
 
 

@@ -59,7 +59,7 @@ class Trainer(Protocol):
 
 
 def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
-    """The trainer `backend` ("onnxruntime", "torch", "executorch") on `bundle`. Raises ConfigError for an unknown backend."""
+    """The trainer `backend` ("onnxruntime", "torch", "executorch") on `bundle`. Raises ConfigError for any other."""
     entry = installed(backend)
     try:
         opened = entry.load()

@@ -36,25 +36,30 @@ POOLS = ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "MaxPool
 REDUCTIONS = ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
 
 
-def cut(model: ModelProto, sample: tuple[int, ...], tensors: Mapping[str, Axes]) -> ModelProto:
+def cut(
+    model: ModelProto,
+    sample: tuple[int, ...],
+    tensors: Mapping[str, Axes],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> ModelProto:
     """A copy of `model` in which of each of `tensors`, by name, the entries given stay.
 
     `sample` is the shape of one sample, the input `x` without its batch axis. A gradient ``grad:<name>`` and a
-    statistic ``new:<name>`` lose what their tensor loses; no other output may lose anything. Raises ConfigError when
-    the graph does not allow the cut.
+    statistic ``new:<name>`` lose what their tensor loses; no other output may lose anything. `shapes` are those of
+    `shapes_of`, when the caller has them. Raises ConfigError when the graph does not allow the cut.
     """
     made = ModelProto()
     made.CopyFrom(model)
-    return _Cut(made, sample, tensors).run()
+    return _Cut(made, shapes or shapes_of(made, sample), tensors).run()
 
 
 class _Cut:
     """The graph during the cut: `axes` of the values that lose something, `lengths` of the shape vectors of such."""
 
-    def __init__(self, model: ModelProto, sample: tuple[int, ...], tensors: Mapping[str, Axes]) -> None:
+    def __init__(self, model: ModelProto, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Axes]) -> None:
         self.model, self.tensors = model, tensors
         self.graph = model.graph
-        self.shapes = _shapes(model, sample)
+        self.shapes = shapes
         self.inputs = {v.name for v in self.graph.input}
         self.constants = {t.name: t for t in self.graph.initializer}
         self.makers = {name: node for node in self.graph.node for name in node.output}
@@ -132,7 +137,7 @@ def refusal(node: NodeProto, why: str) -> ConfigError:
     )
 
 
-def _shapes(model: ModelProto, sample: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: ModelProto, sample: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of every value for PROBE samples, as far as it can be inferred."""
     probe = ModelProto()
     probe.CopyFrom(model)

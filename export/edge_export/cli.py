@@ -11,6 +11,8 @@ import torch
 import typer
 
 from edge_client.errors import ConfigError
+from edge_export.executorch.lowering import check_installed
+from edge_export.executorch.parts import add_parts
 from edge_export.writer import export_bundle
 
 
@@ -20,10 +22,11 @@ def load_factory(place: str) -> Any:
     path = Path(file)
     if not file or not path.is_file():
         raise ConfigError(f"{place!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"_author_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(module)
@@ -63,7 +66,7 @@ def export(
     executorch: Annotated[
         bool, typer.Option("--executorch", help="Add train.pte and eval.pte, which the ExecuTorch backend needs.")
     ] = False,
-    executorch_batch: Annotated[int, typer.Option(min=1, help="The most samples of a batch they run.")] = 128,
+    executorch_batch: Annotated[int, typer.Option(min=1, help="The most samples of a batch they run.")] = 64,
 ) -> None:
     """Export a PyTorch model as a bundle that devices train without PyTorch."""
     try:
@@ -74,6 +77,8 @@ def export(
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
     sizes = {k: n for k, n in (("classes", classes), ("outputs", outputs)) if n is not None}
     _check_folder(out)
+    if executorch:
+        check_installed()
     module = load_factory(factory)()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{factory} returned a {type(module).__name__}; it must return a torch.nn.Module")
@@ -92,8 +97,6 @@ def export(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
     if executorch:
-        from edge_export.executorch.parts import add_parts
-
         bundle = add_parts(bundle, most=executorch_batch, progress=typer.echo)
     m = bundle.manifest
     typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")

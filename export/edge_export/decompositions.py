@@ -1,13 +1,13 @@
 """Backward operators that ONNX lacks, written as operators it has.
 
-`train_graph` traces with this table, on fake tensors. It also holds batch-norm's training form, with PyTorch's
-statistics. All other operators decompose by PyTorch's own core table.
+`train_graph` traces with this table, on fake tensors. All other operators decompose by PyTorch's own core table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch.nn import functional
 
-from edge_client.errors import ModelError
+from edge_export.onnx_layers import overhang, shares
 
 aten = torch.ops.aten
 
@@ -25,18 +25,28 @@ CONCAT_LIMIT = 64  # up to so many weights per filter, one product over gathered
 def table() -> dict[Any, Callable[..., Any]]:
     """The decompositions of a training graph, by ATen operator."""
     found: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    for op in (aten.addmm.default, aten.mm.default, aten.t.default):
+    for op in (aten.addmm.default, aten.mm.default, aten.t.default, *_KEPT):
         found.pop(op, None)
     found[aten.convolution_backward.default] = _convolution_backward
-    found[aten.max_pool2d_with_indices_backward.default] = _max_pool2d_backward
-    found[aten.avg_pool2d_backward.default] = _avg_pool2d_backward
-    found[aten._adaptive_avg_pool2d_backward.default] = _adaptive_avg_pool2d_backward
-    found[aten._native_batch_norm_legit.default] = _batch_norm
-    found[aten.native_batch_norm.default] = _batch_norm
-    found[aten.native_batch_norm_backward.default] = _batch_norm_backward
+    for pool in (aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default):
+        found[pool] = _max_pool_backward
+    for pool in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default):
+        found[pool] = _avg_pool_backward
     found[aten.threshold_backward.default] = _threshold_backward
     found[aten.slice_backward.default] = _slice_backward
     return found
+
+
+_KEPT = (aten.where.self, aten.index_select.default)  # ONNX has them as they are
+_WHOLE = (  # activations and norms that an evaluation graph holds as one operator
+    "addmm mm bmm t gelu silu mish hardswish hardsigmoid elu leaky_relu softplus native_layer_norm native_batch_norm "
+    "_native_batch_norm_legit_no_training _prelu_kernel where index_select"
+).split()
+
+
+def evaluation_table() -> dict[Any, Callable[..., Any]]:
+    """The decompositions of an evaluation graph: layers and activations that ONNX has stay as they are."""
+    return {op: f for op, f in core_aten_decompositions().items() if str(op).split(".")[1] not in _WHOLE}
 
 
 def _threshold_backward(grad: Tensor, self: Tensor, threshold: float) -> Tensor:
@@ -100,10 +110,14 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if transposed:
-        raise ModelError("a transposed convolution cannot be trained in ONNX; use an upsampling and a convolution")
     dims = x.ndim - 2
     stride, padding, dilation = _pair(stride, dims), _pair(padding, dims), _pair(dilation, dims)
+    grad_bias = grad.sum([0, *range(2, x.ndim)]) if mask[2] else None
+    if transposed:  # a convolution backwards: `x` and `grad` change places
+        grad_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, False, [0] * dims, groups)
+        field = _pad(grad, padding, [0] * dims, 0.0)
+        grad_weight = _weight_gradient(x, field, weight, stride, dilation, groups)
+        return grad_x if mask[0] else None, grad_weight if mask[1] else None, grad_bias
     kernel, size_in, size_out = weight.shape[2:], x.shape[2:], grad.shape[2:]
     reach = [(o - 1) * s + d * (k - 1) + 1 for o, s, d, k in zip(size_out, stride, dilation, kernel, strict=True)]
     rest = [
@@ -114,7 +128,6 @@ def _convolution_backward(
         grad_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, True, rest, groups)
     if mask[1]:
         grad_weight = _weight_gradient(grad, _pad(x, padding, [0] * dims, 0.0), weight, stride, dilation, groups)
-    grad_bias = grad.sum([0, *range(2, x.ndim)]) if mask[2] else None
     return grad_x, grad_weight, grad_bias
 
 
@@ -147,29 +160,43 @@ def _weight_gradient(
     return torch.stack(parts, -1).reshape(weight.shape)
 
 
-def _spread(parts: Sequence[Tensor], kernel: Sequence[int], stride: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Gradient of the input of a pool from the gradient of each tap [n, c, h, w]; the inverse of `_taps`, summed.
+def _spread(parts: Sequence[Tensor], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+            shape: Sequence[int]) -> Tensor:
+    """Gradient of the input of a pool from the gradient of each tap [n, c, ...]; the inverse of `_taps`, summed.
 
     Windows that tile the input are interleaved; others are placed on a zero field and added. `shape` is the padded
-    input's (h, w).
+    input's, without samples and channels.
     """
-    (kh, kw), (sh, sw) = kernel, stride
-    n, c, h, w = parts[0].shape
-    if (kh, kw) == (sh, sw):
-        lines = [torch.stack(list(parts[i * kw : (i + 1) * kw]), -1).reshape(n, c, h, w * kw) for i in range(kh)]
-        field = torch.stack(lines, 3).reshape(n, c, h * kh, w * kw)
-        return functional.pad(field, [0, shape[1] - w * kw, 0, shape[0] - h * kh])
+    dims, made = len(kernel), parts[0].shape[2:]
+    if list(kernel) == list(stride) and all(d == 1 or k == 1 for d, k in zip(dilation, kernel, strict=True)):
+        for axis in range(dims - 1, -1, -1):  # join the taps of the last axis, then of the one before
+            k, at = kernel[axis], axis + 2
+            rows = [torch.stack(list(parts[i * k : (i + 1) * k]), at + 1) for i in range(len(parts) // k)]
+            parts = [r.reshape(*r.shape[:at], r.shape[at] * k, *r.shape[at + 2 :]) for r in rows]
+        rest = [n - m * k for n, m, k in zip(shape, made, kernel, strict=True)]
+        return functional.pad(parts[0], [w for r in reversed(rest) for w in (0, r)])
     total = None
-    for (i, j), part in zip(product(range(kh), range(kw)), parts, strict=True):
-        part = _apart(_apart(part, 3, sw), 2, sh)
-        wide = [j, shape[1] - j - part.shape[3], i, shape[0] - i - part.shape[2]]  # a negative width crops zeros only
-        placed = functional.pad(part, wide)
+    for tap, part in zip(product(*(range(k) for k in kernel)), parts, strict=True):
+        for axis, s in enumerate(stride):
+            part = _apart(part, axis + 2, s)
+        starts = [t * d for t, d in zip(tap, dilation, strict=True)]
+        ends = [n - low - m for n, low, m in zip(shape, starts, part.shape[2:], strict=True)]
+        wide = [w for low, high in reversed(list(zip(starts, ends, strict=True))) for w in (low, high)]
+        placed = functional.pad(part, wide)  # a negative width crops zeros only
         total = placed if total is None else total + placed
     assert total is not None
     return total
 
 
-def _max_pool2d_backward(
+def _inner(field: Tensor, padding: Sequence[int], size: Sequence[int]) -> Tensor:
+    """`field` without its padding."""
+    for axis, (p, n) in enumerate(zip(padding, size, strict=True)):
+        if field.shape[axis + 2] != n:
+            field = aten.slice.Tensor(field, axis + 2, p, p + n)
+    return field
+
+
+def _max_pool_backward(
     grad: Tensor,
     x: Tensor,
     kernel: Sequence[int],
@@ -180,26 +207,25 @@ def _max_pool2d_backward(
     indices: Tensor,
 ) -> Tensor:
     """Each window's gradient goes to its first maximum in row-major order, as in PyTorch."""
-    kernel, padding, dilation = _pair(kernel, 2), _pair(padding, 2), _pair(dilation, 2)
-    stride = _pair(stride, 2) if len(stride) else kernel
-    if ceil_mode or dilation != [1, 1]:
-        raise ModelError("a max-pool with ceil_mode or dilation cannot be trained in ONNX; pad the input instead")
-    best = aten.max_pool2d_with_indices.default(x, kernel, stride, padding)[0]
-    field = _pad(x, padding, [0, 0], float("-inf"))
+    dims, size, made = len(kernel), [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
+    kernel, padding, dilation = _pair(kernel, dims), _pair(padding, dims), _pair(dilation, dims)
+    stride = _pair(stride, dims) if len(stride) else kernel
+    pool = aten.max_pool2d_with_indices.default if dims == 2 else aten.max_pool3d_with_indices.default
+    best = pool(x, kernel, stride, padding, dilation, ceil_mode)[0]
+    extra = overhang(size, made, kernel, stride, padding, dilation)
+    field = _pad(x, padding, extra, float("-inf"))
     free, parts = None, []
-    for tap in _taps(field, kernel, stride, dilation, grad.shape[2:], 2):
+    for tap in _taps(field, kernel, stride, dilation, made, 2):
         hit = tap == best
         if free is None:
             free = torch.logical_not(hit)
         else:
             hit, free = torch.logical_and(hit, free), torch.logical_and(free, torch.logical_not(hit))
         parts.append(grad * hit.to(grad.dtype))
-    spread = _spread(parts, kernel, stride, field.shape[2:])
-    (ph, pw), (h, w) = padding, x.shape[2:]
-    return spread[:, :, ph : ph + h, pw : pw + w] if ph or pw else spread
+    return _inner(_spread(parts, kernel, stride, dilation, field.shape[2:]), padding, size)
 
 
-def _avg_pool2d_backward(
+def _avg_pool_backward(
     grad: Tensor,
     x: Tensor,
     kernel: Sequence[int],
@@ -209,80 +235,12 @@ def _avg_pool2d_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
-    kernel, padding = _pair(kernel, 2), _pair(padding, 2)
-    stride = _pair(stride, 2) if len(stride) else kernel
-    if ceil_mode or (any(padding) and not count_include_pad):
-        raise ModelError("an average pool with ceil_mode or count_include_pad=False cannot be trained in ONNX")
-    share = grad / float(divisor_override or kernel[0] * kernel[1])
-    (ph, pw), (h, w) = padding, x.shape[2:]
-    spread = _spread([share] * (kernel[0] * kernel[1]), kernel, stride, (h + 2 * ph, w + 2 * pw))
-    return spread[:, :, ph : ph + h, pw : pw + w] if ph or pw else spread
-
-
-def _adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
-    size, made = [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
-    if any(n % k for n, k in zip(size, made, strict=True)):
-        raise ModelError(
-            f"adaptive average pooling of {size} to {made} has windows of unequal size and cannot be trained in ONNX; "
-            "choose an output size that divides the input's"
-        )
-    kernel = [n // k for n, k in zip(size, made, strict=True)]
-    return _spread([grad / float(kernel[0] * kernel[1])] * (kernel[0] * kernel[1]), kernel, kernel, size)
-
-
-def _across(values: Tensor, like: Tensor) -> Tensor:
-    """Per-channel `values` [c] shaped to broadcast over `like` [n, c, ...]."""
-    return values.reshape([1, -1, *[1] * (like.ndim - 2)])
-
-
-def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch statistics (biased variance) normalise; the running variance takes the unbiased one, as in PyTorch.
-
-    One value per channel has no unbiased variance: the running variance then stays as it is.
-    """
-    if not training or running_mean is None:
-        raise ModelError("batch-norm must train with running statistics; set track_running_stats=True")
-    axes = [0, *range(2, x.ndim)]
-    mean = x.mean(axes)
-    centred = x - _across(mean, x)
-    var = (centred * centred).mean(axes)
-    inverse = torch.rsqrt(var + eps)
-    count = x.numel() / x.shape[1]
-    running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
-    more: Any = torch.sym_max(x.numel() // x.shape[1] - 1, 1)  # type: ignore[no-untyped-call]  # 1 for one value
-    blend = momentum * (count - 1) / more  # momentum; 0 for a single value
-    running_var.copy_(running_var * (1 - blend) + var * (blend * count / more))
-    out = centred * _across(inverse if weight is None else inverse * weight, x)
-    return (out if bias is None else out + _across(bias, x)), mean, inverse
-
-
-def _batch_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    training: bool,
-    eps: float,
-    mask: Sequence[bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    axes = [0, *range(2, x.ndim)]
-    centred = x - _across(mean, x)
-    grad_sum = grad.sum(axes)
-    moment = (grad * centred).sum(axes)
-    count = x.numel() / x.shape[1]
-    scale = inverse if weight is None else inverse * weight
-    slope = moment * inverse * inverse / count
-    grad_x = (grad - _across(grad_sum / count, x) - centred * _across(slope, x)) * _across(scale, x)
-    return grad_x, moment * inverse if mask[1] else None, grad_sum if mask[2] else None
+    dims, size, made = len(kernel), [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
+    kernel, padding, ones = _pair(kernel, dims), _pair(padding, dims), [1] * dims
+    stride = _pair(stride, dims) if len(stride) else kernel
+    counts = shares(size, made, kernel, stride, padding, count_include_pad, divisor_override)
+    even = bool((counts == counts.flat[0]).all())
+    share = grad / float(counts.flat[0]) if even else grad * torch.tensor((1 / counts).tolist(), dtype=grad.dtype)
+    extra = overhang(size, made, kernel, stride, padding, ones)
+    whole = [n + 2 * p + e for n, p, e in zip(size, padding, extra, strict=True)]
+    return _inner(_spread([share] * prod(kernel), kernel, stride, ones, whole), padding, size)

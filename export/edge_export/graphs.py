@@ -1,23 +1,21 @@
 """The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx` and `model.pt2`.
 
 `train.onnx` is one training step as an ordinary graph: the forward pass, the target's loss and the backward pass are
-traced into ATen operators (`torch.func.vjp` under `make_fx`), translated by PyTorch's own ONNX exporter and reduced by
-`onnx_passes`. It runs without autograd and without a training build of ONNX Runtime.
+traced into ATen operators (`torch.func.vjp` under `make_fx`), written as ONNX by `onnx_writer` and reduced by
+`onnx_passes`. It runs without autograd and without a training build of ONNX Runtime. A model with dropout has a
+further input, `key` int64[1]: what is dropped follows from it (see `dropout`).
 
 `eval.onnx` is the forward pass in the form that compaction rewrites: `Gemm` with `transB=1` for a linear layer, one
 `BatchNormalization` node for a batch-norm, `Flatten` where channels become features. So it contains no layer's shape.
 
-`model.pt2` is the forward pass in training mode, which the PyTorch backend runs; autograd differentiates it there. Its
-tensors are zeros: values always come from the bundle's flat vectors.
+Tensors that a training step moves are inputs of both graphs by name. All others are constants.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-import logging
-import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.func import functional_call, vjp
+from torch.func import functional_call, functionalize, vjp
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -33,11 +31,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export import decompositions
+from edge_export.batch_norm import Statistics
+from edge_export.dropout import Drops
+from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.onnx_layers import layers
+from edge_export.onnx_operators import operators
 from edge_export.onnx_passes import free_flattens, tidy
-from edge_export.recurrence import rewritten
-from edge_export.recurrence_onnx import translations
-
-OPSET = 20
+from edge_export.onnx_writer import Handler, to_onnx
+from edge_export.refusals import Path, in_a_sentence
+from edge_export.rewriting import Rewriting, evaluation_table, training_table
 
 
 def train_graph(
@@ -45,41 +47,91 @@ def train_graph(
 ) -> onnx.ModelProto:
     """The step of `module` with the target's loss: inputs `parameters`, `buffers`, `x`, `y` by name, dynamic batch.
 
-    Outputs are `loss`, `grad:<name>` for each name of `trainable`, and `new:<name>` for each of `buffers`.
+    Outputs are `loss`, `grad:<name>` for each name of `trainable`, and `new:<name>` for each of `buffers`. A model that
+    draws has the input `key` as well.
     """
-    module = copy.deepcopy(module).train()
+    author, module = module, in_training(duplicate(module))
+    path = Path(module)
     values: dict[str, Tensor] = {k: v.detach() for k, v in module.named_parameters()}
     stats: dict[str, Tensor] = {k: v.detach() for k, v in module.named_buffers()}
-    counters = [k for k in stats if k not in buffers]
+    fixed_buffers = [k for k in stats if k not in buffers]
+    drawn = False
 
-    def step(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
+    def step(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor, key: Tensor) -> list[Tensor]:
+        nonlocal drawn
         fixed = {k: p for k, p in zip(parameters, ps, strict=True) if k not in trainable}
+        drops = Drops(key)
+        norms = Statistics()
 
         def forward(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
-            state |= {k: torch.zeros_like(stats[k], device=x.device) for k in counters}
-            with rewritten():
+            state |= {k: stats[k].clone() for k in fixed_buffers}
+            with Rewriting({**training_table(), **drops.table(), **norms.table()}), _slow_paths():
                 outputs = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
-            return target.torch_loss(outputs, y), [state[k] for k in buffers]
+            return target.torch_loss(outputs, y), [norms.newest(state[k]) for k in buffers]
 
         free = [p for k, p in zip(parameters, ps, strict=True) if k in trainable]
         made: tuple[Any, ...] = vjp(forward, free, has_aux=True)
         loss, back, new = made
         (gradients,) = back(torch.ones_like(loss))
+        drawn = drops.calls > 0
         return [loss, *gradients, *new]
 
     labels = torch.from_numpy(target.labels(example.shape[0]))
-    inputs = ([values[k] for k in parameters], [stats[k] for k in buffers], example, labels)
-    graph = make_fx(step, decomposition_table=decompositions.table(), tracing_mode="symbolic")(*_fake(*inputs))
-    n = torch.export.Dim("n", min=1)
-    shapes = ([None] * len(parameters), [None] * len(buffers), {0: n}, {0: n})
-    model = _to_onnx(torch.export.export(graph, inputs, dynamic_shapes=shapes))
+    key = torch.zeros(1, dtype=torch.int64)
+    inputs = _fake([values[k] for k in parameters], [stats[k] for k in buffers], [example, labels], [key])
+    ps, bs, (x, y), (key,) = inputs
+    names = [*parameters, *buffers, "x", "y", "key"]
     outputs = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers)]
-    return tidy(model, [*parameters, *buffers, "x", "y"], outputs)
+    with in_a_sentence(author, example, path):
+        traced = _traced(step, decompositions.table(), ps, bs, x, y, key)
+        path.running.clear()
+        return tidy(_written(traced, drawn), names[: None if drawn else -1], outputs)
 
 
-def _fake(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
-    """The inputs without storage: every size a constant but the batch, which is a symbol."""
+def _traced(function: Callable[..., Any], table: dict[Any, Any], *inputs: Any) -> torch.fx.GraphModule:
+    """`function` of fake tensors as ATen operators, none of which changes a tensor in place."""
+    made: torch.fx.GraphModule = make_fx(function, decomposition_table=table, tracing_mode="symbolic")(*inputs)
+    made.graph.eliminate_dead_code()
+    if any(_mutates(n) for n in made.graph.nodes):  # traced once more: backward passes of our own do not allow it above
+        pure = functionalize(made, remove="mutations")
+        made = make_fx(pure, decomposition_table=table, tracing_mode="symbolic")(*inputs)
+        made.graph.eliminate_dead_code()
+    return made
+
+
+def _mutates(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProto:
+    """The traced graph as ONNX; without its last input unless `keyed`."""
+    if not keyed:
+        last = [n for n in traced.graph.nodes if n.op == "placeholder"][-1]
+        traced.graph.erase_node(last)
+    batch = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder" and n.meta["val"].ndim]
+    if not any(isinstance(v.shape[0], torch.SymInt) and not v.shape[0].node.expr.is_number for v in batch):
+        raise ModelError(
+            "the forward pass holds for one number of samples only; take it from x.shape[0] and let no other size or "
+            "branch depend on it"
+        )
+    table: dict[str, Handler] = {**operators(), **layers()}
+    return to_onnx(traced, table)
+
+
+@contextlib.contextmanager
+def _slow_paths() -> Iterator[None]:
+    """Attention without the fused kernels that PyTorch takes outside training."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _fake(*groups: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors without storage, by group; in the third group the first axis is the batch, a symbol."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(t: Tensor, batched: bool) -> Tensor:
@@ -87,39 +139,32 @@ def _fake(ps: list[Tensor], bs: list[Tensor], x: Tensor, y: Tensor) -> tuple[Any
         made: Tensor = mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
         return made
 
-    if x.shape[0] < 2:
-        raise ModelError(f"the example batch must hold at least 2 samples to trace a dynamic batch, got {x.shape[0]}")
-    return [fake(p, False) for p in ps], [fake(b, False) for b in bs], fake(x, True), fake(y, True)
-
-
-class _Forward(nn.Module):
-    """`module` as a function of its tensors; `module` itself is hidden from PyTorch's registration."""
-
-    def __init__(self, module: nn.Module, parameters: list[str], buffers: list[str]) -> None:
-        super().__init__()
-        self.run = (module,)
-        self.names = [*parameters, *buffers]
-
-    def forward(self, tensors: list[Tensor], x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.run[0], dict(zip(self.names, tensors, strict=True)), (x,))
-        return logits
+    return [[fake(t, i == 2) for t in group] for i, group in enumerate(groups)]
 
 
 def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffers: list[str]) -> onnx.ModelProto:
     """`module` in evaluation mode, dynamic batch: inputs `parameters`, `buffers`, `x` by name, output `logits`."""
-    module = copy.deepcopy(module).eval()
+    author, module = module, in_evaluation(duplicate(module))
+    path = Path(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    tensors = [state[name].detach() for name in (*parameters, *buffers)]
-    shapes = ([None] * len(tensors), {0: torch.export.Dim("n", min=1)})
-    with torch.no_grad():
-        wrapped = _Forward(module, parameters, buffers)
-        program = torch.export.export(wrapped, (tensors, example), dynamic_shapes=shapes)
-    return free_flattens(tidy(_to_onnx(program), [*parameters, *buffers, "x"], ["logits"]))
+    names = [*parameters, *buffers]
+    fixed = {k: v for k, v in module.named_buffers() if k not in buffers}
+
+    def forward(ps: list[Tensor], x: Tensor) -> list[Tensor]:
+        given = {**dict(zip(names, ps, strict=True)), **{k: v.clone() for k, v in fixed.items()}}
+        with Rewriting(evaluation_table()), _slow_paths(), torch.no_grad():
+            return [functional_call(module, given, (x,))]
+
+    tensors, _, (x,) = _fake([state[k].detach() for k in names], [], [example])
+    with in_a_sentence(author, example, path):
+        traced = _traced(forward, decompositions.evaluation_table(), tensors, x)
+        path.running.clear()
+        return free_flattens(tidy(_written(traced), [*names, "x"], ["logits"]))
 
 
 def torch_program(module: nn.Module, example: Tensor) -> bytes:
     """`module` in training mode with a dynamic batch, saved by `torch.export.save`."""
-    module = copy.deepcopy(module).train()
+    module = in_training(duplicate(module))
     program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
     _read_under_first_names(program)
     for tensor in program.state_dict.values():
@@ -139,20 +184,3 @@ def _read_under_first_names(program: ExportedProgram) -> None:
             first = firsts.setdefault(program.state_dict[names[node.name]], node)
             if first is not node:
                 node.replace_all_uses_with(first)
-
-
-def _to_onnx(program: ExportedProgram) -> onnx.ModelProto:
-    """`program` as ONNX of opset `OPSET`, without the exporter's messages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            made: Any = torch.onnx.export(
-                program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=translations()
-            )
-    finally:
-        logger.setLevel(level)
-    model: onnx.ModelProto = made.model_proto
-    return model

@@ -1,9 +1,9 @@
-"""LSTM layers and linear layers on sequences, in the form that a training graph takes them.
+"""Recurrent layers and linear layers on sequences, in the form that a training graph takes them.
 
 PyTorch unrolls an LSTM into a dozen operators per time step, forward and again backward: a window of 128 steps becomes
 thousands of nodes. Here all that is independent of the previous step is one product over all steps: the input's share
 of the gates, the gradients of the weights, the derivatives of the gates. The rest is one operator each way, which
-`recurrence_onnx` turns into a `Scan`. `rewritten` replaces a module's calls while it is traced.
+`recurrence_onnx` turns into a `Scan`. `rewriting` replaces a module's calls while it is traced.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from edge_client.errors import ModelError
-
-DOMAIN = "maskfleet"
+from edge_export.recurrence_single import DOMAIN, Gru, Rnn
 
 
 @torch.library.custom_op(f"{DOMAIN}::lstm", mutates_args=())
@@ -103,6 +101,8 @@ class _Recurrence(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear` on [..., f] as one product over all rows, with no constraint on a dynamic batch."""
+    if x.ndim == 2:  # no view, which a change in place would make autograd copy
+        return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
     rows = x.reshape(-1, weight.shape[1])
     made = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
     return made.reshape(*x.shape[:-1], weight.shape[0])
@@ -120,12 +120,12 @@ def lstm(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
-    if training and dropout > 0:
-        raise ModelError(f"an LSTM's dropout={dropout} draws its own randomness, which no seed repeats; set dropout=0")
+    _padded(weights, biased)
     x = x.transpose(0, 1) if batch_first else x
     ways, width = 2 if bidirectional else 1, 4 if biased else 2
     hidden, cells = [], []
     for layer in range(layers):
+        x = _between(x, layer, dropout, training)
         made = []
         for way in range(ways):
             at = layer * ways + way
@@ -141,17 +141,64 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
 
 
-class rewritten(TorchFunctionMode):
-    """While active, LSTMs and linear layers on sequences are traced in this module's form."""
+def _padded(weights: object, biased: object) -> None:
+    """Raise ModelError for the form that takes packed sequences, whose third argument is a tensor of sizes."""
+    if not isinstance(weights, list | tuple) or isinstance(biased, list | tuple):
+        raise ModelError("a recurrent layer on packed sequences is not exported; give it padded ones [n, t, f]")
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.lstm:
-            if isinstance(args[2], Tensor):
-                raise ModelError("an LSTM on packed sequences cannot be exported; give it padded ones [n, t, f]")
-            return lstm(*args, **kwargs)
-        if func is functional.linear and args[0].ndim > 2:
-            return linear(*args, **kwargs)
-        return func(*args, **kwargs)
+
+def _between(x: Tensor, layer: int, dropout: float, training: bool) -> Tensor:
+    """The input of a layer: after the first, with dropout."""
+    return functional.dropout(x, dropout) if layer and training and dropout > 0 else x
+
+
+def _single_state(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`torch.gru` or `torch.rnn_*` out of `run`, one layer in one direction: (x, weights, biases, start) -> states."""
+
+    def whole(
+        x: Tensor,
+        start: Tensor,
+        weights: list[Tensor],
+        biased: bool,
+        layers: int,
+        dropout: float,
+        training: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        _padded(weights, biased)
+        x = x.transpose(0, 1) if batch_first else x
+        ways, width, ends = 2 if bidirectional else 1, 4 if biased else 2, []
+        for layer in range(layers):
+            x = _between(x, layer, dropout, training)
+            made = []
+            for way in range(ways):
+                at = layer * ways + way
+                of_input, recurrent, *biases = weights[at * width : (at + 1) * width]
+                states = run(x.flip(0) if way else x, of_input, recurrent, biases, start[at])
+                ends.append(states[-1])
+                made.append(states.flip(0) if way else states)
+            x = torch.cat(made, 2) if bidirectional else made[0]
+        return x.transpose(0, 1) if batch_first else x, torch.stack(ends)
+
+    return whole
+
+
+def _gru_states(x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor) -> Tensor:
+    own = biases or [x.new_zeros(len(of_input))] * 2
+    made: tuple[Tensor, Tensor] = Gru.apply(linear(x, of_input, own[0]), recurrent, own[1], start)  # type: ignore[no-untyped-call]
+    return made[0]
+
+
+def _rnn_states(relu: bool) -> Callable[..., Tensor]:
+    def states(x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor) -> Tensor:
+        share = linear(x, of_input, biases[0] + biases[1] if biases else None)
+        made: Tensor = Rnn.apply(share, recurrent, start, relu)  # type: ignore[no-untyped-call]
+        return made
+
+    return states
+
+
+gru = _single_state(_gru_states)
+rnn_tanh = _single_state(_rnn_states(relu=False))
+rnn_relu = _single_state(_rnn_states(relu=True))

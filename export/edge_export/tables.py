@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
 from edge_client.errors import ModelError
-from edge_export.evaluation import evaluating
+from edge_export.modes import duplicate, evaluating, in_training
 
 InitScheme = Literal["he", "torch", "sign"]
 """How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
@@ -27,7 +27,6 @@ in +-1 / sqrt(fan_in), biases too; `sign` the constant +-sqrt(2 / fan_in) with z
 1 / sqrt(hidden) in all of them, an embedding has PyTorch's variance 1, a norm starts at weight 1 and bias 0."""
 
 _MASKABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM)
-_COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,12 @@ class Tables:
 def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Collection[str] | None) -> Tables:
     """The tables of `module`; `trainable` names the parameters that get gradients (None: those that require them)."""
     values = dict(module.named_parameters())
-    stats = {k: b for k, b in module.named_buffers() if not k.endswith(_COUNTER) and b.is_floating_point()}
+    stats = _statistics(module, example)
     for name, value in (*values.items(), *stats.items()):
         if value.dtype != torch.float32 or value.numel() == 0:
             raise ModelError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
+        if not bool(value.isfinite().all()):
+            raise ModelError(f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values")
     layers = _layers(module, example)
     if not layers:
         raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
@@ -66,6 +67,36 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
     )
 
 
+def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
+    """The float buffers that a training step moves, and every norm's running statistics. All others are constants.
+
+    Raises ModelError for a buffer of another dtype that a step changes.
+    """
+    own = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+        for name in ("running_mean", "running_var")
+    }
+    probe = in_training(duplicate(module))
+    before = {k: b.clone() for k, b in probe.named_buffers()}
+    try:
+        with torch.no_grad():
+            probe(example)
+    except Exception as error:  # the author's forward may raise anything
+        raise ModelError(f"the module does not run in training mode on {tuple(example.shape)}: {error}") from error
+    moved = {k for k, b in probe.named_buffers() if k in before and not torch.equal(b, before[k])}
+    moved -= {k for k in moved if bool((before[k] != before[k]).any())}  # NaN differs from itself
+    found = {k: b for k, b in module.named_buffers() if k in own or k in moved}
+    for name, buffer in found.items():
+        if not buffer.is_floating_point():
+            raise ModelError(
+                f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep float32 "
+                "buffers only: register it as float32, or do not change it"
+            )
+    return found
+
+
 def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collection[str]) -> tuple[Row, ...]:
     rows, offset = [], 0
     for name, value in values.items():
@@ -79,6 +110,9 @@ def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collecti
 def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
     names: dict[nn.Module, str] = {m: n for n, m in module.named_modules() if isinstance(m, _MASKABLE)}
     called: list[nn.Module] = []
+    whole = [m for m in names if not isinstance(m, nn.LSTM) and "weight" not in dict(m.named_parameters(recurse=False))]
+    for m in whole:  # its weight is computed from other parameters
+        del names[m]
     hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
     try:
         with evaluating(module):
@@ -149,7 +183,7 @@ def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init |
         return Init(kind="uniform", scale=bound)
     if isinstance(part, nn.Embedding):
         return Init(kind="uniform", scale=3**0.5)
-    if isinstance(part, _MASKABLE):
+    if isinstance(part, _MASKABLE) and "weight" in dict(part.named_parameters(recurse=False)):
         fan_in = dict(part.named_parameters(recurse=False))["weight"][0].numel()
         if name == "bias":
             return Init(kind="uniform", scale=fan_in**-0.5) if init == "torch" else Init(kind="constant", scale=0)

@@ -24,11 +24,14 @@ from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part,
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
-from edge_export.channels import find_groups
-from edge_export.evaluation import evaluating
 from edge_export.graphs import eval_graph, torch_program, train_graph
+from edge_export.groups import with_groups
+from edge_export.modes import evaluating
+from edge_export.proof import prove
+from edge_export.refusals import in_a_sentence
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 
+_TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
 _FILES = frozenset({MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "train.pte", "eval.pte"})
 
 
@@ -73,28 +76,23 @@ def export_bundle(
     folder = Path(folder)
     if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
         raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
+    module, prefix = _renamed(module)
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
-    found = tables(module, example, init, trainable)
+    found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
-    try:
-        parts = {
-            part: graph.SerializeToString(deterministic=True)
-            for part, graph in (
-                ("train.onnx", train_graph(module, example, parameters, buffers, free, target)),
-                ("eval.onnx", eval_graph(module, example, parameters, buffers)),
-            )
-        }
-        if torch_part:
+    graphs = {
+        "train.onnx": train_graph(module, example, parameters, buffers, free, target),
+        "eval.onnx": eval_graph(module, example, parameters, buffers),
+    }
+    prove(module, example, target, parameters, buffers, free, graphs["train.onnx"], graphs["eval.onnx"])
+    parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
+    if torch_part:
+        with in_a_sentence(module, example, None):
             parts["model.pt2"] = torch_program(module, example)
-    except ModelError:
-        raise
-    except Exception as error:
-        # PyTorch raises many kinds of errors here; the cause stays attached for the author.
-        raise ModelError(f"the model cannot be traced into a graph with a dynamic batch: {_reason(error)}") from error
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     manifest = Manifest(
@@ -104,19 +102,31 @@ def export_bundle(
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=find_groups(module, example),
         seed=seed,
         parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
     )
-    return _write(manifest, parts, folder)
+    return _write(with_groups(manifest, graphs), parts, folder)
 
 
-def _reason(error: BaseException) -> str:
-    """The first sentence of the innermost cause: PyTorch's exporter wraps it in advice to its own developers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-    return plain.splitlines()[0].strip() if plain else type(error).__name__
+class _Named(nn.Module):
+    """A module whose tensors' names start with `model.`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.model(x)
+        return made
+
+
+def _renamed(module: nn.Module) -> tuple[nn.Module, str]:
+    """`module`, and the prefix of its tensors' names: none, unless a graph uses one of the names itself."""
+    names = [n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    if any(_TAKEN.match(name) for name in names):
+        return _Named(module), "model."
+    return module, ""
 
 
 def _example(module: nn.Module, batch: Tensor) -> Tensor:
@@ -124,10 +134,6 @@ def _example(module: nn.Module, batch: Tensor) -> Tensor:
     if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
         raise ModelError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
     for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ModelError(f"dropout p={part.p} draws its own randomness, which no seed repeats; set p=0")
-        if isinstance(part, nn.RNNBase) and part.dropout > 0:
-            raise ModelError(f"dropout={part.dropout} of {type(part).__name__} cannot be repeated; set dropout=0")
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and (
             not part.track_running_stats or part.momentum is None
         ):

@@ -76,7 +76,7 @@ def chain(
     if len(layers) < 2 or len(groups) != len(layers) - 1:
         raise ValueError(f"{len(layers)} layers have {len(groups)} channel groups between them; a chain has one fewer")
     for group, layer, after in zip(groups, layers, layers[1:], strict=False):
-        made, read = [p.weight for p in group.producers], [c.weight for c in group.consumers]
+        made, read = [p.tensor for p in group.at("makes")], [p.tensor for p in group.at("reads")]
         if made != [layer] or read != [after]:
             raise ValueError(f"the channels {group.name!r} go from {made} to {read}, not from {layer!r} to {after!r}")
     inputs = [tensors[layers[0]].shape[1], *(g.size for g in groups)]

@@ -23,14 +23,17 @@ import typer
 from edge_bench import provenance
 from edge_bench.cli import check_writable, write_json
 from edge_bench.compaction.masks import MaskKind
+from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, timed
 from edge_bench.compaction.zoo import ZOO, Case
+from edge_client.compaction.tuning import clock
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.measure.macs import macs
 
 FIELDS = {
     "mac_ratio": "dense over compact multiply-adds",
     "mac_bound": "dense over the bound's multiply-adds",
-    "speedup": "dense over this model's milliseconds of one sample, one thread",
+    "speedup": "dense over this model's milliseconds of one sample: median processor time, one thread, in turns",
     "error_std": "largest error over the standard deviation of the masked module's outputs in float64",
     "error_dense_std": "the same for the masked dense graph in float32",
     "seconds": "compaction with its proof",
@@ -67,29 +70,51 @@ def measure(
 def _timed(subject: Subject, compact: Result, scratch: Path, runs: int, peers: bool) -> list[Result]:
     """Latency of the compact model beside the dense one, and rows of the variants timed with them."""
     others: list[tuple[Result, Path]] = []
+    path = scratch / "aligned.onnx"
+    settings: dict[str, Any] = {"align": "auto", "clock": clock(subject.x[:1])}
+    aligned = compacted(subject, compact.mask, compact.kept, path, **settings)  # type: ignore[arg-type]
+    aligned.aligned = True
+    if aligned.status == "ok":
+        others.append((aligned, path))
+    for round_to in (None, ROUND_TO) if peers and installed() else ():
+        result = Result(compact.model, compact.mask, compact.kept, tool="torch-pruning", aligned=round_to is not None)
+        path = scratch / f"peer{round_to}.onnx"
+        try:
+            pruned(subject.masked.module, subject.case, compact.kept, round_to, path)
+            result.macs_dense, result.macs_compact = compact.macs_dense, macs(path)
+            result.mac_ratio = (compact.macs_dense or 0) / max(1, result.macs_compact)
+            others.append((result, path))
+        except Exception as error:  # what a tool cannot prune is a result
+            result.status = f"failed: {type(error).__name__}: {str(error)[:200]}"
+            others.append((result, scratch / "compact.dense.onnx"))
     paths = [scratch / "compact.dense.onnx", scratch / "compact.onnx", *(path for _, path in others)]
     dense, own, *rest = timed(paths, subject, runs)
     for result, ms in zip((compact, *(r for r, _ in others)), (own, *rest), strict=True):
-        result.ms_dense, result.ms, result.speedup = dense, ms, dense / ms
-    return [r for r, _ in others]
+        if result.status == "ok":
+            result.ms_dense, result.ms, result.speedup = dense, ms, dense / ms
+    return [aligned, *(r for r, _ in others if r is not aligned)]
 
 
 def line(r: Result) -> str:
     """A row for the terminal."""
+    if r.tool != "maskfleet":
+        name = f"  {r.tool}{' rounded' if r.aligned else ''}"
+        return f"{name:34} {r.mask:6} {r.kept}  macs x{r.mac_ratio or 0:6.2f}  x{r.speedup or 0:.2f} {r.status[:100]}"
     if r.status != "ok":
         return f"{r.model:34} {r.mask:6} {r.kept}  {r.status[:140]}"
-    marks = ("" if r.exact else " WRONG") + ("" if r.reached else " above")
+    name = "  aligned" if r.aligned else r.model
+    marks = ("" if r.exact else " WRONG") + ("" if r.reached or r.aligned else " above")
     over = r.macs_compact / max(1, r.macs_bound) if r.macs_compact and r.macs_bound else 0.0
     speed = f" {r.ms_dense:8.3f} -> {r.ms:8.3f} ms x{r.speedup:.2f}" if r.ms and r.ms_dense and r.speedup else ""
     return (
-        f"{r.model:34} {r.mask:6} {r.kept}  macs x{r.mac_ratio:6.2f} of x{r.mac_bound:6.2f} (bound x {over:.2f})  "
+        f"{name:34} {r.mask:6} {r.kept}  macs x{r.mac_ratio:6.2f} of x{r.mac_bound:6.2f} (bound x {over:.2f})  "
         f"error {r.error_std:.1e} ({r.error_dense_std:.1e})  {r.seconds:.1f} s{speed}{marks}"
     )
 
 
 def summary(rows: list[Result]) -> dict[str, Any]:
     """Counts of graphs over both masks and all shares; a graph counts as its worst row."""
-    plain = [r for r in rows if not r.aligned and r.engine == "onnxruntime"]
+    plain = [r for r in rows if not r.aligned and r.engine == "onnxruntime" and r.tool == "maskfleet"]
     by: dict[str, list[Result]] = {}
     for r in plain:
         by.setdefault(r.model, []).append(r)

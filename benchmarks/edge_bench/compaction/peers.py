@@ -11,7 +11,6 @@ import copy
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from edge_export.graphs import eval_graph
 from torch import nn
 
@@ -51,7 +50,5 @@ def pruned(module: nn.Module, case: Case, kept: float, round_to: int | None, pat
     statistics = {k: b for k, b in buffers.items() if b.is_floating_point()}
     graph = eval_graph(made, example, list(parameters), list(statistics))
     values = {k: t.detach().numpy() for k, t in (*parameters.items(), *statistics.items())}
-    model = freeze(graph, values, {})
+    model = freeze(graph, values)
     path.write_bytes(model.SerializeToString())
-
-

@@ -20,7 +20,7 @@ import torch
 from edge_export.graphs import eval_graph
 from edge_export.tables import tables
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from edge_bench.compaction.masks import Masked, MaskKind, masked
 from edge_bench.compaction.oracle import Bound, bound
@@ -29,7 +29,8 @@ from edge_client.bundle import MANIFEST, Bundle, Input, Manifest, Part, digest
 from edge_client.bundle import Tensor as Row
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.errors import MaskfleetError
-from edge_client.measure.latency import latency
+from edge_client.measure.engines import open_onnx
+from edge_client.measure.latency import in_turns
 from edge_client.measure.macs import macs
 from edge_client.targets import target_type
 from edge_client.task import Personal
@@ -45,15 +46,17 @@ class Result:
     """A row of the results.
 
     `status` is "ok", "refused: SENTENCE" or "crashed: ERROR". Multiply-adds are those of one sample; `mac_ratio` is
-    dense over compact, `mac_bound` dense over the oracle's bound, `speedup` dense over compact milliseconds of one
-    sample. `error_std` is the largest error against the masked module in float64, over the standard deviation of its
-    outputs; `error_dense_std` is the same for the dense graph in float32, which has that much rounding of its own.
+    dense over compact, `mac_bound` dense over the oracle's bound. `speedup` is dense over compact milliseconds of one
+    sample: processor time on one thread, the median of calls that all variants take in turns. `error_std` is the
+    largest error against the masked module in float64, over the standard deviation of its outputs; `error_dense_std`
+    is the same for the dense graph in float32, which has that much rounding of its own.
     """
 
     model: str
     mask: str
     kept: float
     engine: str = "onnxruntime"
+    tool: str = "maskfleet"
     aligned: bool = False
     status: str = "ok"
     mac_ratio: float | None = None
@@ -118,19 +121,12 @@ def export(case: Case, folder: Path) -> Bundle:
         parameters=found.parameters,
         buffers=found.buffers,
         layers=found.layers,
-        groups=_groups(module, example),
         parts={"eval.onnx": Part(sha256=digest(data), size=len(data))},
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "eval.onnx").write_bytes(data)
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return Bundle.open(folder)
-
-
-def _groups(module: nn.Module, example: Tensor) -> Any:
-    from edge_export.channels import find_groups
-
-    return find_groups(module, example)
 
 
 def prepare(case: Case, bundle: Bundle, kind: MaskKind, kept: float, seed: int = 0) -> Subject:
@@ -197,5 +193,9 @@ def _error(path: Path, subject: Subject) -> float:
 
 
 def timed(models: Sequence[Path], subject: Subject, runs: int) -> list[float]:
-    """Milliseconds of one sample of each model, timed in turns on one thread."""
-    return [t.p50_ms for t in latency(models, subject.x[:1], runs=runs, warm_up=max(3, runs // 10))]
+    """Milliseconds of one sample of each model, timed in turns on one thread: the median processor time.
+
+    Wall time would say how often the system took the processor away, which a longer call suffers more from.
+    """
+    found = in_turns([open_onnx(m, subject.x[:1]) for m in models], runs, max(3, runs // 10))
+    return [float(np.median(t)) for t in found.cpu]

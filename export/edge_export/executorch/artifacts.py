@@ -44,7 +44,8 @@ class Pte:
             raise BundleError(f"ExecuTorch cannot open the artifact: {error}") from None
 
         def run(x: NDArray[Any], _: object = program) -> NDArray[Any]:  # a method is gone without its program
-            assert method is not None and len(x) <= BATCH
+            assert method is not None
+            assert len(x) <= BATCH
             return np.asarray(method.execute([torch.from_numpy(np.ascontiguousarray(x))])[0].numpy())
 
         return run

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 
 from edge_client.errors import ModelError
-from edge_export.executorch.operators import TABLE, Node, Value, tensor
+from edge_export.executorch.layout import Laid
+from edge_export.executorch.operators import TABLE
+from edge_export.executorch.values import Node, Value, reversed_along, tensor
+
+KNOWN = ("Resize", "OneHot", "Clip", "Pad", "Range")
+"""Operators whose inputs after the first are numbers that must be known while tracing."""
 
 
 class Graph(nn.Module):
@@ -38,7 +43,8 @@ class Graph(nn.Module):
         self.outputs = [o.name for o in self.onnx.output] if outputs is None else list(outputs)
         if unknown := set(own) - set(self.inputs):
             raise ModelError(f"the graph reads {sorted(unknown)}, which are not given; export the bundle again")
-        self._fixed = {k: v for k, v in stored.items() if v.dtype.kind != "f" or v.size == 1}
+        known = {name for n in self.onnx.node if n.op_type in KNOWN for name in n.input[1:]}
+        self._fixed = {k: v for k, v in stored.items() if v.dtype.kind != "f" or v.ndim == 0 or k in known}
         self._names = {}
         for i, (name, value) in enumerate(stored.items()):
             if name not in self._fixed:
@@ -67,17 +73,19 @@ def _check(graph: GraphProto) -> None:
                 _check(attribute.g)
 
 
-def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str]) -> None:
-    """Compute `nodes` in order; `values` gets what each gives. `constants` are the names of stored tensors."""
+def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str], looped: bool = False) -> None:
+    """Compute `nodes` in order; `values` gets what each gives. `constants` are the names of stored tensors.
+
+    `looped` says that the nodes are a loop's body.
+    """
     for node in nodes:
         settings = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Constant":
             values[node.output[0]] = _constant(settings)
             constants.add(node.output[0])
             continue
-        made_node = Node(
-            node.op_type, settings, sum(1 for o in node.output if o), tuple(name in constants for name in node.input)
-        )
+        fixed = tuple(name in constants for name in node.input)
+        made_node = Node(node.op_type, settings, sum(1 for o in node.output if o), fixed, looped)
         reads = [values[name] if name else None for name in node.input]
         try:
             if node.op_type in _RECURRENT:
@@ -91,6 +99,10 @@ def run(nodes: Sequence[NodeProto], values: dict[str, Value], constants: set[str
         for name, value in zip(node.output, made if isinstance(made, list) else [made], strict=False):
             if name:
                 values[name] = value
+
+
+def _whole(node: NodeProto) -> dict[str, int]:
+    return {a.name: a.i for a in node.attribute}
 
 
 def _constant(settings: Mapping[str, Any]) -> Value:
@@ -111,14 +123,26 @@ def _loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`step(carried, slices, fixed)` -> (carried, made) for each place of axis 0 of `read`; the made are stacked."""
     first, count = len(carried), len(carried) + len(read)
+    n = carried[0].shape[0]
+    # One more than the largest batch, so that no batch is the special case of all rows.
+    most = n if isinstance(n, int) else int(n.node.shape_env.bound_sympy(n.node.expr).upper) + 1
+
+    def whole(t: Tensor) -> Tensor:
+        """`t` [n, ...] as `most` rows: ExecuTorch's loop keeps states and results of one size only."""
+        padded = nn.functional.pad(t, [0, 0] * (t.ndim - 1) + [0, most - t.shape[0]])
+        return padded if most is not n else t.clone()  # no output may be another, or an input
 
     def flat(*values: Tensor) -> list[Tensor]:
-        states, made = step(list(values[:first]), list(values[first:count]), list(values[count:]))
-        return [t.clone() for t in (*states, *made)]  # no output may be another, or an input
+        slices = list(values[first:count])
+        states = [t.narrow(0, 0, slices[0].shape[0]) for t in values[:first]] if most is not n else values[:first]
+        made = step(list(states), slices, list(values[count:]))
+        return [whole(t) for t in (*made[0], *made[1])]
 
-    carried = [t.contiguous() + 0.0 for t in carried]  # not a broadcast view, which no step gives
+    starts = [whole(t.contiguous() + 0.0) for t in carried]  # not a broadcast view, which no step gives
     # The operator itself: the function around it would compile `step` with Dynamo.
-    made = scan_op(flat, carried, [t.contiguous() for t in read], tuple(fixed))
+    made = scan_op(flat, starts, [t.contiguous() for t in read], tuple(fixed))
+    if most is not n:
+        made = [t.narrow(int(i >= first), 0, n) for i, t in enumerate(made)]
     return list(made[:first]), list(made[first:])
 
 
@@ -130,7 +154,7 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
         if any(node.get(name, [])):
             raise node.refuse(name)
     backward = node.get("scan_input_directions", [0] * count)
-    read = [t.flip([0]) if way else t for t, way in zip(read, backward, strict=True)]
+    read = [reversed_along(t, 0) if way else t for t, way in zip(read, backward, strict=True)]
     names = [i.name for i in body.input]
     stored = {t.name: numpy_helper.to_array(t) for t in body.initializer}
     own = {*names, *stored, *(o for n in body.node for o in n.output), ""}
@@ -139,17 +163,20 @@ def _scan(node: Node, reads: list[Value], values: Mapping[str, Value]) -> list[V
     fixed = [k for k in outer if k not in known]
     states = len(carried)
 
-    def step(
-        carry: list[Tensor], slices: list[Tensor], others: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def step(carry: list[Tensor], slices: list[Tensor], others: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         inner = {**known, **stored, **dict(zip([*names, *fixed], [*carry, *slices, *others], strict=True))}
-        run(body.node, inner, {*stored, *known})
+        inner |= {k: Laid(inner[k], (1, 0)) for k in turned}
+        run(body.node, inner, {*stored, *known}, looped=True)
         made = [tensor(inner[o.name]) for o in body.output]
         return made[:states], made[states:]
 
-    last, made = _loop(step, carried, read, [tensor(values[k]) for k in fixed])
+    # Weights that a step reads transposed are turned once, before the loop.
+    turned = {n.input[1] for n in body.node if n.op_type == "Gemm" and {"transB": 1}.items() <= _whole(n).items()}
+    turned &= set(fixed)
+    others = [tensor(values[k]).t().contiguous() if k in turned else tensor(values[k]) for k in fixed]
+    last, made = _loop(step, carried, read, others)
     outward = node.get("scan_output_directions", [0] * len(made))
-    return [*last, *(t.flip([0]) if way else t for t, way in zip(made, outward, strict=True))]
+    return [*last, *(reversed_along(t, 0) if way else t for t, way in zip(made, outward, strict=True))]
 
 
 def _ways(node: Node, hidden: Sequence[Value], n: Any) -> list[tuple[bool, list[Tensor]]]:
@@ -165,12 +192,16 @@ def _plain(node: Node, lengths: Value, activations: int) -> None:
         raise node.refuse("sequence lengths")
     if node.get("layout", 0) or node.get("clip") is not None or node.get("activations") not in (None, []):
         usual = [b"Sigmoid", b"Tanh", b"Tanh"][:activations]
-        if node.get("layout", 0) or node.get("clip") is not None or list(node.get("activations"))[:activations] != usual:
+        if (
+            node.get("layout", 0)
+            or node.get("clip") is not None
+            or list(node.get("activations"))[:activations] != usual
+        ):
             raise node.refuse("layout, clip or activations of its own")
 
 
 def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
-    x, w, r, b, lengths, h0, c0, peep = [*reads, *[None] * (8 - len(reads))]
+    x, w, r, b, lengths, h0, c0, peep = (*reads, *(None,) * 8)[:8]
     _plain(node, lengths, 3)
     if peep is not None or node.get("input_forget", 0):
         raise node.refuse("peepholes or input_forget")
@@ -181,25 +212,25 @@ def _lstm(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]
         bias = None if b is None else tensor(b)[i][: 4 * size] + tensor(b)[i][4 * size :]
         gates = nn.functional.linear(x, tensor(w)[i], bias)
 
-        def step(
-            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
-        ) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             h, c = carry
-            z = nn.functional.linear(h, fixed[0]) + share[0]
+            z = torch.mm(h, fixed[0]) + share[0]
             i, o, f, g = z.chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
             return [h, c], [h]
 
-        (h, c), (made,) = _loop(step, [h, c], [gates.flip([0]) if back else gates], [recurrent])
-        states.append(made.flip([0]) if back else made)
+        (h, c), (made,) = _loop(
+            step, [h, c], [reversed_along(gates, 0) if back else gates], [recurrent.t().contiguous()]
+        )
+        states.append(reversed_along(made, 0) if back else made)
         hs.append(h)
         cs.append(c)
     return [torch.stack(states, 1), torch.stack(hs), torch.stack(cs)]
 
 
 def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
-    x, w, r, b, lengths, h0 = [*reads, *[None] * (6 - len(reads))]
+    x, w, r, b, lengths, h0 = (*reads, *(None,) * 6)[:6]
     _plain(node, lengths, 2)
     x, states, hs = tensor(x), [], []
     after = bool(node.get("linear_before_reset", 0))
@@ -209,24 +240,27 @@ def _gru(node: Node, reads: list[Value], _: Mapping[str, Value]) -> list[Value]:
         both = torch.zeros(6 * size) if b is None else tensor(b)[i]
         gates = nn.functional.linear(x, tensor(w)[i], both[: 3 * size])
 
-        def step(
-            carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]
-        ) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: list[Tensor], share: list[Tensor], fixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             (h,), (recurrent, own) = carry, fixed
             size = h.shape[1]
             xz, xr, xn = share[0].chunk(3, 1)
-            z, reset = (nn.functional.linear(h, recurrent[: 2 * size], own[: 2 * size])).chunk(2, 1)
+            both = torch.mm(h, recurrent[:, : 2 * size]) + own[: 2 * size]
+            z, reset = both.chunk(2, 1)
             z, reset = (z + xz).sigmoid(), (reset + xr).sigmoid()
-            inner, bias = recurrent[2 * size :], own[2 * size :]
+            inner, bias = recurrent[:, 2 * size :], own[2 * size :]
             if after:
-                fresh = (xn + reset * nn.functional.linear(h, inner, bias)).tanh()
+                fresh = (xn + reset * (torch.mm(h, inner) + bias)).tanh()
             else:
-                fresh = (xn + nn.functional.linear(reset * h, inner, bias)).tanh()
+                fresh = (xn + torch.mm(reset * h, inner) + bias).tanh()
             h = (1.0 - z) * fresh + z * h
             return [h], [h]
 
-        (h,), (made,) = _loop(step, [h], [gates.flip([0]) if back else gates], [recurrent, both[3 * size :]])
-        states.append(made.flip([0]) if back else made)
+        read, fixed = (
+            reversed_along(gates, 0) if back else gates,
+            [recurrent.t().contiguous(), both[3 * size :].clone()],
+        )
+        (h,), (made,) = _loop(step, [h], [read], fixed)
+        states.append(reversed_along(made, 0) if back else made)
         hs.append(h)
     return [torch.stack(states, 1), torch.stack(hs)]
 

@@ -20,7 +20,7 @@ from edge_client.files import write_whole
 from edge_export.executorch.graph import Graph
 from edge_export.executorch.lowering import TRACED, lower
 
-MOST = 128
+MOST = 64
 """Samples of the largest batch by default: a program reserves the memory of its largest batch."""
 
 
@@ -76,4 +76,3 @@ def _example(bundle: Bundle, names: list[str]) -> tuple[Tensor, ...]:
     if missing:
         raise ModelError(f"the graph reads {missing}, which the bundle does not have; export the bundle again")
     return tuple(torch.from_numpy(np.array(known[name])) for name in names)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Case:
 class Net(nn.Module):
     """Layers by name and a function that joins them, for graphs whose wiring is their whole point."""
 
-    def __init__(self, wiring: Callable[[Net, Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(self, wiring: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.run = (wiring,)
         for name, part in parts.items():
@@ -46,7 +47,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the wiring makes of `x`."""
-        return self.run[0](self, x)
+        made: Tensor = self.run[0](self, x)
+        return made
 
 
 def conv(inner: int, out: int, kernel: int = 3, bias: bool = True, **settings: int | str) -> nn.Conv2d:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench.compaction.zoo.case import CLASSES, Case, Net, conv, normed, pooled
@@ -53,7 +54,7 @@ def _conv3d() -> nn.Module:
 def _functional() -> nn.Module:
     """Reshapes and means written as tensor methods, in place where that is allowed."""
 
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = functional.relu_(m.a(x))
         y = functional.max_pool2d(m.b(y).clamp(min=0), 2)
         y = y.reshape(y.shape[0], -1)
@@ -66,7 +67,7 @@ def _functional() -> nn.Module:
 def _flatten_late() -> nn.Module:
     """Height and width are joined first, channels afterwards; then channels last."""
 
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(x)).flatten(2)  # [n, c, hw]
         y = torch.relu(m.b(y.flatten(1)))
         z = torch.relu(m.c(x)).permute(0, 2, 3, 1).flatten(1)  # [n, h * w * c]
@@ -79,7 +80,7 @@ def _flatten_late() -> nn.Module:
 
 
 def _squeezed() -> nn.Module:
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = functional.adaptive_avg_pool2d(torch.relu(m.a(x)), 1).squeeze(3).squeeze(2)
         z = torch.relu(m.b(y)).unsqueeze(1)
         return m.head(z).squeeze(1)
@@ -90,7 +91,7 @@ def _squeezed() -> nn.Module:
 def _channels_last() -> nn.Module:
     """ConvNeXt's block: linear layers and layer-norm on the last axis of an image."""
 
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         z = m.norm(m.deep(y).permute(0, 2, 3, 1))
         z = m.narrow(functional.gelu(m.wide(z))).permute(0, 3, 1, 2)
@@ -112,7 +113,7 @@ def _pixel_shuffle() -> nn.Module:
 def _dead_output() -> nn.Module:
     """A branch whose values are multiplied by zero, and one that no output reads."""
 
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(x))
         unread = m.unread(y)[:, :0].sum(1, keepdim=True)
         return m.head((torch.relu(m.b(y)) + 0.0 * m.nothing(y) + unread).mean((2, 3)))
@@ -125,7 +126,7 @@ def _dead_output() -> nn.Module:
 def _constants() -> nn.Module:
     """Constants before, between and behind the layers, of one value and of one a channel."""
 
-    def wiring(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(x * 2 - 0.5)) + 1.0
         y = m.b(y) * m.scale + m.shift
         y = 1.5 - torch.relu(y).amax((2, 3))

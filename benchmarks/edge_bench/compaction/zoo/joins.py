@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -66,7 +68,7 @@ class StochasticDepth(nn.Module):
 
 
 def _residual(sign: float) -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         y = y + sign * m.b(torch.relu(m.a(y)))
         return m.head(torch.relu(y))
@@ -77,7 +79,7 @@ def _residual(sign: float) -> nn.Module:
 def _input_residual() -> nn.Module:
     """The model's own input is added: three channels that no mask prunes."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         return m.head(torch.relu(x + m.b(torch.relu(m.a(x)))))
 
     return Net(wiring, a=conv(3, 12), b=conv(12, 3), head=pooled(3))
@@ -86,7 +88,7 @@ def _input_residual() -> nn.Module:
 def _grown() -> nn.Module:
     """A sum after padding with zero channels, and one that broadcasts a single channel."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(x))
         y = functional.pad(y, (0, 0, 0, 0, 2, 4)) + m.b(y)
         return m.head(torch.relu(y + m.one(y)))
@@ -95,7 +97,7 @@ def _grown() -> nn.Module:
 
 
 def _concat() -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.stem(x))
         y = torch.cat([torch.relu(m.a(y)), m.b(y), x, functional.max_pool2d(y, 3, 1, 1)], 1)
         return m.head(torch.relu(m.c(y)))
@@ -106,7 +108,7 @@ def _concat() -> nn.Module:
 def _concat_sum() -> nn.Module:
     """Concatenated channels are added to others: groups of two layers overlap one of a third."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.cat([m.a(x), m.b(x)], 1) + m.c(x)
         return m.head(m.d(torch.relu(y)))
 
@@ -130,7 +132,7 @@ class Dense(nn.Module):
 
 
 def _split() -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         a, b = m.stem(x).chunk(2, 1)
         c, d, e = torch.split(m.mid(torch.relu(a) * torch.sigmoid(b)), [4, 6, 6], 1)
         return m.head(torch.cat([torch.relu(d), c, torch.relu(e) + d], 1))
@@ -141,7 +143,7 @@ def _split() -> nn.Module:
 def _sliced() -> nn.Module:
     """Every other channel, the order reversed, a part left unread, and places cut from the border."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(x))
         y = m.b(torch.cat([y[:, ::2], y[:, 1:9:2].flip(1)], 1))[:, :10, 1:-1, 2:]
         return m.head(torch.relu(y))
@@ -168,7 +170,7 @@ def _gathered() -> nn.Module:
 def _shuffled(groups: int = 4) -> nn.Module:
     """Grouped convolutions with a channel shuffle between them, as in ShuffleNet's first version."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.a(m.stem(x)))
         c, h, w = y.shape[1:]
         y = y.reshape(-1, groups, c // groups, h, w).transpose(1, 2).reshape(-1, c, h, w)
@@ -195,7 +197,7 @@ def _multiplier() -> nn.Module:
 
 
 def _inverted() -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         for up, deep, down in ((m.u1, m.d1, m.w1), (m.u2, m.d2, m.w2)):
             y = y + down(m.gate(deep(up(y)))) if up is m.u1 else y + down(deep(up(y)))
@@ -213,7 +215,7 @@ def _inverted() -> nn.Module:
 def _shared() -> nn.Module:
     """One convolution is called three times in a row, one on two branches."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         for _ in range(3):
             y = torch.relu(m.again(y))
@@ -226,7 +228,7 @@ def _shared() -> nn.Module:
 def _siamese() -> nn.Module:
     """One encoder reads both halves of the input; its features are compared."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         a, b = m.encoder(x[:, :3]), m.encoder(x[:, 3:])
         return m.head(torch.cat([a * b, (a - b).abs()], 1))
 
@@ -266,7 +268,7 @@ class TiedEmbedding(nn.Module):
 
 
 def _two_heads() -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         return torch.cat([m.left(torch.relu(m.a(y)).mean((2, 3))), m.right(torch.relu(m.b(y)).amax((2, 3)))], 1)
 
@@ -278,7 +280,7 @@ def _two_heads() -> nn.Module:
 def _gates() -> nn.Module:
     """Learned scalars in front of branches, and a mixture weighted by a softmax."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         share = torch.softmax(m.mix, 0)
         return m.head(torch.relu(share[0] * m.a(y) + share[1] * m.b(y) + torch.tanh(m.gate) * y))
@@ -296,7 +298,7 @@ def _squeeze_excite() -> nn.Module:
 def _spatial_gate() -> nn.Module:
     """A gate for every place, from the mean and the largest of all channels."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.stem(x)
         gate = torch.sigmoid(m.place(torch.cat([y.mean(1, keepdim=True), y.amax(1, keepdim=True)], 1)))
         return m.head(torch.relu(m.after(y * gate)))
@@ -320,7 +322,7 @@ def _layer_norm() -> nn.Module:
 def _scaled() -> nn.Module:
     """Features divided by their length, as in retrieval: every channel influences all."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         return m.head(functional.normalize(torch.relu(m.b(torch.relu(m.a(x)))), dim=1))
 
     return Net(wiring, a=nn.Linear(24, 32), b=nn.Linear(32, 20), head=nn.Linear(20, CLASSES))
@@ -329,7 +331,7 @@ def _scaled() -> nn.Module:
 def _softmax_gate() -> nn.Module:
     """A softmax over channels in the middle: pruned channels keep their share of it."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         return m.head(torch.relu(m.b(torch.softmax(m.a(x), -1))))
 
     return Net(wiring, a=nn.Linear(24, 16), b=nn.Linear(16, 20), head=nn.Linear(20, CLASSES))
@@ -338,7 +340,7 @@ def _softmax_gate() -> nn.Module:
 def _maxout() -> nn.Module:
     """The larger of two halves, and a minimum with a third layer."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         a, b = m.a(x).chunk(2, 1)
         return m.head(torch.minimum(torch.maximum(a, b), m.b(x)))
 
@@ -348,7 +350,7 @@ def _maxout() -> nn.Module:
 def _product() -> nn.Module:
     """Two branches multiplied, one of them compared with zero."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         a, b, c = m.a(x), m.b(x), m.c(x)
         return m.head(torch.where(c > 0, a * b, a))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ def _joined(y: Tensor) -> Tensor:
 def _separate() -> nn.Module:
     """Query, key and value by layers of their own; the values are wider than the keys."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         q, k, v = _heads(m.q(x)), _heads(m.k(x)), _heads(m.v(x))
         weights = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1)
         return m.head(torch.relu(m.out(_joined(weights @ v))).mean(1))
@@ -41,7 +42,7 @@ def _separate() -> nn.Module:
 def _functional() -> nn.Module:
     """`scaled_dot_product_attention` on chunks of one layer."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         q, k, v = (_heads(part) for part in m.qkv(x).chunk(3, -1))
         y = functional.scaled_dot_product_attention(q, k, v)
         return m.head((x + m.out(_joined(y))).mean(1))
@@ -52,7 +53,7 @@ def _functional() -> nn.Module:
 def _einsum() -> nn.Module:
     """One query head for all keys (multi-query attention), written with einsum."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         q, k, v = _heads(m.q(x)), m.k(x), m.v(x)
         weights = torch.softmax(torch.einsum("nhtd,nsd->nhts", q, k), -1)
         return m.head(m.out(_joined(torch.einsum("nhts,nsd->nhtd", weights, v))).mean(1))
@@ -87,7 +88,7 @@ def _encoder(**settings: bool | str) -> nn.Module:
 def _perceptron() -> nn.Module:
     """The transformer's two layers on [n, t, f], without attention."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.narrow(functional.gelu(m.wide(x)))
         return m.head(torch.relu(m.after(x + y)).mean(1))
 
@@ -99,7 +100,7 @@ def _perceptron() -> nn.Module:
 def _gated() -> nn.Module:
     """A gated unit (SwiGLU) and one whose halves come from one layer (GLU)."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = m.down(functional.silu(m.gate(x)) * m.up(x))
         return m.head(functional.glu(m.both(y), -1).mean(1))
 
@@ -112,7 +113,7 @@ def _gated() -> nn.Module:
 def _mixer() -> nn.Module:
     """Layers over steps and over features in turn (MLP-Mixer)."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         x = x + m.t2(functional.gelu(m.t1(x.transpose(1, 2)))).transpose(1, 2)
         x = x + m.f2(functional.gelu(m.f1(x)))
         return m.head(x.mean(1))
@@ -126,7 +127,7 @@ def _mixer() -> nn.Module:
 def _first_token() -> nn.Module:
     """A learned token in front of the sequence is read at the end; positions are added."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.cat([m.token.expand(x.shape[0], -1, -1), m.read(x)], 1) + m.places
         return m.head(m.norm(m.block(y))[:, 0])
 
@@ -140,7 +141,7 @@ def _first_token() -> nn.Module:
 def _recurrent(make: Callable[..., nn.Module], layers: int, both: bool, last: bool) -> nn.Module:
     """A recurrent net on features; the last state or all of them are read."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y, _ = m.cells(x)
         return m.head(torch.relu(m.hidden(y[:, -1] if last else y)))
 
@@ -154,7 +155,7 @@ def _recurrent(make: Callable[..., nn.Module], layers: int, both: bool, last: bo
 def _convolved() -> nn.Module:
     """Convolutions over time, then an LSTM, then a classifier of the last state."""
 
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         y = torch.relu(m.conv(x.transpose(1, 2))).transpose(1, 2)
         return m.head(m.cells(y)[1][0][-1])
 
@@ -165,7 +166,7 @@ def _convolved() -> nn.Module:
 
 
 def _ids(make: Callable[..., nn.Module]) -> nn.Module:
-    def wiring(m: Net, x: Tensor) -> Tensor:
+    def wiring(m: Any, x: Tensor) -> Any:
         return m.head(m.cells(m.embedding(x))[0])
 
     return Net(wiring, embedding=nn.Embedding(30, 8), cells=make(8, 20, 1, batch_first=True), head=nn.Linear(20, 30))

@@ -1,0 +1,135 @@
+"""Chains of moves in their plainest form, before anything is cut.
+
+A fused projection of queries, keys and values goes through reshapes, transposes and gathers until each part arrives at
+its product. Where the whole chain is a slice, a reshape and a transpose, it is written so: each part may then be cut by
+itself. A chain that only takes entries of one axis in some order, as a channel shuffle does, becomes one `Gather`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from onnx import NodeProto, helper
+
+from edge_client.compaction.moves import PICK, REGROUP, is_move
+from edge_client.compaction.net import Net, drop_unused
+from edge_client.compaction.operators import Array
+from edge_client.compaction.writer import Ids, by_axis
+
+_CHAINED = REGROUP | PICK | {"Transpose"}
+
+
+def straighten(net: Net) -> None:
+    """Write every chain of moves of `net` in its plainest form, in place."""
+    makers = {n.output[0]: n for n in net.nodes}
+    users = net.users()
+    made: list[NodeProto] = []
+    for node in net.nodes:
+        made.append(node)
+        out = node.output[0]
+        if not _chained(net, node) or (out != net.output and all(_chained(net, n) for n in users.get(out, []))):
+            continue
+        chain = [node]
+        while chain[0].input[0] in makers and _chained(net, makers[chain[0].input[0]]):
+            chain.insert(0, makers[chain[0].input[0]])
+        for first in range(len(chain) - 1):
+            plain = _plainest(net, chain[first:])
+            if plain is not None and len(plain) <= len(chain) - first:
+                made[-1:] = plain
+                break
+    net.nodes = made
+    drop_unused(net)
+
+
+def _chained(net: Net, node: NodeProto) -> bool:
+    return node.op_type in _CHAINED and node.output[0] not in net.sizes and is_move(net, node) and net.data(node) == [0]
+
+
+def _plainest(net: Net, chain: list[NodeProto]) -> list[NodeProto] | None:
+    name, out = chain[0].input[0], chain[-1].output[0]
+    ids: Array = np.arange(prod(net.shapes[name]), dtype=np.float64).reshape(net.shapes[name])
+    for node in chain:
+        ids = net.operators.run(node, [ids, *(net.known(v) if v else None for v in node.input[1:])])[0]
+    moved: Ids = ids.astype(np.int64)
+    return _permuted(net, name, out, moved) or _affine(net, name, out, moved)
+
+
+def _constant(net: Net, name: str, value: Ids) -> str:
+    net.constants[name], net.shapes[name], net.kinds[name] = value, value.shape, value.dtype
+    net.moving[name] = (False,) * value.ndim
+    return name
+
+
+def _permuted(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None:
+    """One `Gather`, when the chain takes entries of one axis."""
+    shape = net.shapes[name]
+    lists = by_axis(moved, shape)
+    if lists is None or net.moving[out] != net.moving[name]:
+        return None
+    changed = [a for a, own in enumerate(lists) if not np.array_equal(own, np.arange(shape[a]))]
+    if len(changed) != 1 or net.moving[name][changed[0]]:
+        return None
+    order = _constant(net, f"{out}.order", lists[changed[0]])
+    return [helper.make_node("Gather", [name, order], [out], axis=changed[0])]
+
+
+def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None:
+    """Slices, a reshape and a transpose, when every axis of the output steps evenly through the input."""
+    shape, size = net.shapes[name], moved.shape
+    if sum(net.moving[name]) != 1 or sum(net.moving[out]) != 1:
+        return None
+    batch, arrived = net.moving[name].index(True), net.moving[out].index(True)
+    if shape[batch] != 1 or size[arrived] != 1:
+        return None
+    steps = [int(np.take(moved, 1, a).flat[0] - moved.flat[0]) if n > 1 else 0 for a, n in enumerate(size)]
+    even = moved.flat[0] + sum(
+        np.arange(n).reshape(-1, *(1,) * (len(size) - 1 - a)) * steps[a] for a, n in enumerate(size)
+    )
+    if not np.array_equal(even, moved) or any(s <= 0 for s, n in zip(steps, size, strict=True) if n > 1):
+        return None
+    inner = [prod(shape[a + 1 :]) for a in range(len(shape))]
+    order: list[int] = []  # the axes of the output, as they follow each other in the input
+    lengths: list[int] = []
+    nodes: list[NodeProto] = []
+    reads = name
+    for a, n in enumerate(shape):
+        if a == batch:
+            order.append(arrived)
+            lengths.append(1)
+            continue
+        own = [b for b, s in enumerate(steps) if size[b] > 1 and inner[a] <= s < inner[a] * n]
+        own.sort(key=lambda b: -steps[b])
+        span = prod(size[b] for b in own)
+        dense = [inner[a] * prod(size[c] for c in own[k + 1 :]) for k in range(len(own))]
+        low = int(moved.flat[0]) // inner[a] % n
+        if [steps[b] for b in own] != dense or low + span > n:
+            return None
+        if span != n:
+            bounds = [_constant(net, f"{out}.{a}.{k}", np.array([v])) for k, v in enumerate((low, low + span, a))]
+            cut = f"{out}.{a}"
+            nodes.append(helper.make_node("Slice", [reads, *bounds], [cut]))
+            _declare(net, cut, [span if b == a else m for b, m in enumerate(net.shapes[reads])], batch, reads)
+            reads = cut
+        order += own
+        lengths += [size[b] for b in own]
+    order += [b for b in range(len(size)) if b not in order]
+    lengths += [1] * (len(size) - len(lengths))
+    at = order.index(arrived)
+    if lengths != list(net.shapes[reads]) or at != batch:
+        due = [-1 if k == at else n for k, n in enumerate(lengths)]
+        target = _constant(net, f"{out}.shape", np.array(due))
+        nodes.append(helper.make_node("Reshape", [reads, target], [f"{out}.apart"]))
+        _declare(net, f"{out}.apart", lengths, at, reads)
+        reads = f"{out}.apart"
+    perm = [order.index(b) for b in range(len(size))]
+    if perm != list(range(len(size))):
+        nodes.append(helper.make_node("Transpose", [reads], [out], perm=perm))
+    elif nodes:
+        nodes[-1].output[0] = out
+    return nodes or None
+
+
+def _declare(net: Net, name: str, shape: list[int], batch: int, like: str) -> None:
+    net.shapes[name], net.kinds[name] = tuple(shape), net.kinds[like]
+    net.moving[name] = tuple(a == batch for a in range(len(shape)))

@@ -1,0 +1,161 @@
+"""Channel groups of a bundle: from the labels of `eval.onnx` to flat data for the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from edge_kernels.channels import ChannelGroup, Place, Role, place
+from numpy.typing import NDArray
+from onnx import ModelProto, numpy_helper
+
+from edge_client.compaction.chains import straighten
+from edge_client.compaction.labels import Labelled
+from edge_client.compaction.net import Shape, prepare
+
+
+@dataclass(frozen=True)
+class Found:
+    """The groups, and a line for each layer whose channels cannot be removed: which operator stops it."""
+
+    groups: tuple[ChannelGroup, ...]
+    stopped: tuple[str, ...]
+
+
+def find_groups(model: ModelProto, tensors: Mapping[str, Shape], sample: Shape, dtype: str = "float32") -> Found:
+    """The channel groups of an evaluation graph, in forward order.
+
+    `tensors` are the shapes of the bundle's parameters and statistics, inputs of the graph by name. `sample` is the
+    shape of one sample. Raises CompactionError when the graph does not run.
+    """
+    random = np.random.default_rng(0)
+    made = ModelProto()
+    made.CopyFrom(model)
+    values = {k: random.uniform(0.5, 1.5, shape).astype(np.float32) for k, shape in tensors.items()}
+    made.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in values.items())
+    net = prepare(made, np.zeros((2, *sample), dtype), tensors)
+    straighten(net)
+    found = Labelled(net, dict(tensors))
+    found.run()
+    return _collected(found)
+
+
+def _collected(found: Labelled) -> Found:
+    atoms = found.atoms
+    axes = [key for key in atoms.first if key in atoms.roles]
+    tensor = np.full(len(atoms.root), -1)
+    entry = np.zeros(len(atoms.root), np.int64)
+    for k, (name, axis) in enumerate(axes):
+        low, n = atoms.first[name, axis], atoms.tensors[name][axis]
+        tensor[low : low + n] = k
+        entry[low : low + n] = np.arange(n)
+    used = np.flatnonzero(tensor >= 0)
+    fixed = {int(atoms.root[a]): why for a, why in atoms.fixed.items()}
+    by_root: dict[int, list[int]] = {}
+    for atom in used[np.argsort(atoms.root[used], kind="stable")]:
+        by_root.setdefault(int(atoms.root[atom]), []).append(int(atom))
+    families: dict[tuple[tuple[int, int], ...], list[NDArray[np.int64]]] = {}
+    stopped: dict[str, str] = {}
+    forward = _forward(found)
+    for root, members in by_root.items():
+        own = np.array(members)
+        kinds, counts = np.unique(tensor[own], return_counts=True)
+        makers = [axes[k][0] for k in kinds if atoms.roles[axes[k]] == "makes"]
+        if not makers:
+            continue
+        if root in fixed:
+            for name in makers:
+                stopped.setdefault(name, fixed[root])
+            continue
+        families.setdefault(tuple(zip(kinds.tolist(), counts.tolist(), strict=True)), []).append(own)
+    groups = []
+    for signature, channels in families.items():
+        if len(channels) < 2:
+            for k, _ in signature:
+                if atoms.roles[axes[k]] == "makes":
+                    stopped.setdefault(axes[k][0], "all its channels hang together")
+            continue
+        groups.append(_group(found, axes, tensor, entry, signature, channels, forward))
+    groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
+    weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
+    last = max(weights, key=lambda name: forward.get(name, -1), default="")
+    names = sorted((n for n in stopped if n != last), key=lambda n: forward.get(n, len(forward)))
+    return Found(_named(groups), tuple(f"{_layer(n)}: {stopped[n]}" for n in names))
+
+
+def _layer(tensor: str) -> str:
+    return tensor.rpartition(".")[0] or tensor
+
+
+def _forward(found: Labelled) -> dict[str, int]:
+    """The order in which layers run, by their weights."""
+    made: dict[str, int] = {}
+    for node in found.net.nodes:
+        for v in node.input:
+            ids = found.net.ids.get(v)
+            if ids is not None:
+                starts = found.atoms.elements
+                names = [
+                    n
+                    for n in starts
+                    if starts[n] <= int(ids.max()) and starts[n] + int(np.prod(found.atoms.tensors[n])) > int(ids.min())
+                ]
+                for name in names:
+                    made.setdefault(name, len(made))
+    return made
+
+
+def _group(
+    found: Labelled,
+    axes: list[tuple[str, int]],
+    tensor: NDArray[np.int64],
+    entry: NDArray[np.int64],
+    signature: tuple[tuple[int, int], ...],
+    channels: list[NDArray[np.int64]],
+    forward: Mapping[str, int],
+) -> ChannelGroup:
+    table = np.stack(channels)  # [channels, places of one]
+    kinds = tensor[table]
+    first = min(
+        (k for k, _ in signature if found.atoms.roles[axes[k]] == "makes"),
+        key=lambda k: forward.get(axes[k][0], len(forward)),
+    )
+    own = np.where(kinds == first, entry[table], np.iinfo(np.int64).max).min(axis=1)
+    table, kinds = table[np.argsort(own)], kinds[np.argsort(own)]
+    places: list[Place] = []
+    for k, count in signature:
+        entries = np.sort(np.where(kinds == k, entry[table], np.iinfo(np.int64).max), axis=1)[:, :count]
+        name, axis = axes[k]
+        places += _places(name, axis, found.atoms.roles[axes[k]], entries)
+    places.sort(key=lambda p: (forward.get(p.tensor, len(forward)), p.axis))
+    return ChannelGroup(_layer(axes[first][0]), len(table), tuple(places))
+
+
+def _places(tensor: str, axis: int, role: Role, entries: NDArray[np.int64]) -> list[Place]:
+    """The fewest places by rule that hold the entries; one that lists them if there is no rule."""
+    repeat = entries.shape[1]
+    for parts in range(1, min(repeat, 8) + 1):
+        if repeat % parts == 0:
+            made = [place(tensor, axis, role, part) for part in np.split(entries, parts, axis=1)]
+            if not any(p.entries for p in made):
+                return made
+    return [place(tensor, axis, role, entries)]
+
+
+def _named(groups: list[ChannelGroup]) -> tuple[ChannelGroup, ...]:
+    """Groups of one layer are told apart by the weight that makes them, or by its first entry."""
+    made = []
+    for g in groups:
+        same = [other for other in groups if other.name == g.name]
+        first = g.at("makes")[0]
+        tensors = {other.at("makes")[0].tensor for other in same}
+        name = (
+            g.name
+            if len(same) == 1
+            else first.tensor
+            if len(tensors) == len(same)
+            else f"{first.tensor}:{first.of(g.size).min()}"
+        )
+        made.append(replace(g, name=name))
+    return tuple(made)

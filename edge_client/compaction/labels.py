@@ -1,0 +1,357 @@
+"""Which entries of which tensors belong together, found by running `eval.onnx` on labels.
+
+Every entry of every axis of every tensor of the bundle is an atom. A layer labels its outputs with the atoms of its
+weight's rows. Moves carry labels along. Where an operator without a mixed axis meets several labels, they are joined;
+where a layer reads labels, they are joined with the atoms of its weight's columns. Atoms that are joined leave together
+or not at all. An operator that mixes channels fixes them, and so does the output.
+
+Weights themselves may be moved before they are used (the gates of an LSTM, a fused projection): the numbers of their
+elements are moved with them, so that it is known which entry of which tensor a row is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from edge_kernels.channels import Role
+from numpy.typing import NDArray
+from onnx import NodeProto
+
+from edge_client.compaction import maps, moves, products, recurrent
+from edge_client.compaction.net import Net, Shape
+from edge_client.compaction.operators import settings
+from edge_client.compaction.study import Study
+
+Labels = NDArray[np.int64]
+NONE = -1  # a channel that cannot leave, such as one of the input
+ANY = -2  # a constant of the graph: it goes with whatever it meets
+
+
+@dataclass
+class Atoms:
+    """All atoms: `first` is the number of entry 0 of an axis of a tensor, `root` the least atom joined with each."""
+
+    tensors: dict[str, Shape]
+    root: Labels = field(init=False)
+    first: dict[tuple[str, int], int] = field(init=False)
+    elements: dict[str, int] = field(init=False)
+    """The number of a tensor's first element among those of all tensors."""
+    roles: dict[tuple[str, int], Role] = field(default_factory=dict)
+    fixed: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count, size = 0, 0
+        self.first, self.elements = {}, {}
+        for name, shape in self.tensors.items():
+            self.elements[name] = size
+            size += int(np.prod(shape))
+            for axis, n in enumerate(shape):
+                self.first[name, axis] = count
+                count += n
+        self.root = np.arange(count)
+        self._starts = np.array([*self.elements.values(), size])
+        self._names = list(self.elements)
+
+    def join(self, a: Labels, b: Labels) -> None:
+        """Join atoms pair by pair; others than atoms are passed over."""
+        a, b = np.broadcast_arrays(a, b)
+        both = (a >= 0) & (b >= 0)
+        a, b = a[both], b[both]
+        while a.size:
+            x, y = self.root[a], self.root[b]
+            apart = x != y
+            if not apart.any():
+                return
+            np.minimum.at(self.root, np.maximum(x, y)[apart], np.minimum(x, y)[apart])
+            while not np.array_equal(self.root, self.root[self.root]):
+                self.root = self.root[self.root]
+
+    def fix(self, labels: Labels, why: str) -> None:
+        """These atoms stay, because of `why`."""
+        for root in np.unique(self.root[labels[labels >= 0]]):
+            self.fixed.setdefault(int(root), why)
+
+    def roots(self, labels: Labels) -> Labels:
+        """The least atom joined with each; others than atoms as they are."""
+        return np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
+
+    def along(self, ids: Labels | None, axis: int, role: Role) -> Labels:
+        """The atom of every entry of `axis` of a weight, whose elements have the numbers `ids`; NONE if it has none."""
+        if ids is None:
+            return np.full(1, NONE)
+        lines = np.moveaxis(ids, axis, 0).reshape(ids.shape[axis], -1)
+        found = np.full(len(lines), NONE)
+        owner = np.searchsorted(self._starts, lines, "right") - 1
+        if (lines < 0).any() or (owner != owner[:, :1]).any():
+            return found
+        for k in np.unique(owner[:, 0]):
+            name, rows = self._names[int(k)], np.flatnonzero(owner[:, 0] == k)
+            shape = self.tensors[name]
+            at = np.stack(np.unravel_index(lines[rows] - self.elements[name], shape)) if shape else np.zeros((0, 0))
+            one = [(c == c[:, :1]).all() for c in at]
+            moves = [(len(rows) == 1 and shape[j] == 1) or (c[:, 0] != c[0, 0]).any() for j, c in enumerate(at)]
+            axes = [j for j in range(len(shape)) if one[j] and moves[j]]
+            if axes:
+                found[rows] = self.first[name, axes[0]] + at[axes[0]][:, 0]
+                if self.roles.get((name, axes[0])) not in ("makes", "reads"):
+                    self.roles[name, axes[0]] = role
+        return found
+
+
+class Labelled:
+    """The labels of every value, by running the graph on them."""
+
+    def __init__(self, net: Net, tensors: dict[str, Shape]) -> None:
+        self.net, self.atoms = net, Atoms(tensors)
+        self.study = Study(net)
+        self.labels: dict[str, Labels] = {net.input: np.full(net.shapes[net.input], NONE)}
+
+    def run(self) -> None:
+        """Label every value and join what belongs together."""
+        for node in self.net.nodes:
+            if node.output[0] not in self.net.sizes:
+                self._node(node)
+        self.atoms.fix(self.labels[self.net.output], "they are the model's outputs")
+        changed = True
+        while changed:  # what differs along two axes cannot leave by either
+            changed = sum(self._one_axis(value) for value in self.labels.values()) > 0
+
+    def _node(self, node: NodeProto) -> None:
+        s = self.study
+        if products.is_convolution(s, node):
+            self._convolution(node)
+        elif products.is_product(s, node):
+            self._product(node)
+        elif products.is_embedding(s, node):
+            atoms = self.atoms.along(self.net.ids.get(node.input[0]), 1, "makes")
+            self._put(node.output[0], atoms)
+        elif recurrent.is_recurrent(s, node):
+            self._recurrent(node)
+        elif moves.is_move(self.net, node):
+            self._move(node)
+        elif (found := maps.behaviour(s, node)) is not None:
+            self._map(node, found)
+        else:
+            for k in self.net.data(node):
+                self.atoms.fix(self.labels[node.input[k]], self._why(node))
+            for out in [o for o in node.output if o]:
+                self._put(out, np.full(1, NONE))
+
+    def _why(self, node: NodeProto) -> str:
+        return f"{node.op_type} {node.output[0]!r} mixes them"
+
+    def _put(self, name: str, labels: Labels) -> None:
+        self.labels[name] = np.array(np.broadcast_to(labels, self.net.shapes[name]))
+
+    def _one_axis(self, labels: Labels) -> bool:
+        """Join labels along all axes but one: the one with the most different entries. Whether anything was joined."""
+        roots = self.atoms.roots(labels)
+        axes = [a for a in range(roots.ndim) if _differ(roots, a)]
+        if len(axes) < 2:
+            return False
+        kinds = [len(np.unique(np.moveaxis(roots, a, 0).reshape(roots.shape[a], -1), axis=0)) for a in axes]
+        kept = axes[int(np.argmax(kinds))]
+        others = tuple(a for a in range(roots.ndim) if a != kept)
+        least = np.where(roots >= 0, roots, np.iinfo(np.int64).max).min(axis=others, keepdims=True)
+        if (roots == NONE).any():
+            mixed = np.broadcast_to((roots == NONE).any(axis=others, keepdims=True), roots.shape)
+            self.atoms.fix(labels[mixed], "they meet entries that are no channels")
+        before = self.atoms.root.copy()
+        self.atoms.join(labels, np.where(least == np.iinfo(np.int64).max, NONE, least))
+        return not np.array_equal(before, self.atoms.root)
+
+    def _lines(self, labels: Labels, axis: int, node: NodeProto) -> Labels:
+        """The label of every entry of `axis`. Labels that differ within an entry are fixed, and the entry has none."""
+        roots = np.moveaxis(self.atoms.roots(labels), axis, 0).reshape(labels.shape[axis], -1)
+        known = np.where(roots == ANY, roots.max(axis=1, keepdims=True), roots)
+        one = (known == known[:, :1]).all(axis=1)
+        self.atoms.fix(roots[~one], self._why(node))
+        return np.where(one, known[:, 0], NONE)
+
+    def _read(self, labels: Labels, columns: Labels) -> None:
+        """A layer reads `labels` by the columns of its weight: what has none fixes the other."""
+        labels, columns = np.broadcast_arrays(labels, columns)
+        self.atoms.fix(columns[labels == NONE], "they read entries that are no channels")
+        self.atoms.fix(labels[columns == NONE], "a layer reads them by a weight that is computed")
+        self.atoms.join(labels, columns)
+
+    def _convolution(self, node: NodeProto) -> None:
+        net, atoms = self.net, self.atoms
+        ids = net.ids.get(node.input[1])
+        groups = settings(node).get("group", 1)
+        turned = node.op_type == "ConvTranspose"
+        rank = len(net.shapes[node.output[0]])
+        x = self._lines(self.labels[node.input[0]], 1, node)
+        if groups == 1:
+            self._read(x, atoms.along(ids, 0 if turned else 1, "reads"))
+            rows = atoms.along(ids, 1 if turned else 0, "makes")
+        else:
+            # whole groups leave: inputs and outputs of one group are one channel
+            outs = net.shapes[node.output[0]][1]
+            own = atoms.along(ids, 0, "makes" if not turned else "reads")
+            rows = own if not turned else np.full(outs, NONE)
+            if turned:
+                self._read(x, own)
+                rows = np.repeat(own.reshape(groups, -1)[:, 0], outs // groups)
+            rows = np.broadcast_to(rows, outs)
+            both = np.concatenate([x.reshape(groups, -1), rows.reshape(groups, -1)], axis=1)
+            loose = (both == NONE).any(axis=1)
+            atoms.fix(both[loose], self._why(node))
+            first = both.max(axis=1, keepdims=True)
+            atoms.join(both, np.broadcast_to(first, both.shape))
+            rows = np.where(np.repeat(loose, outs // groups), NONE, rows)
+        if len(node.input) > 2 and node.input[2]:
+            atoms.join(rows, atoms.along(net.ids.get(node.input[2]), 0, "shifts"))
+        self._put(node.output[0], rows.reshape(-1, *(1,) * (rank - 2)))
+
+    def _product(self, node: NodeProto) -> None:
+        net, atoms = self.net, self.atoms
+        first, second, transposed, third = products.operands(self.study, node)
+        if second in net.constants and len(net.shapes[second]) == 2 and first in self.labels:
+            ids, x = net.ids.get(second), self.labels[first]
+            self._read(self._lines(x, x.ndim - 1, node), atoms.along(ids, int(transposed), "reads"))
+            rows = atoms.along(ids, 1 - int(transposed), "makes")
+            if third and net.shapes[third]:
+                atoms.join(rows, atoms.along(net.ids.get(third), len(net.shapes[third]) - 1, "shifts"))
+            self._put(node.output[0], rows)
+        elif any(v not in self.labels for v in (first, second)) or transposed:
+            for v in (first, second):
+                atoms.fix(self.labels.get(v, np.full(1, NONE)), self._why(node))
+            self._put(node.output[0], np.full(1, NONE))
+        else:
+            a, b = (np.array(atoms.roots(self.labels[v])) for v in (first, second))
+            stacked = any(_differ(x, axis) for x in (a, b) for axis in range(x.ndim - 2))
+            self._put(node.output[0], self._heads(node, a, b) if stacked else self._matrices(node, a, b))
+
+    def _heads(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
+        """Labels of a product of stacks of matrices: each matrix is one channel, a head."""
+        shape = self.net.shapes[node.output[0]][:-2]
+        one = []
+        for labels in (a, b):
+            flat = np.broadcast_to(labels, (*shape, *labels.shape[-2:])).reshape(*shape, -1)
+            loose = (flat == NONE).any(axis=-1)
+            self.atoms.fix(flat[loose], self._why(node))
+            one.append(flat.max(axis=-1))
+            self.atoms.join(flat, np.broadcast_to(one[-1][..., None], flat.shape))
+        self.atoms.join(one[0], one[1])
+        return np.asarray(np.where(one[0] >= 0, one[0], one[1])[..., None, None])
+
+    def _matrices(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
+        """Labels of a product of two values: what is summed leaves both, and rows and columns keep their labels."""
+        summed = self._lines(a, a.ndim - 1, node), self._lines(b, b.ndim - 2, node)
+        differ = [bool((k != k[:1]).any()) for k in summed]
+        if any(differ):
+            self.atoms.fix(summed[0][summed[1] == NONE], self._why(node))
+            self.atoms.fix(summed[1][summed[0] == NONE], self._why(node))
+            self.atoms.join(*summed)
+        columns = np.full(1, NONE) if differ[1] else self._lines(b, b.ndim - 1, node)
+        rows = np.full(1, NONE) if differ[0] else self._lines(a, a.ndim - 2, node)
+        if (columns != columns[:1]).any():
+            return columns
+        return rows[:, None] if (rows != rows[:1]).any() else np.full(1, NONE)
+
+    def _recurrent(self, node: NodeProto) -> None:
+        net, atoms = self.net, self.atoms
+        gates = recurrent.GATES[node.op_type]
+        weight, units = net.ids.get(node.input[1]), net.ids.get(node.input[2])
+        x = self._lines(self.labels[node.input[0]], 2, node)
+        ways, h = net.shapes[node.input[2]][0], net.shapes[node.input[2]][2]
+        made = []
+        for way in range(ways):
+            w, r = (None if v is None else v[way] for v in (weight, units))
+            self._read(x, atoms.along(w, 1, "reads"))
+            rows = [np.broadcast_to(atoms.along(v, 0, "makes"), gates * h).reshape(gates, h) for v in (w, r)]
+            if len(node.input) > 3 and node.input[3]:
+                ids = net.ids.get(node.input[3])
+                both = np.broadcast_to(atoms.along(None if ids is None else ids[way], 0, "shifts"), 2 * gates * h)
+                rows += list(both.reshape(2, gates, h))
+            unit = rows[0][0]
+            for own in rows:
+                self._read(unit, own)
+            self._read(unit, np.broadcast_to(atoms.along(r, 1, "reads"), h))
+            made.append(unit)
+        label = np.stack(made)[:, None]
+        for name in [v for v in list(node.input)[5:7] if v in self.labels]:
+            self._read(self.labels[name], np.broadcast_to(label, self.labels[name].shape))
+        for name in [o for o in node.output if o]:
+            self._put(name, label)
+
+    def _move(self, node: NodeProto) -> None:
+        (source,) = moves.sources(self.study, node)
+        kept = [self.labels[node.input[k]].reshape(-1) for k in self.net.data(node)]
+        at = np.maximum(source, 0)
+        labels = np.where(source >= 0, np.concatenate(kept)[at], ANY)
+        if node.op_type == "Concat":
+            labels = self._with_tensors(node, labels)
+        self._put(node.output[0], labels)
+        if node.op_type == "Concat":
+            self._one_axis(self.labels[node.output[0]])
+
+    def _with_tensors(self, node: NodeProto, labels: Labels) -> Labels:
+        """Labels of a concatenation with a tensor of the bundle in it, such as a class token."""
+        axis = settings(node)["axis"] % labels.ndim
+        low = 0
+        for v in node.input:
+            high = low + self.net.shapes[v][axis]
+            ids = self.net.ids.get(v)
+            if ids is not None and v not in self.labels:
+                for b in [b for b in range(labels.ndim) if b != axis and labels.shape[b] > 1]:
+                    atoms = self.atoms.along(ids, b, "holds")
+                    place = (slice(None),) * axis + (slice(low, high),)
+                    if (atoms >= 0).all() and (labels >= 0).any():
+                        labels[place] = atoms.reshape(-1, *(1,) * (labels.ndim - 1 - b))
+            low = high
+        return labels
+
+    def _map(self, node: NodeProto, found: maps.Behaviour) -> None:
+        net, atoms = self.net, self.atoms
+        out = node.output[0]
+        shape = net.shapes[out]
+        rank = len(shape)
+        wide = []
+        for k in net.data(node):
+            own = self.labels[node.input[k]]
+            own = own.reshape((1,) * (rank - own.ndim) + own.shape)
+            roots = atoms.roots(own)
+            for axis, free in enumerate(found.apart):
+                if not free and own.shape[axis] > 1:
+                    if _differ(roots, axis):
+                        atoms.fix(own, self._why(node))
+                        own = np.full((1,) * rank, NONE)
+                        break
+                    own, roots = own.max(axis=axis, keepdims=True), roots.max(axis=axis, keepdims=True)
+            wide.append(own)
+        joined = np.full((1,) * rank, ANY)
+        for own in sorted(wide, key=lambda v: -v.size):
+            roots = atoms.roots(np.broadcast_to(joined, np.broadcast_shapes(joined.shape, own.shape)))
+            axes = [a for a in range(rank) if _differ(roots, a)]
+            if axes and all(own.shape[a] == 1 for a in axes):
+                continue  # one value for all channels
+            a, b = np.broadcast_arrays(joined, own)
+            atoms.fix(a[b == NONE], f"{node.op_type} {out!r} joins them with what is no channel")
+            atoms.fix(b[a == NONE], f"{node.op_type} {out!r} joins them with what is no channel")
+            atoms.join(a, b)
+            joined = np.where(a == ANY, b, np.where(b == NONE, NONE, a))
+        self._put(out, joined)
+        for k, axes_of in found.parameters.items():
+            ids = net.ids.get(node.input[k])
+            for axis, at in enumerate(axes_of):
+                if at is None or ids is None:
+                    continue
+                roots = np.moveaxis(atoms.roots(self.labels[out]), at, 0).reshape(shape[at], -1)
+                if (roots == roots[:, :1]).all() and (roots >= 0).any():
+                    self._read(roots[:, 0], atoms.along(ids, axis, _role(node, k)))
+
+
+def _differ(roots: Labels, axis: int) -> bool:
+    """Whether labels differ along an axis, constants of the graph left out."""
+    most = roots.max(axis=axis, keepdims=True)
+    return bool(((roots != most) & (roots != ANY)).any())
+
+
+def _role(node: NodeProto, k: int) -> Role:
+    if node.op_type == "BatchNormalization":
+        return ("holds", "scales", "shifts", "holds", "holds")[k]
+    roles: dict[str, Role] = {"Mul": "scales", "Add": "shifts"}
+    return roles.get(node.op_type, "holds")

@@ -1,0 +1,233 @@
+"""How wide a compact model's layers should be on this device: by measurement, or by a rule.
+
+    `none`  as narrow as the mask allows
+    N       widths that are multiples of N, as far as there are channels
+    `auto`  what runs fastest here
+
+`auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
+each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
+far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
+turns: as narrow as possible, with the table's widths, with the table's widths and all layers of a stream alike, and
+with all channels. The fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any.
+
+Without a clock, as where the model is cut for another device, `auto` is the rule: multiples of 4 where a convolution
+makes or reads the channels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from edge_client.align import Align
+from edge_client.compaction import products
+from edge_client.compaction.operators import settings
+from edge_client.compaction.smaller import Smaller, cut
+from edge_client.compaction.study import Study, study
+from edge_client.compaction.width import (
+    Stream,
+    everywhere,
+    forced,
+    is_depthwise,
+    live_channels,
+    rounded,
+    streams,
+    widened,
+)
+from edge_client.errors import CompactionError
+from edge_client.measure.engines import open_onnx
+from edge_client.measure.latency import in_turns
+from edge_client.measure.machine import processor
+
+STEPS = (1, 4, 8, 16)
+RULE = 4  # channels of ONNX Runtime's blocked convolutions
+SECONDS = 1.0  # for timing whole models, beyond the fewest runs
+EQUAL = 1.01  # times within this factor count as equal
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layer alone: `places` it is computed at (a linear layer), or the size of its image and its settings."""
+
+    kind: str
+    inner: int
+    out: int
+    places: tuple[int, ...]
+    kernel: tuple[int, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
+    depthwise: bool = False
+
+    @property
+    def key(self) -> str:
+        """The layer as a line of the table."""
+        words = [
+            self.kind + ("-depthwise" if self.depthwise else ""),
+            f"{self.inner}->{self.out}",
+            *map(str, self.places),
+        ]
+        words += [f"kernel {'x'.join(map(str, self.kernel))}"] if self.kernel else []
+        return " ".join([*words, *(f"{k} {v}" for k, v in self.given if k != "group")])
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What measures: `layer` gives the microseconds of a layer alone, `models` the milliseconds of whole models."""
+
+    layer: Callable[[Work], float]
+    models: Callable[[Sequence[bytes]], Sequence[float]]
+
+
+@dataclass
+class Table:
+    """Microseconds of layers on this device, in a file that is read once and added to; None: kept in memory only."""
+
+    path: Path | None
+    measure: Callable[[Work], float]
+    known: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            with suppress(OSError, ValueError, AttributeError):  # another file there: measured again
+                found = json.loads(self.path.read_text("utf-8"))
+                self.known = {str(k): float(v) for k, v in found.items() if isinstance(v, (int, float)) and v > 0}
+
+    def __call__(self, work: Work) -> float:
+        """Microseconds of `work`."""
+        if work.key not in self.known:
+            self.known[work.key] = self.measure(work)
+        return self.known[work.key]
+
+    def save(self) -> None:
+        """Write the file; a folder that cannot be written only costs the next measurement."""
+        if self.path is not None:
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                fresh = self.path.with_suffix(f".{os.getpid()}")
+                fresh.write_text(json.dumps(self.known, indent=0, sort_keys=True), "utf-8")
+                os.replace(fresh, self.path)
+
+
+def table() -> Table:
+    """This device's table, in the user's cache folder."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskfleet"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"layers onnxruntime {ort.__version__} {processor()}").strip("-")
+    return Table(folder / f"{name}.json", microseconds)
+
+
+def microseconds(work: Work) -> float:
+    """Time `work` alone in ONNX Runtime, one thread: the median processor time of a call."""
+    random = np.random.default_rng(0)
+    shape: tuple[int, ...] = (1, work.inner, *work.places)
+    given = {**dict(work.given), "group": work.inner if work.depthwise else 1}
+    if work.kind == "Conv":
+        size = (work.out, 1 if work.depthwise else work.inner, *work.kernel)
+    elif work.kind == "ConvTranspose":
+        size = (work.inner, work.out, *work.kernel)
+    else:
+        shape, given, size = (*work.places, work.inner), {}, (work.inner, work.out)
+    weight = random.standard_normal(size)
+    node = helper.make_node(work.kind, ["x", "w"], ["y"], **given)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node],
+        "layer",
+        [value("x", TensorProto.FLOAT, shape)],
+        [value("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(weight.astype(np.float32), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    call = open_onnx(model.SerializeToString(), random.standard_normal(shape).astype(np.float32))
+    return 1e3 * float(np.median(in_turns([call], runs=15, warm_up=3).cpu))
+
+
+def clock(sample: NDArray[Any]) -> Clock:
+    """The clock of this device for models that read `sample`, a batch of one."""
+
+    def models(data: Sequence[bytes]) -> list[float]:
+        found = in_turns([open_onnx(d, sample) for d in data], runs=200, warm_up=5, seconds=SECONDS * len(data))
+        return [float(np.median(t)) for t in found.cpu]
+
+    return Clock(table(), models)
+
+
+def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
+    """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written."""
+    narrow = cut(found)
+    if align == "none":
+        return narrow
+    if align != "auto":
+        return _wide(found, lambda stream: align, False) or narrow
+    if clock is None:
+        return _wide(found, lambda stream: RULE if stream.convolved else 1, False) or narrow
+    steps = {s.values: _step(found, s, clock.layer) for s in streams(found)}
+    if isinstance(clock.layer, Table):
+        clock.layer.save()
+    made = [
+        narrow,
+        *(_wide(found, lambda s: steps[s.values], joined) for joined in (False, True)),
+        _wide(found, lambda s: s.size, True),
+    ]
+    candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
+    if len(candidates) == 1:
+        return narrow
+    times = clock.models([data for data, _ in candidates])
+    # In the order of their multiply-adds, nearly: the first of those as fast as the fastest.
+    return next(m for (_, m), ms in zip(candidates, times, strict=True) if ms <= EQUAL * min(times))
+
+
+def _wide(found: Study, multiple: Callable[[Stream], int], joined: bool) -> Smaller | None:
+    """The graph with channels that come back; None where none does, or where it cannot be written with them."""
+    extra = forced(found, multiple, joined)
+    if not extra:
+        return None
+    try:
+        return cut(study(found.net, widened(extra)))
+    except CompactionError:
+        return None
+
+
+def _step(s: Study, stream: Stream, layer: Callable[[Work], float]) -> int:
+    """The multiple at which the layers of `stream` take the least time; the smallest of equal ones."""
+    axes = dict(stream.values)
+    union = everywhere(s, stream)
+    times = []
+    for step in STEPS:
+        total = 0.0
+        for node in (*stream.layers, *stream.depthwise):
+            kept = live_channels(s, node.output[0], axes[node.output[0]])
+            out = int(rounded(kept, step, union).sum())
+            total += layer(_work(s, node, out if node in stream.depthwise else None, out, step))
+        inner = int(rounded(union, step, union).sum())
+        total += sum(layer(_work(s, node, inner, None, step)) for node in stream.readers)
+        times.append(total)
+    return next(step for step, time in zip(STEPS, times, strict=True) if time <= EQUAL * min(times))
+
+
+def _work(s: Study, node: NodeProto, inner: int | None, out: int | None, step: int) -> Work:
+    """`node` with so many inputs and outputs; where None, its own live ones at multiples of `step`."""
+    given, made = s.shape(node.input[0]), s.shape(node.output[0])
+    convolves = products.is_convolution(s, node)
+    axes = (1, 1) if convolves else (len(given) - 1, len(made) - 1)
+    widths = []
+    for name, axis, width in ((node.input[0], axes[0], inner), (node.output[0], axes[1], out)):
+        if width is None:
+            kept = live_channels(s, name, axis)
+            width = int(rounded(kept, step, kept).sum())
+        widths.append(max(1, width))
+    if not convolves:
+        return Work("MatMul", widths[0], widths[1], (prod(given[:-1]),))
+    kernel = s.net.constants[node.input[1]].shape[2:]
+    kept_settings = tuple((k, v) for k, v in sorted(settings(node).items()) if k not in ("group", "output_shape"))
+    return Work(node.op_type, widths[0], widths[1], given[2:], kernel, kept_settings, is_depthwise(s, node))

@@ -1,0 +1,47 @@
+"""A module's copy in training or evaluation mode, as the author means it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def duplicate(module: nn.Module) -> nn.Module:
+    """A deep copy; values that a hook computes from parameters, as `weight_norm` does, are copied without history."""
+    known: dict[int, Tensor] = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad:
+                known[id(value)] = value.detach().clone()
+    made = copy.deepcopy(module, known)
+    for part in made.modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase):
+            part.num_batches_tracked = None  # counts what no graph needs
+    return made
+
+
+def in_training(module: nn.Module) -> nn.Module:
+    """`module` in training mode. In a module that is in it already, parts that the author holds in evaluation stay."""
+    return module if module.training else module.train()
+
+
+def in_evaluation(module: nn.Module) -> nn.Module:
+    """`module` in evaluation mode."""
+    return module.eval()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Set `module` to evaluation mode within the block, and every part of it back to its own mode afterwards."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

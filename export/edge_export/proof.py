@@ -1,0 +1,311 @@
+"""The proof of a bundle's graphs: ONNX Runtime runs them, and the author's own module is the witness.
+
+The module runs in float64 under autograd on batches of 16, 5 and 1 samples; loss, every gradient, every new statistic
+and the outputs in evaluation mode must agree. Values are moved away from their start first, because zeros, ones and
+fresh statistics hide what a graph lost. Nothing of the exporter's own forms takes part, dropout's draws excepted.
+
+The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE`, or a few times the
+error that PyTorch itself makes in float32 against the same witness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from edge_client.errors import ModelError
+from edge_client.targets import Target
+from edge_export import rewriting
+from edge_export.dropout import Drops
+from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.rewriting import Rewriting
+
+BATCHES = (16, 5, 1)
+TOLERANCE = 1e-5
+FACTOR = 8.0  # how much worse than PyTorch's own float32 a graph may be
+MOST = 1e-2  # an error that no rounding excuses
+ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
+KEY = 123_456_789
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the proof found: the largest error of a gradient, of a statistic or loss, of an output."""
+
+    gradient: float
+    statistic: float
+    output: float
+
+
+def prove(
+    module: nn.Module,
+    example: Tensor,
+    target: Target,
+    parameters: Sequence[str],
+    buffers: Sequence[str],
+    trainable: Sequence[str],
+    train: ModelProto,
+    evaluation: ModelProto,
+) -> Shown:
+    """Run both graphs against `module`. Raises ModelError that names the first tensor which differs."""
+    random = torch.Generator().manual_seed(20)
+    values, moved = _moved(module, random)
+    sessions = [_session(g, part) for g, part in ((train, "train.onnx"), (evaluation, "eval.onnx"))]
+    inputs = {i.name for i in sessions[0].get_inputs()}
+    worst = {"grad": 0.0, "new": 0.0, "logits": 0.0}
+    draw = _inputs(module, example, random)
+    for n in BATCHES:
+        x, y = draw(n), _labels(target, n, random)
+        feeds = {k: values[k].numpy() for k in parameters} | {k: moved[k].numpy() for k in buffers}
+        step = {**feeds, "x": x.numpy(), "y": y.numpy()}
+        if "key" in inputs:
+            step["key"] = np.array([KEY], np.int64)
+        names = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers)]
+        try:
+            made = dict(zip(names, sessions[0].run(names, step), strict=True))
+            made["logits"] = sessions[1].run(["logits"], {**feeds, "x": x.numpy()})[0]
+        except Exception as error:  # the runtime's errors share no base class
+            raise ModelError(
+                f"the exported graphs do not run on {n} samples: {_first_line(error)}; "
+                "write the forward pass so that it takes any number of samples"
+            ) from None
+        witness = _Witness(module, target, trainable, buffers)
+        true, own = (witness.step(values, moved, x, y, wide) for wide in (True, False))
+        largest = max((float(true[f"grad:{k}"].abs().max()) for k in trainable), default=0.0)
+        single = n == 1 and witness.single_value_norms
+        for name, value in made.items():
+            kind = name.partition(":")[0]
+            if single and kind != "logits":
+                continue  # PyTorch refuses one value per channel; the graph is defined there
+            least = largest if kind == "grad" and float(true[name].abs().max()) <= ZERO * largest else 0.0
+            error = _error(value, true[name], least)
+            if error > TOLERANCE and (error > MOST or error > FACTOR * _error(own[name].numpy(), true[name], least)):
+                raise ModelError(_complaint(name, n, error))
+            kind = {"loss": "new"}.get(kind, kind)
+            worst[kind] = max(worst[kind], error)
+    return Shown(worst["grad"], worst["new"], worst["logits"])
+
+
+def _complaint(name: str, n: int, error: float) -> str:
+    kind, _, tensor = name.partition(":")
+    what = {
+        "loss": "the training loss",
+        "grad": f"the gradient of {tensor!r}",
+        "new": f"the value of buffer {tensor!r} after a step",
+        "logits": "the output in evaluation mode",
+    }[kind]
+    return (
+        f"the exported graph computes {what} differently from the module (relative error {error:.1e} on {n} samples); "
+        "look for Python state, randomness, branches on the batch or its size, or buffers set in forward, and write "
+        "them as tensor operators"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+def _error(found: NDArray[Any], true: Tensor, least: float) -> float:
+    """The largest difference over the largest entry or `least`; infinite for another shape or what is not finite."""
+    wanted = true.detach().double().numpy()
+    if found.shape != wanted.shape:
+        return np.inf
+    if not wanted.size:
+        return 0.0
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, abs(found - wanted))
+    scale = max(abs(wanted).max(), least)
+    if not np.isfinite(scale):
+        return 0.0 if same.all() else np.inf
+    return float(np.nan_to_num(difference.max() / (scale + 1e-30), nan=np.inf)) if scale else float(difference.max())
+
+
+def _session(graph: ModelProto, part: str) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        return ort.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime {ort.__version__} does not open {part}: {_first_line(error)}") from None
+
+
+def _moved(module: nn.Module, random: torch.Generator) -> tuple[Values, Values]:
+    """The module's parameters and buffers, float32, away from where they start; signs, zeros and infinities stay."""
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.rand(t.shape, generator=random) - 0.5
+
+    values, moved = {}, {}
+    for name, p in module.named_parameters():
+        p = p.detach()
+        flat = bool((p == 0).all())
+        values[name] = (0.2 * noise(p) if flat else p * (1 + 0.4 * noise(p))).contiguous()
+    for name, b in module.named_buffers():
+        moved[name] = b.detach().clone()
+    for prefix, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None:
+            dot = f"{prefix}." if prefix else ""
+            mean, var = moved[f"{dot}running_mean"], moved[f"{dot}running_var"]
+            moved[f"{dot}running_mean"] = mean + 0.4 * noise(mean)
+            moved[f"{dot}running_var"] = var * (1 + 0.4 * noise(var))
+    return values, moved
+
+
+def _inputs(module: nn.Module, example: Tensor, random: torch.Generator) -> Callable[[int], Tensor]:
+    """Draws batches: normal numbers, or integers as large as an embedding of the module allows."""
+    sample = tuple(example.shape[1:])
+    if example.dtype != torch.int64:
+        return lambda n: torch.randn((n, *sample), generator=random)
+    sizes = sorted({p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)}, reverse=True)
+    sizes += sorted({n for p in module.parameters() for n in p.shape} - set(sizes), reverse=True)
+    probe = in_evaluation(duplicate(module))
+    for size in sizes:
+        try:
+            with torch.no_grad():
+                probe(torch.full((2, *sample), size - 1))
+        except Exception:  # the author's module raises what it likes for an index that it has not
+            continue
+        return lambda n, most=size: torch.randint(0, most, (n, *sample), generator=random)  # type: ignore[misc]
+    return lambda n: example[torch.arange(n) % len(example)]
+
+
+def _labels(target: Target, n: int, random: torch.Generator) -> Tensor:
+    labels = torch.from_numpy(target.labels(n))
+    if labels.is_floating_point():
+        return torch.randn(labels.shape, generator=random)
+    return torch.randint(0, target.output[-1], labels.shape, generator=random)
+
+
+class _Wide(TorchFunctionMode):
+    """Whatever the module's code makes as float32 is float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        swap = lambda v: torch.float64 if v is torch.float32 else v  # noqa: E731
+        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Witness:
+    """The module itself: one step by autograd and the outputs in evaluation mode, in float64 or float32."""
+
+    def __init__(self, module: nn.Module, target: Target, trainable: Sequence[str], buffers: Sequence[str]) -> None:
+        self.module, self.target, self.trainable, self.buffers = module, target, trainable, buffers
+        self.single_value_norms = False
+
+    def step(self, values: Values, moved: Values, x: Tensor, y: Tensor, wide: bool) -> Values:
+        """loss, grad:<name>, new:<name> and logits."""
+
+        def cast(t: Tensor) -> Tensor:
+            return t.double() if wide and t.is_floating_point() else t.clone()
+
+        def copied() -> nn.Module:
+            return _attributes_cast(duplicate(self.module), cast)
+
+        found: Values = {}
+        x, y = cast(x), cast(y)
+        with _float64() if wide else _nothing():
+            evaluation, state = in_evaluation(copied()), {k: cast(v) for k, v in (values | moved).items()}
+            with torch.no_grad():
+                found["logits"] = functional_call(evaluation, state, (x,))
+            training, state = in_training(copied()), {k: cast(v) for k, v in (values | moved).items()}
+            free = {k: state[k].requires_grad_() for k in self.trainable}
+            drops = Drops(torch.tensor([KEY]))
+            with Rewriting(repeatable(drops)), torch.enable_grad():
+                try:
+                    loss = self.target.torch_loss(functional_call(training, state, (x,)), y)
+                except ValueError as error:
+                    if len(x) == 1 and "more than 1 value per channel" in str(error):
+                        self.single_value_norms = True
+                        return found | self._nothing()
+                    raise
+            gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
+        found["loss"] = loss.detach()
+        for (name, value), g in zip(free.items(), gradients, strict=True):
+            found[f"grad:{name}"] = torch.zeros_like(value) if g is None else g
+        return found | {f"new:{k}": state[k].detach() for k in self.buffers}
+
+    def _nothing(self) -> Values:
+        return dict.fromkeys(
+            ["loss", *(f"grad:{k}" for k in self.trainable), *(f"new:{k}" for k in self.buffers)], torch.zeros(())
+        )
+
+
+def repeatable(drops: Drops) -> dict[Any, Callable[..., Any]]:
+    """Replacements for all of PyTorch that drops entries; calls without dropout stay PyTorch's own."""
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if dropped:
+            return rewriting.attention(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            made: Tensor = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        return made
+
+    def layered(run: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(x: Tensor, start: Any, weights: Any, *rest: Any) -> Any:
+            if not isinstance(weights, list | tuple) or not (rest[2] and rest[3]):
+                with torch._C.DisableTorchFunction():
+                    return run(x, start, weights, *rest)
+            biased, layers, dropout, training, bidirectional, batch_first = rest
+            each = len(weights) // layers
+            ways = 2 if bidirectional else 1
+            ends: list[Any] = []
+            for layer in range(layers):
+                if layer:  # as in the graph: time first
+                    x = drops.dropout(x.transpose(0, 1), dropout).transpose(0, 1) if batch_first else drops.dropout(x, dropout)
+                at = slice(layer * ways, (layer + 1) * ways)
+                own = tuple(s[at] for s in start) if isinstance(start, tuple | list) else start[at]
+                flat = weights[layer * each : (layer + 1) * each]
+                with torch._C.DisableTorchFunction():
+                    x, *last = run(x, own, flat, biased, 1, 0.0, training, bidirectional, batch_first)
+                ends.append(last)
+            return x, *(torch.cat(list(e)) for e in zip(*ends, strict=True))
+
+        return whole
+
+    recurrent = {f: layered(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
+    return {**drops.table(), **recurrent, torch.nn.functional.scaled_dot_product_attention: attention}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _attributes_cast(module: nn.Module, cast: Callable[[Tensor], Tensor]) -> nn.Module:
+    """`module` with the tensors that it holds as plain attributes cast."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor):
+                vars(part)[name] = cast(value)
+    return module
+

@@ -1,0 +1,129 @@
+"""Why a module is refused, in one sentence: the part of the module, the operator, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from edge_client.errors import ModelError
+from edge_export.modes import duplicate, in_training
+from edge_export.onnx_writer import Unsupported
+
+ADVICE = {
+    "add_ sub_ mul_ div_ copy_ fill_ zero_": "keep the tensor as a float32 buffer (register_buffer), or do not change it",
+    "sort topk kthvalue median mode argsort": "use max or a softmax: ties would fall differently on each engine",
+    "cumprod prod": "use exp(log(x).cumsum(dim)) or products of slices",
+    "cummax cummin": "use max over a window",
+    "nonzero masked_select unique unique_consecutive _unique2": "keep the size and use where or masked_fill",
+    "bernoulli rand randn randint rand_like randn_like randint_like normal uniform exponential randperm multinomial": (
+        "use torch.nn.Dropout, whose draws repeat; no other randomness is exported"
+    ),
+    "grid_sampler_2d grid_sampler_3d grid_sampler": "use interpolate, padding and slices",
+    "_fft_r2c _fft_c2c _fft_c2r complex view_as_complex view_as_real": "multiply by a matrix of sines and cosines",
+    "atan2": "use atan",
+    "_cdist_forward cdist _euclidean_dist": "write the squared distance out: x.square().sum() - 2 x @ y + y.square().sum()",
+    "_ctc_loss": "return logits; the loss is the target's",
+}
+_BY_NAME = {name: text for names, text in ADVICE.items() for name in names.split()}
+GENERAL = "write it with the operators that docs/export.md lists"
+_READS_DATA = re.compile(
+    r"data-dependent|GuardOnDataDependent|_local_scalar_dense|Cannot call \.?(item|numpy|tolist)|boolean value of Tensor"
+    r"|FakeTensor.*numpy|aten\.item|nonzero|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
+    re.IGNORECASE,
+)
+
+
+class Path:
+    """Which part of a module runs, kept by hooks; after an error, which part raised it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.running: list[str] = []
+        for name, part in module.named_modules():
+            part.register_forward_pre_hook(lambda _m, _in, name=name: self.running.append(name))  # type: ignore[misc]
+            part.register_forward_hook(lambda _m, _in, _out: self._done())
+
+    def _done(self) -> None:
+        self.running.pop()
+
+    def __str__(self) -> str:
+        return named(self.running[-1] if self.running else "")
+
+
+def named(path: str) -> str:
+    """A part of the module as a sentence names it."""
+    return f"module {path!r}" if path else "the module's own forward"
+
+
+class _Seen(TorchDispatchMode):
+    """The parts that called each ATen operator."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.found = path, {}  # type: ignore[var-annotated]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.setdefault(func.overloadpacket.__name__, str(self.path))
+        return func(*args, **(kwargs or {}))
+
+
+def where(module: nn.Module, example: Tensor, operator: str) -> str:
+    """The part of `module` whose forward pass calls `operator`, or an operator that it is the backward of."""
+    copy = in_training(duplicate(module))
+    try:
+        with torch.no_grad(), _Seen(Path(copy)) as seen:
+            copy(example)
+    except Exception:  # it ran before; where it no longer does, the answer is less exact
+        return "the model"
+    plain = operator.strip("_").removesuffix("_backward")
+    for name, path in seen.found.items():
+        stem = name.strip("_")
+        if stem == plain or stem.startswith(plain) or plain.startswith(stem):
+            return path
+    return "the model"
+
+
+def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> ModelError:
+    """The refusal of an operator without an ONNX form."""
+    operator = error.operator.rpartition(".")[2] or error.operator
+    advice = _BY_NAME.get(operator.removesuffix("_backward"))
+    what, _, instead = error.why.partition("; ")
+    what = what or ("changes a tensor that is no buffer in place" if operator.endswith("_") else "has no ONNX form")
+    instead = instead or advice or GENERAL
+    return ModelError(f"{where(module, example, operator)}: operator {operator!r} {what}; {instead}")
+
+
+@contextmanager
+def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iterator[None]:
+    """Errors of tracing and writing within the block become a ModelError; the cause stays attached."""
+    try:
+        yield
+    except ModelError as error:
+        place = str(path) if path is not None and path.running else ""
+        raise ModelError(f"{place}: {error}") from error if place and place not in str(error) else error
+    except Unsupported as error:
+        raise unsupported(module, example, error) from error
+    except Exception as error:  # PyTorch raises many kinds of errors here
+        place = "the model" if path is None else str(path)
+        text = reason(error)
+        if _READS_DATA.search(f"{type(error).__name__} {error}"):
+            raise ModelError(
+                f"{place} reads a tensor's values in Python (an if, int(), .item(), .tolist() or an index by a mask); "
+                "write it with torch.where or other tensor operators"
+            ) from error
+        raise ModelError(
+            f"{place} cannot be traced into a graph with a dynamic batch: {text}; {GENERAL}"
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """The first sentence of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return plain.splitlines()[0].strip().rstrip(".;") if plain else type(error).__name__

@@ -1,0 +1,327 @@
+"""Functions of PyTorch in the form that an exported graph takes them, while a module runs or is traced.
+
+A table names for each function its replacement. What a graph cannot hold as it is becomes matrix products, moves and
+elementwise operators here, before autograd sees it: attention, padding, resizing, adaptive pools, norms of the batch.
+`Rewriting` replaces the calls of a module's own code and those inside `multi_head_attention_forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from edge_client.errors import ModelError
+from edge_export import recurrence
+from edge_export.batch_norm import instance_normalised
+
+Table = Mapping[Any, Callable[..., Any]]
+_NESTED = ("linear", "scaled_dot_product_attention", "dropout", "pad")  # what functional.py itself calls by name
+
+
+class Rewriting(TorchFunctionMode):
+    """While active, functions of `table` are replaced."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = self.table.get(func)
+        if own is not None:
+            with self:  # a replacement may call functions that are replaced too
+                return own(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            with ExitStack() as stack:
+                for name in _NESTED:
+                    if (nested := self.table.get(getattr(functional, name))) is not None:
+                        stack.enter_context(mock.patch.object(functional, name, nested))
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def shared_table() -> dict[Any, Callable[..., Any]]:
+    """What training and evaluation graphs have in common."""
+    f = functional
+    return {
+        f.scaled_dot_product_attention: attention,
+        f.pad: pad,
+        f.interpolate: interpolate,
+        f.adaptive_avg_pool1d: adaptive_avg_pool,
+        f.adaptive_avg_pool2d: adaptive_avg_pool,
+        f.adaptive_avg_pool3d: adaptive_avg_pool,
+        f.adaptive_max_pool1d: adaptive_max_pool,
+        f.adaptive_max_pool2d: adaptive_max_pool,
+        f.adaptive_max_pool3d: adaptive_max_pool,
+        torch.adaptive_avg_pool1d: adaptive_avg_pool,
+        torch.adaptive_max_pool1d: adaptive_max_pool,
+        f.group_norm: group_norm,
+        Tensor.unfold: unfold,
+    }
+
+
+def training_table() -> dict[Any, Callable[..., Any]]:
+    """The forms of a training graph."""
+    return {
+        **shared_table(),
+        functional.linear: recurrence.linear,
+        torch.lstm: recurrence.lstm,
+        torch.gru: recurrence.gru,
+        torch.rnn_tanh: recurrence.rnn_tanh,
+        torch.rnn_relu: recurrence.rnn_relu,
+    }
+
+
+def evaluation_table() -> dict[Any, Callable[..., Any]]:
+    """The forms of an evaluation graph: layers stay whole where ONNX has them."""
+    from edge_export import whole_layers
+
+    return {**shared_table(), functional.instance_norm: instance_norm, **whole_layers.table()}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`functional.scaled_dot_product_attention` as product, softmax, product. [..., t, f] each."""
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.tensor(np.tri(int(query.shape[-2]), int(key.shape[-2]), dtype=bool))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+        else:
+            scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # a query that sees no key gets zeros
+        weights = weights.masked_fill(attn_mask.any(-1, keepdim=True).logical_not(), 0.0)
+    return functional.dropout(weights, dropout_p) @ value if dropout_p else weights @ value
+
+
+def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """`functional.pad`; what a border repeats is gathered."""
+    if mode == "constant":
+        return torch.constant_pad_nd(x, list(pad), 0.0 if value is None else value)
+    for i in range(len(pad) // 2):
+        axis, low, high = x.ndim - 1 - i, pad[2 * i], pad[2 * i + 1]
+        if low or high:
+            x = x.index_select(axis, _border(int(x.shape[axis]), low, high, mode))
+    return x
+
+
+def _border(size: int, low: int, high: int, mode: str) -> Tensor:
+    places = np.arange(-low, size + high)
+    if mode == "replicate":
+        places = places.clip(0, size - 1)
+    elif mode == "circular":
+        places = places % size
+    elif max(low, high) < size:
+        places = (size - 1) - abs((size - 1) - abs(places))
+    else:
+        raise ModelError(f"reflection padding of {low} and {high} needs a longer axis; this one has {size} entries")
+    return torch.tensor(places.tolist())
+
+
+def _along(x: Tensor, axis: int, matrix: Tensor) -> Tensor:
+    """`x` with `axis` multiplied by `matrix` [made, size]."""
+    matrix = matrix.to(x.dtype)
+    if axis in (-1, x.ndim - 1):
+        return x @ matrix.t()
+    return (x.transpose(axis, -1) @ matrix.t()).transpose(axis, -1)
+
+
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+def interpolate(
+    x: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """`functional.interpolate`: each axis is a linear map, which PyTorch's own function on one-hot lines gives."""
+    dims = x.ndim - 2
+    sizes = [int(n) for n in x.shape[2:]]
+    if antialias:
+        raise ModelError("interpolate with antialias=True is not exported; use antialias=False")
+
+    def per_axis(value: Any, k: int) -> Any:
+        return value[k] if isinstance(value, list | tuple) else value
+
+    def made(n: int, k: int) -> Tensor:
+        """The map of axis k as a matrix [m, n]."""
+        with _plain():
+            eye = torch.eye(n, dtype=torch.float32).unsqueeze(1)  # [n, 1, n]
+            one = {"bilinear": "linear", "trilinear": "linear"}.get(mode, mode)
+            wanted, factor = per_axis(size, k), per_axis(scale_factor, k)
+            if one in ("bicubic",):
+                lines = functional.interpolate(
+                    eye.unsqueeze(2).expand(n, 1, 1, n), None if wanted is None else (1, wanted),
+                    None if factor is None else (1.0, factor), one, align_corners, recompute_scale_factor,
+                ).squeeze(2)  # fmt: skip
+            else:
+                corners = None if one in ("nearest", "nearest-exact", "area") else align_corners
+                lines = functional.interpolate(eye, wanted, factor, one, corners, recompute_scale_factor)
+            return lines.squeeze(1).t().contiguous()
+
+    maps = [made(n, k) for k, n in enumerate(sizes)]
+    with _plain():
+        times = [len(m) // n for m, n in zip(maps, sizes, strict=True)]
+        repeats = mode.startswith("nearest") and all(
+            len(m) == t * n and bool((m == torch.eye(n).repeat_interleave(t, 0)).all())
+            for m, n, t in zip(maps, sizes, times, strict=True)
+        )
+    if repeats:
+        return nearest(x, times)
+    for k in range(dims):
+        with _plain():
+            same = maps[k].shape[0] == maps[k].shape[1] and bool((maps[k] == torch.eye(sizes[k])).all())
+        if not same:
+            x = _along(x, k + 2, maps[k])
+    return x
+
+
+def _plain() -> Any:
+    """Tensors of numbers even while fake ones are traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(disable_proxy_modes_tracing())
+    stack.enter_context(unset_fake_temporarily())
+    return stack
+
+
+def nearest(x: Tensor, times: Sequence[int]) -> Tensor:
+    """Every entry repeated `times` along each axis after the channels."""
+    for k, t in enumerate(times):
+        if t > 1:
+            axis = k + 2
+            wide = x.unsqueeze(axis + 1).expand(*x.shape[: axis + 1], t, *x.shape[axis + 1 :])
+            x = wide.reshape(*x.shape[:axis], x.shape[axis] * t, *x.shape[axis + 1 :])
+    return x
+
+
+def _made_size(output_size: Any, x: Tensor, dims: int) -> list[int]:
+    given = output_size if isinstance(output_size, list | tuple) else [output_size] * dims
+    return [int(x.shape[k - dims] if m is None else m) for k, m in enumerate(given)]
+
+
+def _windows(size: int, made: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the windows of an adaptive pool start and end."""
+    at = np.arange(made)
+    return at * size // made, -((at + 1) * size // -made)
+
+
+def _dims(x: Tensor, output_size: Any, dims: int | None) -> int:
+    return dims or (len(output_size) if isinstance(output_size, list | tuple) else x.ndim - 2)
+
+
+def adaptive_avg_pool(x: Tensor, output_size: Any) -> Tensor:
+    """Windows of equal size are an average pool, others a matrix product along each axis."""
+    dims = _dims(x, output_size, None)
+    made, size = _made_size(output_size, x, dims), [int(n) for n in x.shape[-dims:]]
+    if made == [1] * dims and dims > 1:
+        return x.mean(list(range(-dims, 0)), keepdim=True)
+    if not any(n % m for n, m in zip(size, made, strict=True)):
+        kernel = [n // m for n, m in zip(size, made, strict=True)]
+        pool = {1: torch.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}[dims]
+        pooled: Tensor = pool(x, kernel, kernel)
+        return pooled
+    for k in range(dims):
+        n, m = size[k], made[k]
+        if n != m:
+            low, high = _windows(n, m)
+            inside = (np.arange(n) >= low[:, None]) & (np.arange(n) < high[:, None])
+            matrix = torch.tensor((inside / (high - low)[:, None]).tolist(), dtype=x.dtype)
+            x = _along(x, x.ndim - dims + k, matrix)
+    return x
+
+
+def adaptive_max_pool(x: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
+    """Windows of equal size are a max-pool; of others each is gathered and its first maximum taken."""
+    if return_indices:
+        raise ModelError("adaptive max-pooling with return_indices=True is not exported; use the values alone")
+    dims = _dims(x, output_size, None)
+    made, size = _made_size(output_size, x, dims), [int(n) for n in x.shape[-dims:]]
+    if not any(n % m for n, m in zip(size, made, strict=True)):
+        kernel = [n // m for n, m in zip(size, made, strict=True)]
+        pool = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}[dims]
+        pooled: Tensor = pool(x, kernel, kernel)
+        return pooled
+    lead = x.ndim - dims
+    for k in range(dims):
+        n, m = size[k], made[k]
+        low, high = _windows(n, m)
+        widest = int((high - low).max())
+        places = np.minimum(low[:, None] + np.arange(widest), high[:, None] - 1)
+        axis = lead + 2 * k
+        x = x.index_select(axis, torch.tensor(places.ravel().tolist()))
+        x = x.reshape(*x.shape[:axis], m, widest, *x.shape[axis + 1 :])
+    order = [*range(lead), *range(lead, lead + 2 * dims, 2), *range(lead + 1, lead + 2 * dims, 2)]
+    windows = x.permute(order).flatten(lead + dims)
+    return windows.max(-1).values
+
+
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`functional.instance_norm` outside training."""
+    if use_input_stats:
+        return instance_normalised(x, weight, bias, eps)[0]
+    return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """`functional.group_norm`, written out."""
+    channels, rest = int(x.shape[1]), x.shape[2:]
+    flat = x.reshape(-1, num_groups, (x.shape[1:].numel()) // num_groups)
+    centred = flat - flat.mean(2, keepdim=True)
+    made = centred * torch.rsqrt((centred * centred).mean(2, keepdim=True) + eps)
+    made = made.reshape(-1, channels, *rest)
+    column = [1, channels, *[1] * len(rest)]
+    if weight is not None:
+        made = made * weight.reshape(column)
+    return made if bias is None else made + bias.reshape(column)
+
+
+def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """`Tensor.unfold`: windows of one axis, gathered; their entries go last."""
+    axis = dimension % x.ndim
+    count = (int(x.shape[axis]) - size) // step + 1
+    places = np.arange(count)[:, None] * step + np.arange(size)
+    made = x.index_select(axis, torch.tensor(places.ravel().tolist()))
+    made = made.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return made.movedim(axis + 1, -1)

@@ -1,0 +1,167 @@
+"""Other forms of a personal model: proved before they are written, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from typer.testing import CliRunner
+
+from edge_client import artifacts
+from edge_client.artifacts import Limits, Run, make
+from edge_client.artifacts.cli import artifact
+from edge_client.artifacts.int8 import Int8
+from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
+
+
+def personal(seed: int = 0, whole: bool = False) -> bytes:
+    """A small convolutional model, or one that reads integers."""
+    rng = np.random.default_rng(seed)
+    make_node = helper.make_node
+    if whole:
+        nodes = [
+            make_node("Gather", ["table", "x"], ["a"]),
+            make_node("ReduceMean", ["a", "axis"], ["logits"], keepdims=0),
+        ]
+        stored = {"table": rng.standard_normal((9, 4)).astype(np.float32), "axis": np.array([1])}
+        x, out = helper.make_tensor_value_info("x", TensorProto.INT64, ["n", 5]), [4]
+    else:
+        nodes = [
+            make_node("Conv", ["x", "w", "b"], ["a"], pads=[1, 1, 1, 1]),
+            make_node("Relu", ["a"], ["c"]),
+            make_node("Flatten", ["c"], ["f"]),
+            make_node("Gemm", ["f", "v", "d"], ["logits"], transB=1),
+        ]
+        shapes = {"w": (6, 1, 3, 3), "b": (6,), "v": (5, 6 * 64), "d": (5,)}
+        stored = {k: (rng.standard_normal(s) * 0.3).astype(np.float32) for k, s in shapes.items()}
+        x, out = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 8, 8]), [5]
+    graph = helper.make_graph(
+        nodes,
+        "personal",
+        [x],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", *out])],
+        [numpy_helper.from_array(v, k) for k, v in stored.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return bytes(model.SerializeToString())
+
+
+def samples(n: int = 200) -> np.ndarray:
+    return np.random.default_rng(1).random((n, 1, 8, 8)).astype(np.float32)
+
+
+class Copy:
+    """A writer whose artifact is the model with its last bias moved by `off`."""
+
+    exact, version, off, written = True, "1", 0.0, 0
+
+    def write(self, model: bytes, samples: Any, progress: Any) -> bytes:
+        type(self).written += 1
+        moved = onnx.load_from_string(model)
+        (bias,) = (t for t in moved.graph.initializer if t.name == "d")
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32([self.off, 0, 0, 0, 0]), "d"))
+        return bytes(moved.SerializeToString())
+
+    def open(self, data: bytes) -> Run:
+        session = ort.InferenceSession(data, providers=["CPUExecutionProvider"])
+        return lambda x: np.asarray(session.run(None, {"x": x})[0])
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> type[Copy]:
+    kind = type("Copies", (Copy,), {})
+    monkeypatch.setattr(artifacts, "writer", lambda _: kind())
+    return kind
+
+
+def test_int8_is_a_quarter_of_the_size_and_its_error_is_measured_on_samples_it_was_not_calibrated_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[np.ndarray] = []
+    write = Int8.write
+    monkeypatch.setattr(Int8, "write", lambda self, m, x, p: seen.append(x) or write(self, m, x, p))
+    x, out = samples(), tmp_path / "int8.onnx"
+    proof = make(personal(), "int8", out, x)
+    assert len(seen[0]) == proof.samples == 100
+    assert not {s.tobytes() for s in seen[0]} & {s.tobytes() for s in x[1::2]}
+    assert proof.agreement > 0.95
+    assert 1e-4 < proof.error_rms < 0.1  # the error of int8, not of float
+    assert {t.data_type for t in onnx.load(out).graph.initializer} >= {TensorProto.INT8}
+    session = ort.InferenceSession(out.read_bytes(), providers=["CPUExecutionProvider"])
+    expected = ort.InferenceSession(personal(), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    found = session.run(None, {"x": x})[0]
+    assert np.sqrt(((found - expected) ** 2).mean()) / expected.std() < 2 * proof.error_rms
+
+
+def test_int8_beyond_its_limits_is_refused_with_the_figures_and_nothing_is_written(tmp_path: Path) -> None:
+    for limits in (Limits(agreement=1.0, error=1e-6), Limits(agreement=0.0, error=1e-6)):
+        with pytest.raises(CompactionError, match=r"agrees with the model on 9?[0-9.]+%.*standard deviations"):
+            make(personal(), "int8", tmp_path / "a.onnx", samples(), limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exact_artifact_that_differs_is_refused_with_or_without_samples(tmp_path: Path, copies: type[Copy]) -> None:
+    for given in (None, samples()):
+        copies.off = 0.0
+        assert make(personal(), "copy", tmp_path / "good", given).error_std == 0.0
+        copies.off = 1e-3
+        with pytest.raises(CompactionError, match="copy artifact's outputs differ"):
+            make(personal(), "copy", tmp_path / "bad", given)
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+def test_an_artifact_made_before_comes_from_the_cache_and_is_proved_again(tmp_path: Path, copies: type[Copy]) -> None:
+    def again(seed: int = 0) -> int:
+        make(personal(seed), "copy", tmp_path / "out", cache=tmp_path / "cache")
+        return copies.written
+
+    assert [again(), again(), again(1), again(1)] == [1, 1, 2, 2]
+    copies.version = "2"
+    assert again() == 3
+    for stored in (tmp_path / "cache").iterdir():
+        stored.write_bytes(Copy.write(type("Off", (Copy,), {"off": 1.0})(), stored.read_bytes(), None, None))
+    with pytest.raises(CompactionError):
+        again()
+
+
+def test_samples_are_asked_for_where_they_are_needed_and_checked(tmp_path: Path, copies: type[Copy]) -> None:
+    out = tmp_path / "out"
+    copies.exact = False
+    with pytest.raises(DataError, match="needs samples of the device; name its data with --data"):
+        make(personal(), "copy", out)
+    copies.exact = True
+    with pytest.raises(DataError, match="needs samples"):  # integers: no probe can be drawn
+        make(personal(whole=True), "copy", out)
+    with pytest.raises(DataError, match=r"float32\[200, 1, 8, 8\], the model takes \[n, 5\]"):
+        make(personal(whole=True), "copy", out, samples())
+    with pytest.raises(BundleError, match="not an ONNX file"):
+        make(b"no model", "copy", out)
+
+
+def test_an_unknown_kind_lists_those_installed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no artifact 'abacus'.*'int8', 'pte', 'pte-int8'"):
+        make(personal(), "abacus", tmp_path / "out")
+
+
+def test_the_command_writes_the_file_and_prints_its_size_and_error(tmp_path: Path) -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(artifact)
+    (tmp_path / "personal.onnx").write_bytes(personal())
+    np.savez(tmp_path / "d.npz", x=samples(), y=np.zeros(200, np.int64))
+    options = ["--kind", "int8", "-o", "small.onnx", "--data", "d.npz", "--cache", "cache"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        done = CliRunner().invoke(app, ["personal.onnx", *options])
+        assert done.exit_code == 0, done.output
+        size = (tmp_path / "small.onnx").stat().st_size
+        assert f"small.onnx: {size:,} bytes" in done.output
+        assert "top-1 agrees on" in done.output
+        missing = CliRunner().invoke(app, ["absent.onnx", *options])
+        assert isinstance(missing.exception, BundleError)

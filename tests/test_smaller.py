@@ -1,0 +1,151 @@
+"""Graphs of every kind on fewer channels: the same outputs, no multiply-add that a dead channel takes part in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+from small_graphs import GRAPHS, Graph, Kind, bundle_of, masked, personal_of
+
+from edge_client.bundle import F32
+from edge_client.compaction.personal import PersonalReport, write_personal
+
+
+def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)[0]
+
+
+def samples(graph: Graph) -> np.ndarray:
+    random = np.random.default_rng(0)
+    if graph.dtype == "int64":
+        return random.integers(0, 9, (16, *graph.x))
+    return random.standard_normal((16, *graph.x)).astype(np.float32)
+
+
+def compact(graph: Graph, values: dict[str, F32], folder: Path) -> tuple[onnx.ModelProto, PersonalReport, float]:
+    """The personal model, its report, and its largest error over the standard deviation of the outputs."""
+    x = samples(graph)
+    report = write_personal(bundle_of(graph, folder), personal_of(values), folder / "personal.onnx", x)
+    model = onnx.load(folder / "personal.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    right = run(graph.model(), {"x": x, **values})
+    return model, report, float(np.abs(run(model, {"x": x}) - right).max() / right.std())
+
+
+def weights(model: onnx.ModelProto, *operators: str) -> list[tuple[int, ...]]:
+    """The shapes of the layers' weights in forward order."""
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    return [shapes[n.input[1]] for n in model.graph.node if n.op_type in operators and n.input[1] in shapes]
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.3])
+@pytest.mark.parametrize("kind", ["act", "weight"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_smaller_graph_says_the_same(name: str, kind: Kind, kept: float, tmp_path: Path) -> None:
+    graph = GRAPHS[name]
+    model, report, error = compact(graph, masked(graph, kind, kept, 1), tmp_path)
+    assert error <= 1e-5
+    dense = sum(np.prod(graph.tensors[w]) for w in graph.rows)
+    live = sum(
+        np.prod(shape) for shape in weights(model, "Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "Gather")
+    )
+    assert live < 0.8 * dense
+    assert all(left <= np.ceil(kept * size) for name, (size, left) in report.layers.items() if name in graph.rows)
+
+
+def test_conflicting_masks_of_a_residual_stream_cut_every_layer_by_its_own(tmp_path: Path) -> None:
+    graph = GRAPHS["residual"]
+    values = masked(graph, "weight", 1.0, 0)
+    values["a"][:4], values["c"][2:6], values["d"][6:] = 0, 0, 0  # rows that are left: 4, 4 and 6, of a stream of 8
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    # the stream behind the first sum has channels 0, 1, 4 .. 7; b reads the 4 of `a` alone
+    assert weights(model, "Conv") == [(4, 2, 3, 3), (6, 4, 3, 3), (4, 6, 3, 3), (6, 6, 3, 3)]
+
+
+def test_constants_behind_padding_are_a_map_and_no_channel(tmp_path: Path) -> None:
+    graph = GRAPHS["chain with a flatten"]
+    values = masked(graph, "weight", 1.0, 0)
+    values["a"][2:] = 0
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert weights(model, "Conv") == [(2, 2, 3, 3), (6, 2, 3, 3)]
+    maps = [numpy_helper.to_array(t) for t in model.graph.initializer if len(t.dims) == 4 and t.dims[0] == 1]
+    assert [m.shape for m in maps] == [(1, 6, 3, 3)]  # stored by its distinct rows and columns: two borders, inside
+
+
+def test_without_constants_nothing_is_added(tmp_path: Path) -> None:
+    graph = GRAPHS["chain with a flatten"]
+    model, _, error = compact(graph, masked(graph, "act", 0.5, 2), tmp_path)
+    assert error <= 1e-5
+    kinds = [n.op_type for n in model.graph.node]
+    assert kinds == [
+        "Conv",
+        "Relu",
+        "Conv",
+        "Elu",
+        "MaxPool",
+        "Flatten",
+        "Gemm",
+        "Softplus",
+        "Add",
+        "Gemm",
+    ] or kinds == [
+        *("Conv", "Relu", "Conv", "Elu", "MaxPool", "Flatten", "Gemm", "Softplus", "Gemm"),
+    ]
+
+
+def test_heads_keep_different_entries(tmp_path: Path) -> None:
+    """Queries and keys lose entries head by head; scores take as many entries as the widest head has."""
+    graph = GRAPHS["heads"]
+    values = masked(graph, "act", 1.0, 0)
+    for name in "qk":
+        for gone in (0, 1, 5, 10, 11):  # head 0 keeps 2 entries, head 1 keeps 3, head 2 keeps 2
+            values[name][:, gone] = 0
+            values[f"{name}b"][gone] = 0
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert weights(model, "MatMul")[:2] == [(6, 7), (6, 7)]
+
+
+def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
+    graph = GRAPHS["lstm"]
+    model, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
+    (node,) = (n for n in model.graph.node if n.op_type == "LSTM")
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    assert [shapes[v] for v in node.input[1:4]] == [(1, 12, 4), (1, 12, 3), (1, 24)]
+
+
+def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
+    graph = GRAPHS["norm over channels"]
+    _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert report.stopped == (
+        "a: LayerNormalization 'n' mixes its 8 channels, so it reads them all although 4 are dead",
+    )
+    assert report.layers["a"] == (8, 4)
+
+
+def test_a_dead_network_gives_its_constant_for_every_batch_size(tmp_path: Path) -> None:
+    graph = GRAPHS["residual"]
+    values = masked(graph, "weight", 0.0, 0)
+    model, report, _ = compact(graph, values, tmp_path)
+    assert not weights(model, "Conv")
+    for n in (1, 5):
+        assert run(model, {"x": np.ones((n, *graph.x), np.float32)}).shape == (n, 3)
+    assert report.layers["a"] == (8, 0)
+
+
+def test_the_batch_size_stays_free(tmp_path: Path) -> None:
+    for name in ("fused heads", "gru of two directions", "shuffle and split"):
+        graph = GRAPHS[name]
+        values = masked(graph, "weight", 0.5, 3)
+        model, _, _ = compact(graph, values, tmp_path)
+        x = samples(graph)
+        for n in (1, 3):
+            np.testing.assert_allclose(run(model, {"x": x[:n]}), run(model, {"x": x})[:n], rtol=1e-4, atol=1e-5)

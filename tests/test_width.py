@@ -1,0 +1,170 @@
+"""Widths of a compact model: which pruned channels come back, and that none of them changes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from edge_client.align import align_of
+from edge_client.compaction.smaller import analysed, cut
+from edge_client.compaction.study import study
+from edge_client.compaction.surgery import freeze
+from edge_client.compaction.tuning import Clock, Table, Work, aligned
+from edge_client.compaction.width import forced, rounded, streams, widened
+from edge_client.errors import ConfigError
+from edge_client.measure.macs import macs
+
+GRAPH = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,3,6,6] x, float[12,3,3,3] a, float[12,1,3,3] d, float[12] db, float[20,12,1,1] p, float[20,12,1,1] q,
+   float[4,20] h) => (float[n,4] y) {
+  u = Conv<pads=[1,1,1,1]>(x, a)
+  v = Relu(u)
+  w = Conv<group=12, pads=[1,1,1,1]>(v, d, db)
+  r = Relu(w)
+  s = Conv(r, p)
+  t = Conv(r, q)
+  m = Add(s, t)
+  z = Relu(m)
+  k = GlobalAveragePool(z)
+  f = Flatten(k)
+  y = Gemm<transB=1>(f, h)
+}
+"""
+KEPT = {"a": [0, 1, 2, 5, 7], "d": [1, 2, 3, 5, 7, 9], "p": [0, 3, 4, 8, 9, 10, 11], "q": [0, 1, 2, 3, 15]}
+
+
+def model() -> onnx.ModelProto:
+    """An expansion, a depthwise convolution and two branches in a sum, each with a mask of its own."""
+    parsed = onnx.parser.parse_model(GRAPH)
+    random = np.random.default_rng(0)
+    tensors = {}
+    for value in list(parsed.graph.input)[1:]:
+        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        made = random.standard_normal(shape).astype(np.float32)
+        if value.name in KEPT:
+            made[np.setdiff1d(np.arange(len(made)), KEPT[value.name])] = 0
+        tensors[value.name] = made
+    return freeze(parsed, tensors, fold=False)
+
+
+PROBE = np.zeros((2, 3, 6, 6), np.float32)
+
+
+def widths(made: onnx.ModelProto) -> list[tuple[int, ...]]:
+    """(outputs, inputs) of the convolutions, in order."""
+    sizes = {t.name: tuple(t.dims) for t in made.graph.initializer}
+    return [sizes[n.input[1]][:2] for n in made.graph.node if n.op_type == "Conv"]
+
+
+def outputs(made: onnx.ModelProto) -> np.ndarray:
+    import onnxruntime as ort
+
+    x = np.random.default_rng(1).standard_normal((5, 3, 6, 6)).astype(np.float32)
+    found: np.ndarray = ort.InferenceSession(made.SerializeToString()).run(None, {"x": x})[0]
+    return found
+
+
+def test_a_stream_holds_a_depthwise_layer_with_the_layer_before_it_and_a_sum_with_both_its_branches() -> None:
+    found = {s.size: s for s in streams(analysed(model(), PROBE))}
+    assert sorted(found) == [12, 20]
+    assert (len(found[12].layers), len(found[12].depthwise), len(found[12].readers)) == (1, 1, 2)
+    assert (len(found[20].layers), len(found[20].depthwise)) == (2, 0)
+
+
+def test_without_alignment_every_layer_has_what_its_own_mask_leaves() -> None:
+    made = aligned(analysed(model(), PROBE), "none", None).model
+    assert widths(made) == [(4, 3), (4, 1), (7, 4), (5, 4)]  # the depthwise layer reads what both masks leave
+    np.testing.assert_allclose(outputs(made), outputs(model()), atol=1e-5)
+
+
+@pytest.mark.parametrize(("step", "joined", "expected"), [
+    (8, False, [(8, 3), (8, 1), (16, 8), (8, 8)]),  # the first branch also brings what their sum needs
+    (4, True, [(4, 3), (4, 1), (12, 4), (12, 4)]),
+    (1, True, [(4, 3), (4, 1), (10, 4), (10, 4)]),
+    (16, False, [(4, 3), (4, 1), (16, 4), (16, 4)]),
+])  # fmt: skip
+def test_widths_are_multiples_as_far_as_there_are_channels_and_the_outputs_stay(
+    step: int, joined: bool, expected: list[tuple[int, int]]
+) -> None:
+    found = analysed(model(), PROBE)
+    made = cut(study(found.net, widened(forced(found, lambda stream: step, joined)))).model
+    assert widths(made) == expected
+    np.testing.assert_allclose(outputs(made), outputs(model()), atol=1e-5)
+
+
+def test_layers_that_share_a_stream_take_its_channels_first() -> None:
+    kept, first = np.zeros(8, np.bool_), np.zeros(8, np.bool_)
+    kept[[1, 6]], first[[1, 5, 6, 7]] = True, True
+    assert np.flatnonzero(rounded(kept, 4, first)).tolist() == [1, 5, 6, 7]
+    assert np.flatnonzero(rounded(first, 3, kept)).tolist() == [0, 1, 2, 5, 6, 7]
+    assert rounded(kept, 16, first) is kept  # there are not so many
+
+
+def by_width(cost: Callable[[int], float]) -> Callable[[Work], float]:
+    return lambda work: cost(work.out) + cost(work.inner)
+
+
+def by_macs(models: Sequence[bytes]) -> list[float]:
+    """A clock on which fewer multiply-adds are faster."""
+    return [float(macs(data)) for data in models]
+
+
+def test_auto_takes_the_widths_that_the_table_finds_fast() -> None:
+    found = analysed(model(), PROBE)
+    blocked = Clock(
+        by_width(lambda n: -(-n // 8) if n % 8 == 0 else n), lambda models: [3.0, 1.0, 2.0, 4.0][: len(models)]
+    )
+    assert widths(aligned(found, "auto", blocked).model) == [(8, 3), (8, 1), (16, 8), (8, 8)]
+
+
+def test_auto_is_as_narrow_as_possible_where_no_width_runs_faster() -> None:
+    found = analysed(model(), PROBE)
+    even = Clock(by_width(float), by_macs)
+    assert aligned(found, "auto", even).model == aligned(found, "none", None).model
+
+
+def test_auto_never_takes_a_model_that_the_clock_finds_slower() -> None:
+    found = analysed(model(), PROBE)
+    for fastest in range(4):
+        seen: list[bytes] = []
+
+        def models(data: Sequence[bytes], fastest: int = fastest, seen: list[bytes] = seen) -> list[float]:
+            seen.extend(data)
+            return [1.0 if i == min(fastest, len(data) - 1) else 2.0 for i in range(len(data))]
+
+        made = aligned(found, "auto", Clock(by_width(lambda n: 1.0 if n % 4 == 0 else 9.0), models))
+        assert made.model.SerializeToString() == seen[min(fastest, len(seen) - 1)]
+
+
+def test_without_a_clock_auto_rounds_what_convolutions_make_to_four() -> None:
+    assert widths(aligned(analysed(model(), PROBE), "auto", None).model) == [(4, 3), (4, 1), (12, 4), (8, 4)]
+
+
+def test_a_table_measures_each_layer_once_and_keeps_it_in_its_file(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def measure(work: Work) -> float:
+        asked.append(work.key)
+        return 2.5
+
+    work, path = Work("MatMul", 12, 16, (5,)), tmp_path / "new" / "table.json"
+    first = Table(path, measure)
+    assert first(work) == first(work) == 2.5
+    first.save()
+    assert Table(path, measure)(work) == 2.5
+    assert asked == ["MatMul 12->16 5"]
+    path.write_text("[1, 2]")
+    assert Table(path, measure)(work) == 2.5  # a damaged file is measured again
+    assert len(asked) == 2
+
+
+def test_an_option_is_auto_none_or_a_number() -> None:
+    assert [align_of(text) for text in ("auto", "none", "16")] == ["auto", "none", 16]
+    for text in ("", "0", "-4", "4.0", "wide", "9999"):
+        with pytest.raises(ConfigError, match="--align"):
+            align_of(text)
