@@ -40,7 +40,7 @@ from edge_client.protocol.payload import decode
 
 HERE = Path(__file__).resolve().parent
 PYTHON = "/opt/maskfleet/bin/python"  # in the root file system
-METHODS = ("fedmask", "lattice", "coupled")
+METHODS = ("fedmask", "lattice")
 ROUNDS = 2  # as many as a device's journal keeps
 SEED = 1
 CLOSE = 0.1  # how far the scores of one device on two processors may be apart
