@@ -183,7 +183,7 @@ def test_a_meter_in_its_thread_covers_the_time_between_start_and_stop() -> None:
 
 
 def test_a_load_that_repeats_in_step_with_the_readings_does_not_deceive_them() -> None:
-    """Ten readings a cycle. At even intervals the load's edges would always fall between the same two: an eighth too much."""
+    """Ten readings a cycle. At even intervals the load's edges would always fall between the same two."""
     for duty in (0.43, 0.47, 0.55):
         truth, clock = pulses(1.0, 9.0, 1.0, duty, 200), VirtualClock(180.0)
         meter = Polled("test", "nothing", lambda truth=truth, clock=clock: truth.power(clock.t), "W", 0.1)  # type: ignore[misc]

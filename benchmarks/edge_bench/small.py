@@ -42,7 +42,8 @@ def figures(bundle: Bundle, personal: Personal, data: DeviceData) -> Figures:
         inference = [t.p50_ms for t in latency(files, sample)]
         counts = [macs(file) for file in files]
     whole = open_trainer("onnxruntime", bundle)
-    small = whole.narrow({name: np.arange(n, dtype=np.intp) for name, n in report.groups.items()})
+    left = {g.name: report.layers[g.at("makes")[0].tensor][1] for g in bundle.manifest.groups}
+    small = whole.narrow({name: np.arange(n, dtype=np.intp) for name, n in left.items()})
     step = step_times([whole, small], bundle, data)
     found = {
         "parameters": (report.parameters_dense, report.parameters_compact),
