@@ -68,12 +68,13 @@ class _Site:
     equation: str = ""
 
 
+@torch.enable_grad()  # type: ignore[untyped-decorator]
 def bound(module: nn.Module, case: Case) -> Bound:
     """The bound of `module`, which is masked already and in evaluation mode."""
     module = copy.deepcopy(module).double().eval().requires_grad_(False)
     x = _samples(case)
     watch = _Watch()
-    with torch.enable_grad(), _from_embeddings(module) if case.ids is not None else _nothing(), watch:
+    with _from_embeddings(module) if case.ids is not None else _nothing(), watch:
         outputs = module(x if case.ids is not None else x.requires_grad_())
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     # Averaging places would let their gradients cancel by symmetry; random weights do not.
