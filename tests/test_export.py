@@ -255,7 +255,7 @@ def test_the_command_says_what_devices_cannot_mask_and_that_nothing_is_compacted
     cli.export(f"{file}:make", "5", tmp_path / "b", dtype="int64", torch_part=False)
     said = capsys.readouterr().out
     assert "no method masks or prunes 0.weight: only linear" in said
-    assert "personal.onnx does not shrink" in said
+    assert "prune whole channels refuse this model" in said
 
 
 def test_a_model_that_cannot_be_exported_is_a_matter_of_usage() -> None:

@@ -183,9 +183,12 @@ def _nonzero(s: Study, name: str) -> Bools:
 
 
 def _others(s: Study, node: NodeProto, k: int) -> Bools | None:
-    """For a product, where the other factor is not zero; None for other operators."""
+    """Where input `k` counts: a product's other factor is not zero, a choice takes it. None for other operators."""
     if node.op_type == "Mul":
         return _nonzero(s, node.input[1 - k])
+    if node.op_type == "Where":
+        (condition, may, _), (x, x_moves, _), (y, y_moves, _) = (s.facts(v) for v in node.input)
+        return np.asarray([x_moves | y_moves | (x != y), may | condition, may | ~condition][k])
     if node.op_type == "BatchNormalization" and k == 0:
         scale = _nonzero(s, node.input[1])
         return scale.reshape(-1, *(1,) * (len(s.shape(node.input[0])) - 2))

@@ -183,7 +183,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
-        given = w.emit("Concat", [given, _every_sample(w, own_x[:, None], name)], axis=2)
+        course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
+        given = w.emit("Concat", [given, course], axis=2)
     stacked = [np.stack(v) for v in (small_w, small_r, small_b)]
     names = [given, w.constant(stacked[0]), w.constant(stacked[1]), w.constant(stacked[2]), ""]
     names += [_start(w, v, units) if v else "" for v in list(node.input)[5:7]]
@@ -218,14 +219,6 @@ def _spanned(maps: F64) -> tuple[F64, NDArray[np.float64]]:
     rank = int((scale > SPAN * scale[0]).sum())
     root = np.sqrt(scale[:rank])
     return u[:, :rank] * root, (v[:rank].T * root).reshape(ways, gates, h, rank)
-
-
-def _every_sample(w: Writer, course: F64, like: str) -> str:
-    """A constant sequence [t, 1, r] for every sample of the batch."""
-    n = w.emit("Shape", [w.net.input], start=0, end=1)
-    shape = w.emit("Concat", [w.integers(course.shape[0]), n, w.integers(course.shape[2])], axis=0)
-    del like
-    return w.emit("Expand", [w.constant(course), shape])
 
 
 def _start(w: Writer, name: str, units: list[Ids]) -> str:

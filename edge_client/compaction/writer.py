@@ -209,6 +209,8 @@ class Writer:
         fixed = np.where(before == 1, 1, fixed) if lead >= 0 else fixed
         if name not in self.net.growing:
             return self.constant(np.where(moving, before, fixed))
+        if moving.sum() == 1 and before[moving][0] == 1 == self.study.shape(value)[int(np.argmax(moving)) + lead]:
+            return self.batch_shape([int(n) for n in fixed], int(np.argmax(moving)))
         return self.emit("Where", [self.constant(moving), self._size(name), self.constant(fixed)])
 
     def reshaped(self, name: str, lengths: Sequence[int], value: str, before: str) -> str:
@@ -320,12 +322,15 @@ class Writer:
         axis = moving.index(True)
         if sum(moving) > 1 or held.shape[axis] != 1:
             raise CompactionError(f"the constant value {value!r} mixes the batch with another axis")
+        return self.emit("Expand", [self.constant(held), self.batch_shape(held.shape, axis)])
+
+    def batch_shape(self, lengths: Sequence[int], axis: int) -> str:
+        """The vector `lengths` with the batch size at `axis`."""
         n = self.emit("Shape", [self.net.input], start=0, end=1)
-        ones = [self.integers(*held.shape[:axis])] if axis else []
-        rest = [self.integers(*held.shape[axis + 1 :])] if axis + 1 < held.ndim else []
-        parts = [*ones, n, *rest]
-        shape = self.emit("Concat", parts, axis=0) if len(parts) > 1 else n
-        return self.emit("Expand", [self.constant(held), shape])
+        before = [self.integers(*lengths[:axis])] if axis else []
+        after = [self.integers(*lengths[axis + 1 :])] if axis + 1 < len(lengths) else []
+        parts = [*before, n, *after]
+        return self.emit("Concat", parts, axis=0) if len(parts) > 1 else n
 
     def copy_whole(self, node: NodeProto) -> None:
         """The node as it is, on whole inputs."""

@@ -93,8 +93,10 @@ def export(
     for part, entry in m.parts.items():
         typer.echo(f"  {part:20} {entry.size:>12,} bytes")
     typer.echo(f"written to {bundle.folder}")
+    for line in m.stopped:
+        typer.echo(f"no channel group: {line}")
     if not m.groups:
-        typer.echo("no channel group was found: devices mask this model, but their personal.onnx does not shrink")
+        typer.echo("no channel group was found: methods that prune whole channels refuse this model")
     maskable = {w for layer in m.layers for w in layer.weights}
     if whole := [t.name for t in m.parameters if len(t.shape) > 1 and t.name not in maskable]:
         typer.echo(
