@@ -82,7 +82,7 @@ layer keeps.
 
 
 def stored(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The results by family, those there are: of `FAMILY.json` and `FAMILY-*.json`, a graph from the last that has it."""
+    """The results by family: of `FAMILY.json` and `FAMILY-*.json`, a graph from the last file that has it."""
     found = {}
     for family in FAMILIES:
         files = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{family}*.json"))]
