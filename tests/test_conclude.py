@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -16,7 +16,8 @@ from test_personal import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
 import edge_client.compaction.personal as personal_module
 import edge_client.compaction.surgery as surgery
 from edge_client.bundle import F32, Bundle, Manifest
-from edge_client.compaction.smaller import Smaller, smaller
+from edge_client.compaction.smaller import Smaller
+from edge_client.compaction.tuning import aligned
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import CompactionError
@@ -53,13 +54,13 @@ def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one
     good = conclude(bundle, task, personal, path)
     assert (good.uncompacted, good.parameters_compact, good.score) == (None, 7, 0.75)
 
-    def wrong(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
-        made = smaller(model, probe)
+    def wrong(*given: Any) -> Smaller:
+        made = aligned(*given)
         (bias,) = (t for t in made.model.graph.initializer if t.name == made.model.graph.node[-1].input[2])
         bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(1), bias.name))
         return made
 
-    monkeypatch.setattr(personal_module, "smaller", wrong)
+    monkeypatch.setattr(personal_module, "aligned", wrong)
     report = conclude(bundle, task, personal, path)
     assert report.uncompacted is not None
     assert "outputs differ" in report.uncompacted
@@ -104,10 +105,10 @@ def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_s
     bundle, personal = still(tmp_path, STILL[0])
     task = task_of(bundle, X, Y)
 
-    def refused(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
+    def refused(*given: Any) -> Smaller:
         raise CompactionError("outputs differ")
 
-    monkeypatch.setattr(personal_module, "smaller", refused)
+    monkeypatch.setattr(personal_module, "aligned", refused)
     fold = surgery._fold_batch_norms
 
     def wrong(graph: onnx.GraphProto) -> None:

@@ -82,6 +82,6 @@ def test_sizes_computed_in_the_graph_are_followed() -> None:
         "s = Shape(x) zero = Constant<value_ints=[0]>() one = Constant<value_ints=[1]>() "
         "last = Constant<value_ints=[4]>() n = Slice(s, zero, one) r = Slice(s, one, last) "
         "p = ReduceProd<keepdims=1>(r) m = Constant<value_ints=[-1]>() q = Reshape(p, m) t = Concat<axis=0>(n, q) "
-        "f = Reshape(x, t) y = Gemm<transB=1>(f, w)",
+        "e = Equal(t, q) u = Where(e, q, t) f = Reshape(x, u) y = Gemm<transB=1>(f, w)",
     )
     assert macs(model) == 240

@@ -48,5 +48,5 @@ def compact(
     for name, (whole, left) in report.layers.items():
         print(f"{name}: {left} of {whole} channels")
     for line in report.stopped:
-        print(f"not cut: {line}")
+        print(f"stays: {line}")
     print(f"{report.parameters_dense} -> {report.parameters_compact} parameters; model in {out}")

@@ -24,6 +24,7 @@ from edge_client.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""
+SIZES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 MOST = 64  # entries of a tensor that counts as one of sizes
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1, "QLinearConv": 3}  # weight's place
@@ -83,7 +84,7 @@ def _settle_sizes(graph: GraphProto) -> bool:
     Whether there were any.
     """
     known = shapes(graph)
-    sizes = {t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type == TensorProto.INT64}
+    sizes = {t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type in SIZES}
     before = len(sizes)
     left = []
     for node in graph.node:
@@ -106,7 +107,7 @@ def shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[in
     return {**known, **{v.name: _shape(v) for v in declared if v.name not in known or known[v.name] is None}}
 
 
-def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64] | None:
+def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
     """The sizes that `node` computes, when it does and they are known."""
     if len(node.output) != 1 or any(a.HasField("g") for a in node.attribute):
         return None
@@ -120,7 +121,7 @@ def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[np.int64]
         return None
     outputs: Any = ReferenceEvaluator(node).run(None, given)
     made = np.asarray(outputs[0])
-    return made if made.dtype == np.int64 else None
+    return made if made.dtype.kind in "ib" else None
 
 
 def _count(graph: GraphProto, outer: Shapes, times: int) -> Iterator[NodeMacs]:

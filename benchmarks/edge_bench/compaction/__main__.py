@@ -24,7 +24,7 @@ from edge_bench import provenance
 from edge_bench.cli import check_writable, write_json
 from edge_bench.compaction.masks import MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
-from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, timed
+from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed
 from edge_bench.compaction.zoo import FAMILIES, ZOO, Case
 from edge_client.compaction.tuning import clock
 from edge_client.errors import ConfigError, MaskfleetError
@@ -114,24 +114,6 @@ def line(r: Result) -> str:
         f"{name:34} {r.mask:6} {r.kept}  macs x{r.mac_ratio:6.2f} of x{r.mac_bound:6.2f} (bound x {over:.2f})  "
         f"error {r.error_std:.1e} ({r.error_dense_std:.1e})  {r.seconds:.1f} s{speed}{marks}"
     )
-
-
-def summary(rows: list[Result]) -> dict[str, Any]:
-    """Counts of graphs over both masks and all shares; a graph counts as its worst row."""
-    plain = [r for r in rows if not r.aligned and r.engine == "onnxruntime" and r.tool == "maskfleet"]
-    by: dict[str, list[Result]] = {}
-    for r in plain:
-        by.setdefault(r.model, []).append(r)
-    done = {n: rs for n, rs in by.items() if all(r.status == "ok" for r in rs)}
-    return {
-        "graphs": len(by),
-        "exact": sum(all(r.exact for r in rs) for rs in done.values()),
-        "at_the_bound": sum(all(r.reached for r in rs) for rs in done.values()),
-        "refused": sorted(n for n, rs in by.items() if any(r.status.startswith("refused") for r in rs)),
-        "crashed": sorted(n for n, rs in by.items() if any(r.status.startswith("crashed") for r in rs)),
-        "wrong": sorted(n for n, rs in done.items() if not all(r.exact for r in rs)),
-        "above_the_bound": sorted(n for n, rs in done.items() if not all(r.reached for r in rs)),
-    }
 
 
 def main(

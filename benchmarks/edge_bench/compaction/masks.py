@@ -11,7 +11,7 @@ come from the masked module's own activations so that no signal dies on its way 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ def masked(case: Case, kind: MaskKind, kept: float, seed: int = 0) -> Masked:
     with torch.no_grad():
         parameters = dict(module.named_parameters())
         for name, mask in masks.items():
-            parameters[name] *= mask
+            parameters[name].mul_(mask)
         _calibrate(module, case, masks, parameters)
     return Masked(module.eval(), masks, stay)
 
@@ -129,7 +129,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def _calibrate(module: nn.Module, case: Case, masks: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
+def _calibrate(module: nn.Module, case: Case, masks: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Statistics of random samples, moved a little; a constant channel's are drawn, since training leaves any there."""
     norms = [part for part in module.modules() if isinstance(part, NORMS)]
     if not norms:

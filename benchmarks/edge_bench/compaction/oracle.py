@@ -68,12 +68,13 @@ class _Site:
     equation: str = ""
 
 
+@torch.enable_grad()
 def bound(module: nn.Module, case: Case) -> Bound:
     """The bound of `module`, which is masked already and in evaluation mode."""
     module = copy.deepcopy(module).double().eval().requires_grad_(False)
     x = _samples(case)
     watch = _Watch()
-    with torch.enable_grad(), _from_embeddings(module) if case.ids is not None else _nothing(), watch:
+    with _from_embeddings(module) if case.ids is not None else _nothing(), watch:
         outputs = module(x if case.ids is not None else x.requires_grad_())
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     # Averaging places would let their gradients cancel by symmetry; random weights do not.
@@ -218,7 +219,7 @@ def _multi_head(
     else:
         rows = zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
         parts = tuple(watch.linear(x, w, b) for x, w, b in rows)
-    q, k, v = (p.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for p in parts)
+    q, k, v = (p.reshape(*p.shape[:-1], heads, -1).permute(1, 2, 0, 3) for p in parts)
     joined = _attention(watch, q, k, v).permute(2, 0, 1, 3).flatten(2)
     return watch.linear(joined, out_weight, out_bias), None
 
@@ -330,5 +331,6 @@ def _samples_first(tensor: Tensor) -> Tensor:
         if size == SAMPLES:
             return tensor.movedim(axis, 0)
         if size and size % SAMPLES == 0:  # samples and heads in one axis
-            return tensor.unflatten(axis, (SAMPLES, -1)).movedim(axis, 0)
+            split = (*tensor.shape[:axis], SAMPLES, size // SAMPLES, *tensor.shape[axis + 1 :])
+            return tensor.reshape(split).movedim(axis, 0)
     return tensor.unsqueeze(0)  # the same for every sample

@@ -199,3 +199,21 @@ def timed(models: Sequence[Path], subject: Subject, runs: int) -> list[float]:
     """
     found = in_turns([open_onnx(m, subject.x[:1]) for m in models], runs, max(3, runs // 10))
     return [float(np.median(t)) for t in found.cpu]
+
+
+def summary(rows: list[Result]) -> dict[str, Any]:
+    """Counts of graphs over both masks and all shares; a graph counts as its worst row."""
+    plain = [r for r in rows if not r.aligned and r.engine == "onnxruntime" and r.tool == "maskfleet"]
+    by: dict[str, list[Result]] = {}
+    for r in plain:
+        by.setdefault(r.model, []).append(r)
+    done = {n: rs for n, rs in by.items() if all(r.status == "ok" for r in rs)}
+    return {
+        "graphs": len(by),
+        "exact": sum(all(r.exact for r in rs) for rs in done.values()),
+        "at_the_bound": sum(all(r.reached for r in rs) for rs in done.values()),
+        "refused": sorted(n for n, rs in by.items() if any(r.status.startswith("refused") for r in rs)),
+        "crashed": sorted(n for n, rs in by.items() if any(r.status.startswith("crashed") for r in rs)),
+        "wrong": sorted(n for n, rs in done.items() if not all(r.exact for r in rs)),
+        "above_the_bound": sorted(n for n, rs in done.items() if not all(r.reached for r in rs)),
+    }

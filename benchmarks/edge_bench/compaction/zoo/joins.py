@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +66,8 @@ class StochasticDepth(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        return x + self.keep * self.branch(x)
+        made: Tensor = x + self.keep * self.branch(x)
+        return made
 
 
 def _residual(sign: float) -> nn.Module:
@@ -155,6 +158,8 @@ def _gathered() -> nn.Module:
     """A fixed order of channels, stored as a buffer."""
 
     class Shuffled(nn.Module):
+        order: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b, self.head = conv(3, 16), conv(16, 12), pooled(12)
@@ -306,9 +311,9 @@ def _spatial_gate() -> nn.Module:
     return Net(wiring, stem=normed(3, 16), place=conv(2, 1, 5), after=conv(16, 12), head=pooled(12))
 
 
-def _normalised(make: type[nn.Module], **settings: int) -> nn.Module:
+def _normalised(make: Callable[[int], nn.Module]) -> nn.Module:
     """A norm over channels or places between convolutions."""
-    norms = [make(num_channels=w, **settings) if make is nn.GroupNorm else make(w, affine=True) for w in (16, 24)]
+    norms = [make(width) for width in (16, 24)]
     return nn.Sequential(conv(3, 16), norms[0], nn.ReLU(), conv(16, 24, stride=2), norms[1], nn.ReLU(), pooled(24))
 
 
@@ -387,9 +392,9 @@ CASES = (
     Case("scalar gates", _gates, IMAGE, ("head.2",)),
     Case("squeeze and excite", _squeeze_excite, IMAGE, ("4.2",), quick=True),
     Case("spatial gate", _spatial_gate, IMAGE, ("head.2",), needs="a mean over channels"),
-    Case("group norm", lambda: _normalised(nn.GroupNorm, num_groups=4), IMAGE, ("6.2",), needs="ties channels"),
-    Case("one group norm", lambda: _normalised(nn.GroupNorm, num_groups=1), IMAGE, ("6.2",), needs="ties channels"),
-    Case("instance norm", lambda: _normalised(nn.InstanceNorm2d), IMAGE, ("6.2",)),
+    Case("group norm", lambda: _normalised(partial(nn.GroupNorm, 4)), IMAGE, ("6.2",), needs="ties channels"),
+    Case("one group norm", lambda: _normalised(partial(nn.GroupNorm, 1)), IMAGE, ("6.2",), needs="ties channels"),
+    Case("instance norm", lambda: _normalised(partial(nn.InstanceNorm2d, affine=True)), IMAGE, ("6.2",)),
     Case("layer norm", _layer_norm, (24,), ("6",), needs="ties channels"),
     Case("normalised features", _scaled, (24,), ("head",), needs="ties channels"),
     Case("softmax over channels", _softmax_gate, (24,), ("head",), needs="ties channels"),

@@ -1,0 +1,143 @@
+"""`docs/compaction.md` from the committed results: ``python -m edge_bench.compaction.page``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edge_bench.compaction.suite import EXACT, NEAR, Result, summary
+from edge_bench.compaction.zoo import FAMILIES
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results" / "compaction"
+PAGE = ROOT / "docs" / "compaction.md"
+Row = Mapping[str, Any]
+
+HEAD = """# Compaction
+
+A device ends with a mask. `maskfleet join` cuts the masked model down to what the mask leaves and writes
+`personal.onnx`; `maskfleet compact BUNDLE VALUES --out FILE` does the same for values from elsewhere. The small model's
+outputs are the masked model's: they are compared before the file is written, and a model that differs is not.
+
+## What goes
+
+Compaction runs `eval.onnx` on facts about every element instead of on numbers: does it vary with the input, which
+constant is it otherwise, and does an output depend on it. What does not vary or is not read is not computed.
+
+* A pruned channel goes with its filter, bias, batch-norm row and every reader's slice. What it still emits is found by
+  running its own operators on that constant, and goes into the readers' biases. Where zero padding gives the constant
+  a border, a small map is added.
+* Layers that meet in a sum or a concatenation keep different channels. Each layer is cut by its own mask, and a gather
+  or a padding brings the channels together.
+* Which entries of which tensors belong to one channel follows from the graph's own operators. So splits, shuffles,
+  depthwise and grouped convolutions, gates, skips, shared layers, attention heads, LSTM and GRU need no list.
+
+What stays although its mask would let it go:
+
+* **Norms over channels** (layer norm, group norm, softmax or a length over channels): a constant channel takes part in
+  the mean and the deviation. The layers before it are cut, the norm reads all its channels.
+* **Attention under masks that leave biases**: a pruned query or key entry is a constant, not zero, so its product with
+  the other side stays. The bound counts an entry that cancels in the softmax as dead; not every such entry is found.
+* **LSTM and GRU under masks that leave biases**: a pruned unit's state is constant for all inputs but moves from step
+  to step. Cutting it costs an addition at every step, which ONNX's cells cannot do inside.
+* **Choices**: of a maximum or a condition both sides are computed unless one is settled.
+
+`personal.onnx` is refused, and the masked dense model written instead, when the two models' outputs differ.
+
+## How wide
+
+ONNX Runtime's blocked convolutions need multiples of 4 channels and cost the same within blocks of 16. `--align` says
+how wide the layers are:
+
+| `--align` | widths |
+| --- | --- |
+| `none` | what the mask leaves |
+| `N` | multiples of `N`, as far as there are channels |
+| `auto` | what runs fastest on this device |
+
+A pruned channel that stays changes nothing: its rows are as masked. `auto` times each layer alone at several widths,
+keeps the times in `~/.cache/maskfleet` for this processor and this version of ONNX Runtime, and then times whole
+models: as narrow as possible, with the table's widths, with all layers of a sum alike, and with all channels. The
+fastest is taken, so the model is no slower than any of them, the dense one included.
+
+"""
+
+METHOD = f"""
+## Measured
+
+`python -m edge_bench.compaction --family FAMILY --json benchmarks/results/compaction/FAMILY.json` compacts graphs with
+random masks. Each layer prunes channels of its own, so layers under one sum disagree about most of them. `act` masks
+zero a channel's row, bias and batch-norm; `weight` masks zero its row alone. `kept` is the share of channels that each
+layer keeps.
+
+* **error**: the largest difference from the masked module in float64, over the standard deviation of its outputs.
+  A model counts as exact up to {EXACT:g}, or up to twice the rounding of the dense graph in float32.
+* **bound**: multiply-adds when every contraction counts only entries that vary with the input and that the outputs'
+  gradient reaches, found numerically in PyTorch without the exporter or compaction (`edge_bench.compaction.oracle`).
+  A model is at the bound with at most {100 * (NEAR - 1):.0f} % more.
+* **time**: processor time of one sample on one thread, median of calls in turns. Other processes shared the machine.
+"""
+
+
+def stored(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The results by family: of `FAMILY.json` and `FAMILY-*.json`, a graph from the last file that has it."""
+    found = {}
+    for family in FAMILIES:
+        files = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{family}*.json"))]
+        own = {r["model"]: [o for o in f["rows"] if o["model"] == r["model"]] for f in files for r in f["rows"]}
+        if files:
+            rows = [r for several in own.values() for r in several]
+            found[family] = {**files[-1], "rows": rows, "summary": summary([Result(**r) for r in rows])}
+    return found
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The page's text."""
+    found = stored(folder)
+    parts = [HEAD.rstrip("\n"), METHOD.rstrip("\n"), ""]
+    parts += ["| family | graphs | exact | at the bound | refused | crashed | wrong |", "| --- " * 7 + "|"]
+    for family, result in found.items():
+        s = result["summary"]
+        counts = [s["graphs"], s["exact"], s["at_the_bound"], *(len(s[k]) for k in ("refused", "crashed", "wrong"))]
+        parts.append(f"| {family} | " + " | ".join(map(str, counts)) + " |")
+    parts += ["", "Above the bound, compact over bound in the worst row of each kind of mask:", ""]
+    parts += ["| graph | act | weight |", "| --- | --- | --- |"]
+    for result in found.values():
+        for name in result["summary"]["above_the_bound"]:
+            factors = [_worst(result["rows"], name, kind) for kind in ("act", "weight")]
+            parts.append(f"| {name} | " + " | ".join(factors) + " |")
+    known = found.get("known", {}).get("rows", [])
+    timed = [r for r in known if r.get("speedup")]
+    if timed:
+        machine = found["known"]["machine"]
+        engine = f"ONNX Runtime {machine['onnxruntime']} on {machine['processor']}"
+        parts += ["", f"Published networks in {engine}, dense over compact; ms are dense and auto:", ""]
+        parts += ["| network | mask | kept | multiply-adds | bound | narrowest | auto | ms |", "| --- " * 8 + "|"]
+        parts += _speeds(timed)
+    return "\n".join(parts) + "\n"
+
+
+def _worst(rows: Sequence[Row], name: str, kind: str) -> str:
+    own = [r for r in rows if r["model"] == name and r["mask"] == kind and not r["aligned"] and r["status"] == "ok"]
+    factors = [r["macs_compact"] / max(1, r["macs_bound"]) for r in own]
+    return f"{max(factors):.2f}" if factors else "-"
+
+
+def _speeds(rows: Sequence[Row]) -> list[str]:
+    made = []
+    for r in rows:
+        if r["aligned"] or r["tool"] != "maskfleet":
+            continue
+        same = [o for o in rows if o["aligned"] and all(o[k] == r[k] for k in ("model", "mask", "kept", "tool"))]
+        auto, ms = (f"{same[0]['speedup']:.2f}x", same[0]["ms"]) if same else ("-", r["ms"])
+        made.append(
+            f"| {r['model']} | {r['mask']} | {r['kept']} | {r['mac_ratio']:.2f}x | {r['mac_bound']:.2f}x | "
+            f"{r['speedup']:.2f}x | {auto} | {r['ms_dense']:.3g} -> {ms:.3g} |"
+        )
+    return made
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,40 @@
+"""`maskfleet compact`: values in a safetensors file become a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import save_file
+from sequential_bundle import personal_of, sequential_bundle
+from test_personal import MLP, MLP_VALUES, run
+
+from edge_client.bundle import views
+from edge_client.compaction.command import compact
+from edge_client.errors import BundleError, ConfigError
+
+
+def test_values_become_a_model_on_what_their_zeros_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    personal = personal_of(bundle, MLP_VALUES)
+    stored = {k: np.ascontiguousarray(v) for k, v in views(bundle.manifest.parameters, personal.parameters).items()}
+    save_file(stored, tmp_path / "values.safetensors")
+    compact(tmp_path, tmp_path / "values.safetensors", tmp_path / "small.onnx", align="none")
+    np.testing.assert_allclose(run(tmp_path / "small.onnx", np.ones((1, 2), np.float32)), [[23.75, -40.0]])
+    assert sum(np.prod(t.dims) for t in onnx.load(tmp_path / "small.onnx").graph.initializer) == 7
+    assert "17 -> 7 parameters" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_refused_with_the_tensor_or_the_choice(tmp_path: Path) -> None:
+    sequential_bundle(tmp_path, (2,), MLP)
+    save_file({"linear0.bias": np.zeros(3, np.float32)}, tmp_path / "values.safetensors")
+    for align, file, error, words in (
+        ("none", "values.safetensors", BundleError, "lacks float32 tensor 'linear0.weight'"),
+        ("none", "missing.safetensors", BundleError, "does not open"),
+        ("wide", "values.safetensors", ConfigError, "choose auto, none"),
+    ):
+        with pytest.raises(error, match=words):
+            compact(tmp_path, tmp_path / file, tmp_path / "small.onnx", align=align)
+    assert not (tmp_path / "small.onnx").exists()
