@@ -181,7 +181,7 @@ REFUSED = {
     "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only|differently from the module"),
     "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
-    "selection": (Odd(lambda _, y: y[y[:, 0] > 0]), "picks entries by a mask.*use where"),
+    "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
     "randomness": (Odd(lambda _, y: y + torch.randn_like(y)), "forward: operator 'randn_like'.*torch.nn.Dropout"),
     "sort": (Odd(lambda _, y: y.sort(1).values), "forward: operator 'sort'.*ties"),
     "product": (Odd(lambda _, y: y.cumprod(1)), "forward: operator 'cumprod'.*cumsum"),

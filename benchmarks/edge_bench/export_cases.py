@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,10 @@ def _heads(x: Tensor, **settings: Any) -> Tensor:
 class Buffered(nn.Module):
     """Buffers of every kind that stay as they are: a table of floats, places, a permutation, a mask, infinities."""
 
+    mask: Tensor
+    bar: Tensor
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(9, 6), nn.Linear(30, CLASSES)
@@ -174,7 +178,7 @@ class Twice(nn.Module):
         z[:, 2:4] += 1.5
         z.view(-1, 2, 3)[:, 0].mul_(0.5)
         z[:, 5] = y[:, 0] * 2
-        made: Tensor = self.head(z + y @ self.block[0].weight.t())
+        made: Tensor = self.head(z + y @ cast(nn.Linear, self.block[0]).weight.t())
         return made
 
 

@@ -119,7 +119,7 @@ class IdleTrainer:
     def __init__(self, bundle: Bundle, threads: int) -> None:
         self.manifest = bundle.manifest
 
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
         """Zero."""
         return Gradient(0.0, np.zeros_like(parameters), buffers)
 
