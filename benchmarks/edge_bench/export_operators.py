@@ -31,12 +31,12 @@ from edge_client.graphs import check_file
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # name: module, one sample, values of an integer input (0: floats)
-    "resnet20": (partial(models.Resnet, 20), (3, 32, 32), 0),
+    "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0),
     "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0),
     "vgg9": (models.vgg9, (1, 32, 32), 0),
+    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0),
     "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11),
     "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80),
-    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0),
     "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0),
 }
 

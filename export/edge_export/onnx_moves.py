@@ -259,7 +259,7 @@ def _places(w: Writer, x: Any, indices: Sequence[Any]) -> tuple[list[int], list[
         raise w.refuse("picks entries by a mask, so that a size depends on the data; use where or masked_fill")
     if named != list(range(named[0], named[-1] + 1)):
         raise w.refuse("indexes axes that are not neighbours; index them one after the other")
-    return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))
+    return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]
 
 
 def _joined(w: Writer, indices: Sequence[Any], named: Sequence[int], common: Sequence[Any]) -> str:

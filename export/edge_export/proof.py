@@ -177,8 +177,8 @@ def _moved(module: nn.Module, random: torch.Generator) -> tuple[Values, Values]:
         return torch.rand(t.shape, generator=random) - 0.5
 
     values, moved = {}, {}
-    for name, p in module.named_parameters():
-        p = p.detach()
+    for name, own in module.named_parameters():
+        p: Tensor = own.detach()
         flat = bool((p == 0).all())
         values[name] = (0.2 * noise(p) if flat else p * (1 + 0.4 * noise(p))).contiguous()
     for name, b in module.named_buffers():
@@ -225,8 +225,11 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        swap = lambda v: torch.float64 if v is torch.float32 else v  # noqa: E731
-        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+        return func(*map(_widened, args), **{k: _widened(v) for k, v in (kwargs or {}).items()})
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager
