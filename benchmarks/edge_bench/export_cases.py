@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,13 +90,17 @@ def _causal(x: Tensor, part: nn.Module) -> Tensor:
 
 
 def _heads(x: Tensor, **settings: Any) -> Tensor:
-    q, k, v = x.reshape(-1, 5, 2, 4).transpose(1, 2), x.reshape(-1, 5, 2, 4).transpose(1, 2).flip(2), None
-    v = (q * 0.5).tanh()
-    return functional.scaled_dot_product_attention(q, k, v, **settings)
+    q = x.reshape(-1, 5, 2, 4).transpose(1, 2)
+    made: Tensor = functional.scaled_dot_product_attention(q, q.flip(2), (q * 0.5).tanh(), **settings)
+    return made
 
 
 class Buffered(nn.Module):
     """Buffers of every kind that stay as they are: a table of floats, places, a permutation, a mask, infinities."""
+
+    mask: Tensor
+    bar: Tensor
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +178,7 @@ class Twice(nn.Module):
         z[:, 2:4] += 1.5
         z.view(-1, 2, 3)[:, 0].mul_(0.5)
         z[:, 5] = y[:, 0] * 2
-        made: Tensor = self.head(z + y @ self.block[0].weight.t())
+        made: Tensor = self.head(z + y @ cast(nn.Linear, self.block[0]).weight.t())
         return made
 
 
@@ -220,12 +224,13 @@ def _pool(make: Callable[[], nn.Module], case: Callable[..., Case], features: in
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True) + x.std(1, keepdim=True) * x.var(0 - 1, keepdim=True, unbiased=False)
+    made: Tensor = x / x.norm(dim=-1, keepdim=True)
+    return made + x.std(1, keepdim=True) * x.var(-1, keepdim=True, unbiased=False)
 
 
 def _pieces(x: Tensor) -> Tensor:
     a, b = x.chunk(2, 1)
-    c, d, e = x.split([1, 2, 3], 1)
+    c, d, e = torch.split(x, [1, 2, 3], 1)
     made = torch.stack([a, b * 2], 2).flatten(1) + torch.cat([e, d, c], 1)
     return made.roll(2, 1).flip(1) + x.repeat(1, 2)[:, 3:9] + x.tile(2)[:, ::2]
 
@@ -261,7 +266,7 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    y = x.transpose(1, 2).contiguous().view(-1, 40).unflatten(1, (8, 5)).permute(0, 2, 1)
+    y = x.transpose(1, 2).contiguous().view(-1, 40).reshape(-1, 8, 5).permute(0, 2, 1)
     return y.movedim(1, 2).reshape(-1, 5, 8).swapaxes(1, 2).unsqueeze(1).expand(-1, 2, -1, -1)
 
 

@@ -25,34 +25,35 @@ from torch import nn
 
 from edge_bench import models, provenance
 from edge_bench.cli import write_json
-from edge_bench.export_cases import CASES, CLASSES, Case, Sequences
+from edge_bench.export_cases import CASES, Case, Sequences
 from edge_client.errors import ModelError
 from edge_client.graphs import check_file
-from edge_client.targets import Classification
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
-    # name: module, one sample, values of an integer input (0: floats), classes
-    "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0, 10),
-    "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0, 10),
-    "vgg9": (models.vgg9, (1, 32, 32), 0, 10),
-    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11, CLASSES),
-    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80, 80),
-    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0, 10),
-    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0, 10),
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    # name: module, one sample, values of an integer input (0: floats)
+    "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0),
+    "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0),
+    "vgg9": (models.vgg9, (1, 32, 32), 0),
+    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0),
+    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11),
+    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80),
+    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0),
 }
 
 
-def certify(module: nn.Module, example: torch.Tensor, classes: int) -> tuple[Graphs, float]:
+def certify(module: nn.Module, example: torch.Tensor) -> tuple[Graphs, float]:
     """The proved graphs of `module` and the CPU seconds that they took. Raises ModelError."""
+    with torch.no_grad():
+        steps = module(example).ndim == 3  # a label for each step
     start = time.process_time()
-    made = proved_graphs(module, example, Classification(classes=classes))
+    made = proved_graphs(module, example, {"kind": "sequence" if steps else "classification"})
     return made, time.process_time() - start
 
 
-def row(module: nn.Module, example: torch.Tensor, classes: int) -> dict[str, Any]:
+def row(module: nn.Module, example: torch.Tensor) -> dict[str, Any]:
     """One row of the results."""
     try:
-        made, seconds = certify(module, example, classes)
+        made, seconds = certify(module, example)
         with tempfile.TemporaryDirectory() as scratch:
             for part in ("train", "evaluation"):
                 file = Path(scratch) / part
@@ -79,16 +80,16 @@ def main(
     origin = provenance.origin(" ".join(["python -m edge_bench.export_operators", *sys.argv[1:]]))
     chosen = None if only is None else set(only.split(","))
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
-    rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor, int]]] = {"models": [], "cases": []}
-    for name, (make, sample, integers, classes) in MODELS.items():
-        rows["models"].append((name, make, Case(make, sample, integers).example(), classes))
+    rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
+    for name, (make, sample, integers) in MODELS.items():
+        rows["models"].append((name, make, Case(make, sample, integers).example()))
     for name, case in CASES.items():
-        rows["cases"].append((name, case.make, case.example(), CLASSES))
+        rows["cases"].append((name, case.make, case.example()))
     for kind, listed in rows.items():
-        for name, make, example, classes in listed:
+        for name, make, example in listed:
             if chosen is None or name in chosen:
                 torch.manual_seed(0)
-                found[kind][name] = row(make(), example, classes)
+                found[kind][name] = row(make(), example)
                 print(name, found[kind][name], flush=True)
                 write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", **found})
 

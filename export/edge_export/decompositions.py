@@ -138,6 +138,8 @@ def _convolution_backward(
     dims = x.ndim - 2
     stride, padding, dilation = _pair(stride, dims), _pair(padding, dims), _pair(dilation, dims)
     grad_bias = grad.sum([0, *range(2, x.ndim)]) if mask[2] else None
+    grad_x: Tensor | None = None
+    grad_weight: Tensor | None = None
     if transposed:  # a convolution backwards: `x` and `grad` change places
         grad_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, False, [0] * dims, groups)
         field = _pad(grad, padding, [0] * dims, 0.0)
@@ -148,7 +150,6 @@ def _convolution_backward(
     rest = [
         n + 2 * p - r for n, p, r in zip(size_in, padding, reach, strict=True)
     ]  # inputs that the last tap never reads
-    grad_x = grad_weight = None
     if mask[0]:
         grad_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, True, rest, groups)
     if mask[1]:

@@ -144,8 +144,8 @@ def _arange(w: Writer, a: Any, out: Any) -> str:
     start, step = getattr(a, "start", 0) or 0, getattr(a, "step", 1) or 1
     size = w.fixed(out.shape[0])
     if size is not None:
-        fixed = [w.fixed(v) if out.dtype in INTEGERS else w.meta(v) for v in (start, step)]
-        values = torch.arange(size, dtype=torch.float64) * float(fixed[1]) + float(fixed[0])
+        first, each = (float(w.meta(v)) for v in (start, step))
+        values = torch.arange(size, dtype=torch.float64) * each + first
         return w.op("Identity", w.constant(values.to(out.dtype)))
     # Counted by a running sum, whose size shape inference knows.
     ones = w.op("Expand", w.constant(step, out.dtype), w.shape(out.shape))
@@ -259,7 +259,7 @@ def _places(w: Writer, x: Any, indices: Sequence[Any]) -> tuple[list[int], list[
         raise w.refuse("picks entries by a mask, so that a size depends on the data; use where or masked_fill")
     if named != list(range(named[0], named[-1] + 1)):
         raise w.refuse("indexes axes that are not neighbours; index them one after the other")
-    return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))
+    return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]
 
 
 def _joined(w: Writer, indices: Sequence[Any], named: Sequence[int], common: Sequence[Any]) -> str:

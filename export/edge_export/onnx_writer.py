@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper

@@ -7,6 +7,7 @@ weight is read from the outer graph, so no step copies it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
@@ -152,7 +153,10 @@ def _rnn_backward(node: NodeProto, key: str) -> list[NodeProto]:
 def _backwards(key: str, body: GraphProto, start: str, scanned: list[str], outputs: list[str]) -> list[NodeProto]:
     """A scan from the last step to the first, whose state starts at zeros of the shape of `start`."""
     make, count = helper.make_node, len(scanned)
-    settings = {"scan_input_directions": [1] * count, "scan_output_directions": [1] * (len(outputs) - 1)}
+    settings: dict[str, Any] = {
+        "scan_input_directions": [1] * count,
+        "scan_output_directions": [1] * (len(outputs) - 1),
+    }
     return [
         make("Sub", [start, start], [f"{key}z"]),
         make("Scan", [f"{key}z", *scanned], outputs, body=body, num_scan_inputs=count, **settings),

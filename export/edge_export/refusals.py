@@ -47,7 +47,7 @@ class Path:
     def __init__(self, module: nn.Module) -> None:
         self.running: list[str] = []
         for name, part in module.named_modules():
-            part.register_forward_pre_hook(lambda _m, _in, name=name: self.running.append(name))  # type: ignore[misc]
+            part.register_forward_pre_hook(lambda _m, _in, name=name: self.running.append(name))
             part.register_forward_hook(lambda _m, _in, _out: self._done())
 
     def _done(self) -> None:
@@ -62,12 +62,13 @@ def named(path: str) -> str:
     return f"module {path!r}" if path else "the module's own forward"
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The parts that called each ATen operator."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path, self.found = path, {}  # type: ignore[var-annotated]
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.path = path
+        self.found: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found.setdefault(func.overloadpacket.__name__, str(self.path))
@@ -87,7 +88,8 @@ def where(module: nn.Module, example: Tensor, operator: str) -> str:
     close = [
         path for stem, path in stems.items() if len(stem) > 3 and (stem.startswith(plain) or plain.startswith(stem))
     ]
-    return stems.get(plain) or (close or ["the model"])[-1]
+    found: str = stems.get(plain) or (close or ["the model"])[-1]
+    return found
 
 
 def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> ModelError:

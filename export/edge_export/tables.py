@@ -211,8 +211,8 @@ def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init |
         return Init(kind="uniform", scale=3**0.5)
     projection = isinstance(part, nn.MultiheadAttention) and name.startswith(_PROJECTIONS)
     if projection or (isinstance(part, _MASKABLE) and _weighted(part)):
-        fan_in = part.embed_dim if projection else dict(part.named_parameters(recurse=False))["weight"][0].numel()
-        fan_in = value.shape[1] if projection and value.ndim == 2 else fan_in
+        weight = dict(part.named_parameters(recurse=False)).get("weight", value)
+        fan_in = int(weight[0].numel()) if weight.ndim > 1 else int(getattr(part, "embed_dim", 1))
         if name.endswith("bias"):
             return Init(kind="uniform", scale=fan_in**-0.5) if init == "torch" else Init(kind="constant", scale=0)
         if init == "sign":

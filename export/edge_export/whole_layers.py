@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from edge_client.errors import ModelError
-from edge_export.recurrence import DOMAIN
+from edge_export.recurrence_single import DOMAIN
 
 
 @torch.library.custom_op(f"{DOMAIN}::linear", mutates_args=())
