@@ -217,11 +217,12 @@ def gradient(emulated: Emulated, folder: Path, data: Path) -> dict[str, Any]:
 
 def bench(emulated: Emulated, folder: Path) -> dict[str, Any]:
     """The report of `maskfleet bench` on the bundle, with half of every layer's units kept."""
-    few = ["--threads", "1", "--runs", "50", "--warm-up", "5", "--seconds", "10", "--cold-starts", "1"]
-    options = ["--keep", "0.5", *few, "--output", str(folder / "bench")]
-    emulated.run(str(Path(PYTHON).with_name("maskfleet")), "bench", str(folder / "bundle"), *options)
+    few = ["--keep", "0.5", "--threads", "1", "--runs", "50", "--warm-up", "5", "--seconds", "10", "--cold-starts", "1"]
+    program = str(Path(PYTHON).with_name("maskfleet"))
+    emulated.run(program, "bench", str(folder / "bundle"), *few, "--output", str(folder / "bench"))
     report: dict[str, Any] = json.loads((folder / "bench" / "report.json").read_text())
-    return report
+    del report["command"]  # has this machine's folders
+    return {**report, "options": few}
 
 
 def main(
@@ -230,7 +231,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = ",".join(METHODS),
 ) -> None:
     """Try the base install under emulation and compare it with this machine."""
-    origin = provenance.origin("make test-arm64")
+    origin = provenance.origin(f"make test-arm64 ARGS='{' '.join(sys.argv[2:])}'")
     emulated = Emulated(cache)
     result: dict[str, Any] = {**origin, "emulator": emulator(), "broken": [], "installed": installed(emulated, cache)}
     print(f"{len(result['installed']['wheels'])} packages, {result['installed']['megabytes']} MB", flush=True)
