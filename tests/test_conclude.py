@@ -17,6 +17,7 @@ import edge_client.compaction.personal as personal_module
 import edge_client.compaction.surgery as surgery
 from edge_client.bundle import F32, Bundle, Manifest
 from edge_client.compaction.smaller import Smaller, smaller
+from edge_client.compaction.writer import Costs
 from edge_client.conclude import conclude
 from edge_client.data import DeviceData
 from edge_client.errors import CompactionError
@@ -53,8 +54,8 @@ def test_a_device_whose_compact_model_is_not_shown_equal_ends_with_the_dense_one
     good = conclude(bundle, task, personal, path)
     assert (good.uncompacted, good.parameters_compact, good.score) == (None, 7, 0.75)
 
-    def wrong(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
-        made = smaller(model, probe)
+    def wrong(model: onnx.ModelProto, probe: np.ndarray, costs: Costs) -> Smaller:
+        made = smaller(model, probe, costs)
         (bias,) = (t for t in made.model.graph.initializer if t.name == made.model.graph.node[-1].input[2])
         bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(1), bias.name))
         return made
@@ -104,7 +105,7 @@ def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_s
     bundle, personal = still(tmp_path, STILL[0])
     task = task_of(bundle, X, Y)
 
-    def refused(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
+    def refused(model: onnx.ModelProto, probe: np.ndarray, costs: Costs) -> Smaller:
         raise CompactionError("outputs differ")
 
     monkeypatch.setattr(personal_module, "smaller", refused)

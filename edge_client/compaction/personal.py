@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.compaction.smaller import smaller
 from edge_client.compaction.surgery import freeze, widen
+from edge_client.compaction.writer import FEWEST, Costs
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
 from edge_client.task import Personal
@@ -64,11 +65,17 @@ class PersonalReport:
 
 
 def write_personal(
-    bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None
+    bundle: Bundle,
+    personal: Personal,
+    path: Path,
+    samples: NDArray[Any] | None = None,
+    *,
+    costs: Costs = FEWEST,
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
-    `samples` [n, *input] joins the probes; a model of integers needs it. The file appears whole or not at all.
+    `samples` [n, *input] joins the probes; a model of integers needs it. `costs` weighs multiply-adds against moves:
+    `writer.FEWEST` or `writer.FASTEST`. The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
     the bundle, StateError when the file cannot be written.
     """
@@ -79,7 +86,7 @@ def write_personal(
             "this model reads integers and the bundle does not say of which range; give samples to check on"
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
-    made = smaller(freeze(_read_eval(bundle), tensors, fold=False), probe)
+    made = smaller(freeze(_read_eval(bundle), tensors, fold=False), probe, costs)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
