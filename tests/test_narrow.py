@@ -46,17 +46,16 @@ def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
 
 
 class _Block(nn.Module):
-    """A residual block with a depthwise convolution inside; `stem` and `back` write the same channels."""
+    """A residual block; `stem` and `back` write the same channels."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(2, a, 3, stride=2), nn.BatchNorm2d(a)
-        self.inner, self.depth = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1, groups=b)
-        self.back = nn.Conv2d(b, a, 1)
+        self.inner, self.back = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, a, 1)
 
     def forward(self, x: T) -> T:
         x = torch.relu(self.norm(self.stem(x)))
-        return torch.relu(x + self.back(torch.relu(self.depth(torch.relu(self.inner(x))))))
+        return torch.relu(x + self.back(torch.relu(self.inner(x))))
 
 
 def _residual_cnn(a: int, b: int) -> nn.Sequential:

@@ -34,6 +34,7 @@ from edge_client.bundle import Bundle, Input, views
 from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
 from edge_client.compaction.smaller import Smaller, smaller
 from edge_client.compaction.surgery import freeze, widen
+from edge_client.compaction.writer import Costs
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.task import Personal
 
@@ -65,8 +66,8 @@ def test_an_mlp_loses_a_constant_unit_and_an_unread_one(tmp_path: Path) -> None:
 def forgetful(lost: float) -> Callable[..., Smaller]:
     """`smaller` with a part of the last layer's bias lost: what a compactor that forgets constants does."""
 
-    def made(model: onnx.ModelProto, probe: np.ndarray) -> Smaller:
-        result = smaller(model, probe)
+    def made(model: onnx.ModelProto, probe: np.ndarray, costs: Costs) -> Smaller:
+        result = smaller(model, probe, costs)
         last = [n for n in result.model.graph.node if n.op_type == "Gemm"][-1]
         (bias,) = (t for t in result.model.graph.initializer if t.name == last.input[2])
         bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) * np.float32(1 - lost), bias.name))

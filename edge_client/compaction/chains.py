@@ -40,6 +40,67 @@ def straighten(net: Net) -> None:
                 break
     net.nodes = made
     drop_unused(net)
+    if not net.ids:
+        _part_layers(net)
+
+
+def _part_layers(net: Net) -> None:
+    """A linear layer of which only slices are read becomes a layer for each, free to write its outputs in any order."""
+    users = net.users()
+    made: list[NodeProto] = []
+    parted: dict[str, list[NodeProto]] = {}
+    for node in net.nodes:
+        if node.output[0] in parted:
+            made += parted[node.output[0]]
+            continue
+        if node.op_type != "MatMul" or node.input[1] not in net.constants or net.constants[node.input[1]].ndim != 2:
+            made.append(node)
+            continue
+        chain, out = [node], node.output[0]
+        after = users.get(out, [])
+        if len(after) == 1 and after[0].op_type == "Add":
+            bias = [v for v in after[0].input if v in net.constants and net.constants[v].ndim == 1]
+            if bias and len(net.constants[bias[0]]) == net.shapes[out][-1]:
+                chain, out = [*chain, after[0]], after[0].output[0]
+                after = users.get(out, [])
+        bounds = [_last_slice(net, n, out) for n in after]
+        if out == net.output or len(after) < 2 or any(b is None for b in bounds):
+            made.append(node)
+            continue
+        parted.update({n.output[0]: [] for n in chain[1:]})
+        for user, bound in zip(after, bounds, strict=True):
+            assert bound is not None
+            parted[user.output[0]] = _part(net, chain, user.output[0], *bound)
+    net.nodes = made
+
+
+def _last_slice(net: Net, node: NodeProto, value: str) -> tuple[int, int] | None:
+    """The bounds of a slice along the last axis of `value`."""
+    if node.op_type != "Slice" or node.input[0] != value or any(v not in net.constants for v in node.input[1:]):
+        return None
+    low, high, axis, *step = (net.constants[v].reshape(-1).tolist() for v in node.input[1:])
+    rank = len(net.shapes[value])
+    if len(low) != 1 or axis[0] % rank != rank - 1 or step not in ([], [[1]]):
+        return None
+    return slice(low[0], high[0]).indices(net.shapes[value][-1])[:2]
+
+
+def _part(net: Net, chain: list[NodeProto], out: str, low: int, high: int) -> list[NodeProto]:
+    """The outputs from `low` to `high` of a layer and its bias."""
+    weight = chain[0].input[1]
+    name = f"{out}.weight"
+    _constant(net, name, net.constants[weight][:, low:high])
+    net.origins[name] = net.origins.get(weight, "")
+    if len(chain) == 1:
+        return [helper.make_node("MatMul", [chain[0].input[0], name], [out])]
+    (bias,) = (v for v in chain[1].input if v in net.constants)
+    _constant(net, f"{out}.bias", net.constants[bias][low:high])
+    net.shapes[f"{out}.part"], net.kinds[f"{out}.part"] = net.shapes[out], net.kinds[out]
+    net.moving[f"{out}.part"] = net.moving[out]
+    return [
+        helper.make_node("MatMul", [chain[0].input[0], name], [f"{out}.part"]),
+        helper.make_node("Add", [f"{out}.part", f"{out}.bias"], [out]),
+    ]
 
 
 def _chained(net: Net, node: NodeProto) -> bool:
@@ -55,7 +116,7 @@ def _plainest(net: Net, chain: list[NodeProto]) -> list[NodeProto] | None:
     return _permuted(net, name, out, moved) or _affine(net, name, out, moved)
 
 
-def _constant(net: Net, name: str, value: Ids) -> str:
+def _constant(net: Net, name: str, value: Array) -> str:
     net.constants[name], net.shapes[name], net.kinds[name] = value, value.shape, value.dtype
     net.moving[name] = (False,) * value.ndim
     return name

@@ -1,22 +1,25 @@
-"""Which entries, and in which order, a layer reads and writes where several ways are exact."""
+"""Which entries, and in which order, a layer reads and writes where several ways are exact.
+
+A layer that leaves a dead entry out saves multiply-adds, but where another value still has that entry it must be put
+back in, or taken out of the other. `Costs` says what moving an element costs against a multiply-add.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from onnx import NodeProto
 
 from edge_client.compaction.moves import REGROUP, slots
 from edge_client.compaction.writer import Ids, Writer
 
-MOVED = 4
-"""Multiply-adds that take as long as moving one element."""
 FILL = 1.02
-"""A layer writes zeros for the sake of a layout up to so many times its live outputs."""
+"""A layer writes zeros for the sake of a reshape behind it up to so many times its live outputs."""
 
 
-def worth(held: Ids, due: Ids, each: int) -> Ids:
+def worth(w: Writer, held: Ids, due: Ids, each: int, last: bool = False) -> Ids:
     """The inputs a layer reads: `due`, or all those `held` where leaving some out costs more than it saves.
 
-    `each` is the multiply-adds per input entry and place.
+    `each` is the multiply-adds per input entry and place; `last` says that the entries lie along the last axis.
     """
     if len(held) == len(due) and np.array_equal(np.sort(held), due):
         return held
@@ -24,34 +27,53 @@ def worth(held: Ids, due: Ids, each: int) -> Ids:
     if not np.isin(due, held).all():
         return due
     saved = (len(held) - len(due)) * each
-    return due if saved > MOVED * len(due) else held
+    return due if saved > (w.costs.last if last else w.costs.moved) * len(due) else held
 
 
-def preferred(w: Writer, value: str) -> Ids | None:
-    """The order in which a layer had better write its outputs, for a reshape behind it; None for any.
+def preferred(w: Writer, value: str, each: int = 0) -> Ids | None:
+    """The outputs that a layer had better write, in order, for the sake of what follows; None: its live ones.
 
-    The model's own outputs are written whole.
+    `each` is the multiply-adds of one output and place. The model's own outputs are written whole.
     """
+    axes = [a for a, free in enumerate(w.study.channels(value)) if free]
+    if len(axes) != 1:
+        return None
+    axis, shape = axes[0], w.study.shape(value)
     if value == w.net.output:
-        axes = [a for a, free in enumerate(w.study.channels(value)) if free]
-        return np.arange(w.study.shape(value)[axes[0]]) if len(axes) == 1 else None
+        return np.arange(shape[axis])
+    own = w.study.wanted(value)[axis]
     last = value
     while len(w.study.users.get(last, [])) == 1 and last != w.net.output:
         node = w.study.users[last][0]
         if node.op_type in REGROUP and node.input[0] == last:
-            if w.study.shape(last) != w.study.shape(value):
+            found = slots(w, node).get(axis)
+            if found is None or not np.isin(own, found).all():
                 return None
-            axis = w.study.channels(value).index(True) if sum(w.study.channels(value)) == 1 else None
-            found = slots(w, node).get(axis) if axis is not None else None
-            live = len(w.study.wanted(value)[axis]) if axis is not None else 0
-            if found is None or len(found) > FILL * live:
-                return None
-            own = set(w.study.wanted(value)[axis].tolist()) if axis is not None else set()
-            return found if own <= set(found.tolist()) else None
+            few = len(found) <= FILL * len(own)
+            dear = axis == len(shape) - 1 and (len(found) - len(own)) * each <= (w.costs.last - 4) * len(found)
+            return found if few or dear else None
         out = [o for o in node.output if o]
-        if w.net.data(node) != [list(node.input).index(last)] or len(out) != 1:
+        if len(out) != 1 or w.study.shape(out[0]) != shape:
             return None
-        if w.study.shape(out[0]) != w.study.shape(value):
-            return None
+        if w.net.data(node) != [list(node.input).index(last)]:
+            return _stream(w, node, out[0], axis, own, each)
         last = out[0]
     return None
+
+
+def _stream(w: Writer, node: NodeProto, out: str, axis: int, own: Ids, each: int) -> Ids | None:
+    """All outputs, where what joins them to a stream reads the stream whole and zeros cost less than moves."""
+    size = w.study.shape(out)[axis]
+    if node.op_type != "Add" or axis != len(w.study.shape(out)) - 1 or not _mixed(w, out, axis):
+        return None
+    return np.arange(size) if (size - len(own)) * each <= w.costs.last * size else None
+
+
+def _mixed(w: Writer, value: str, axis: int) -> bool:
+    """Whether a value, or a sum of it, is read by an operator that mixes the entries of `axis`."""
+    for user in w.study.users.get(value, []):
+        out = user.output[0]
+        same = out in w.study.varies and w.study.shape(out) == w.study.shape(value)
+        if same and not w.study.channels(out)[axis] and user.op_type not in ("MatMul", "Gemm"):
+            return True
+    return False

@@ -23,6 +23,8 @@ from edge_client.errors import CompactionError
 
 RESIZING = frozenset({"Expand", "Resize"})
 """Operators with an input that holds the sizes of their output."""
+_KEEP_ZERO = frozenset({"Add", "Mul", "Sub"})
+"""Operators that make a zero of zeros; a constant they take is zero there too."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     whole = [k for k in pieces if w.study.shape(node.input[k]) == shape]
     if len(pieces) == len(whole) == 1 and _alone(w, node, found, whole[0]):
         return
-    # Axes with one list in all inputs keep it; where the lists differ, the wanted entries are brought together.
+    # Axes with one list in all inputs keep it. Where lists differ, the wanted entries are brought together, or along
+    # the last axis, where moving is dear, all those that one input holds.
     lists = {k: w.lists(node.input[k]) for k in pieces}
     target = []
     for axis, wanted in enumerate(w.study.wanted(out)):
@@ -250,10 +253,9 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
             if at >= 0 and w.study.shape(node.input[k])[at] == shape[axis]:
                 here.append(own[at])
         same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
-        covered = same and np.isin(wanted, here[0]).all()
-        target.append(
-            here[0] if covered and found.apart[axis] else wanted if found.apart[axis] else np.arange(shape[axis])
-        )
+        enough = [own for own in here if np.isin(wanted, own).all() and (same or (own >= 0).all())]
+        kept = max(enough, key=len) if enough and (same or axis == rank - 1) else wanted
+        target.append(kept if found.apart[axis] else np.arange(shape[axis]))
     inputs = []
     for k, v in enumerate(node.input):
         if k in data:
@@ -270,7 +272,9 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     # An input that broadcasts does not make the output's full size when the larger one is a constant.
     if not any(w.study.shape(node.input[k]) == shape for k in pieces) and rank and not pieces:
         raise CompactionError(f"node {out!r} has no varying input")
-    w.put(out, w.emit(node.op_type, inputs, **settings(node)), w.grid(out, target))
+    ids = w.grid(out, target)
+    made = w.emit(node.op_type, inputs, **settings(node))
+    w.put(out, made, ids if node.op_type in _KEEP_ZERO else np.maximum(ids, -1))
 
 
 def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
@@ -311,6 +315,8 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
     for axis, at in enumerate(found.parameters[k]):
         if at is not None and found.apart[at]:
             value = np.take(value, np.maximum(target[at], 0), axis)
+            if node.op_type in _KEEP_ZERO:
+                value = value * np.expand_dims(target[at] >= 0, tuple(k for k in range(value.ndim) if k != axis))
     return w.constant(value)
 
 

@@ -32,6 +32,7 @@ from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.compaction.smaller import analysed
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.compaction.tuning import Clock, aligned
+from edge_client.compaction.writer import FEWEST, Costs
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
 from edge_client.task import Personal
@@ -73,11 +74,13 @@ def write_personal(
     *,
     align: Align = "none",
     clock: Clock | None = None,
+    costs: Costs = FEWEST,
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
     `samples` [n, *input] joins the probes; a model of integers needs it. `align` says how wide its layers are, and
-    `clock` measures for it (`tuning`). The file appears whole or not at all.
+    `clock` measures for it (`tuning`). `costs` weighs multiply-adds against moves, `writer.FEWEST` or `writer.FASTEST`,
+    where `align` is not "auto". The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
     the bundle, StateError when the file cannot be written.
     """
@@ -88,7 +91,7 @@ def write_personal(
             "this model reads integers and the bundle does not say of which range; give samples to check on"
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
-    made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock)
+    made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock, costs)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)

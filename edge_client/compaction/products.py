@@ -121,7 +121,7 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     if groups == 1:
         order = preferred(w, out)
         r = [order] if order is not None else r
-        columns = worth(lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
+        columns = worth(w, lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
         classes = [[0]]
         c = [columns]
     else:
@@ -314,12 +314,12 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     s, out = w.study, node.output[0]
     weight = s.net.constants[second].T if transposed else s.net.constants[second]
     size = len(weight)
-    order = preferred(w, out)
-    rows = s.wanted(out)[-1] if order is None else order
     live = s.live(first).reshape(-1, size).any(axis=0)
+    order = preferred(w, out, int(live.sum()))
+    rows = s.wanted(out)[-1] if order is None else order
     due = np.flatnonzero(live & (weight[:, rows[rows >= 0]] != 0).any(axis=1))
     *others, own = w.lists(first)
-    columns = worth(own, due, len(rows))
+    columns = worth(w, own, due, len(rows), last=True)
     given = w.adapted(first, [*others, columns])
     # the constant part: what the inputs that are gone emit, and the bias
     value = np.array(s.facts(first)[0])
@@ -395,14 +395,16 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     whole = np.arange(int(np.prod(s.shape(out)))).reshape(s.shape(out))
     if by_axis(a, s.shape(first)) is not None and by_axis(b, s.shape(second)) is not None:
         return False
-    if a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or a.shape[:-1] != whole.shape[:-1]:
+    lead = a.shape[:-2]
+    if a.ndim != b.ndim or lead != b.shape[:-2] or (*lead, a.shape[-2]) != whole.shape[:-1]:
         return False
     summed, other = _entry(a, s.shape(first), -1), _entry(b, s.shape(second), -2)
     columns = _entry(b, s.shape(second), -1)
     if summed is None or other is None or columns is None or not np.array_equal(summed, other):
         return False
     if b.shape[-1] == whole.shape[-1]:  # a head without entries has its constant at every column
-        columns = np.where((other < 0).all(axis=-1, keepdims=True), np.arange(b.shape[-1]), columns)
+        empty = np.asarray((other < 0).all(axis=-1, keepdims=True))
+        columns = np.where(empty, np.arange(b.shape[-1]), columns)
     if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
     need = _needed(s, node, first, second)

@@ -139,7 +139,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     moves = s.live(name).any(axis=(0, 1))
     due = np.flatnonzero((inputs & live[:, :, None]).any(axis=(0, 1)) & moves)
     lists = w.lists(name)
-    columns = worth(lists[2], due, gates * int(live.sum()))
+    columns = worth(w, lists[2], due, gates * int(live.sum()), last=True)
     x = np.array(s.facts(name)[0])[:, 0]
     x[:, columns[columns >= 0]] = 0
     courses = _courses(s, node)

@@ -18,7 +18,7 @@ from edge_client.compaction.net import Net, build, prepare
 from edge_client.compaction.operators import Array
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study, study
-from edge_client.compaction.writer import Ragged, Writer
+from edge_client.compaction.writer import FEWEST, Costs, Ragged, Writer
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Smaller:
     stopped: tuple[str, ...]
 
 
-def smaller(model: ModelProto, probe: Array) -> Smaller:
+def smaller(model: ModelProto, probe: Array, costs: Costs = FEWEST) -> Smaller:
     """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
+
+    `costs` says how dearly multiply-adds are saved where channels must be moved for it.
 
     Raises CompactionError when the graph does not run or cannot be written on fewer channels.
     """
-    return cut(analysed(model, probe))
+    return cut(analysed(model, probe), costs)
 
 
 def analysed(model: ModelProto, probe: Array) -> Study:
@@ -50,10 +52,10 @@ def analysed(model: ModelProto, probe: Array) -> Study:
     return study(net, rule)
 
 
-def cut(found: Study) -> Smaller:
-    """The graph on what is live. Raises CompactionError when it cannot be written on fewer channels."""
+def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
+    """The graph on what is live; `costs` as in `smaller`. Raises CompactionError when it cannot be written so."""
     net = found.net
-    writer = written(found)
+    writer = written(found, costs)
     made = build(net, writer.nodes, writer.constants, [net.model.graph.output[0]])
     return Smaller(
         made,
@@ -63,14 +65,14 @@ def cut(found: Study) -> Smaller:
     )
 
 
-def written(found: Study) -> Writer:
+def written(found: Study, costs: Costs = FEWEST) -> Writer:
     """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
 
     Raises CompactionError when the graph cannot be written.
     """
     levels: dict[str, int] = {}
     while True:
-        writer = Writer(found, levels)
+        writer = Writer(found, levels, costs)
         try:
             writer.run()
             return writer

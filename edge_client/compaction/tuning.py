@@ -7,9 +7,9 @@
 `auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
 each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
 far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
-turns: as narrow as possible, with the table's widths, with all layers of a stream alike, with the channels besides
-that no layer reads directly (those of attention heads, say), and with all channels. The fastest is taken; of two as
-fast, the one with fewer multiply-adds. So it is no slower than any of them.
+turns: as narrow as possible, with fewer moves of channels, with the table's widths, with all layers of a stream alike,
+with the channels besides that no layer reads directly (those of attention heads, say), and with all channels. The
+fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them.
 
 Without a clock, as where the model is cut for another device, `auto` is the rule: multiples of 4 where a convolution
 makes or reads the channels.
@@ -47,6 +47,7 @@ from edge_client.compaction.width import (
     streams,
     widened,
 )
+from edge_client.compaction.writer import FASTEST, FEWEST, Costs
 from edge_client.errors import CompactionError
 from edge_client.measure.engines import open_onnx
 from edge_client.measure.latency import in_turns
@@ -163,23 +164,27 @@ def clock(sample: NDArray[Any]) -> Clock:
     return Clock(table(), models)
 
 
-def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
-    """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written."""
-    narrow = cut(found)
+def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWEST) -> Smaller:
+    """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written.
+
+    `costs` weighs multiply-adds against moves of channels; `auto` without a clock takes `FASTEST`, with one both.
+    """
     if align == "none":
-        return narrow
+        return cut(found, costs)
     if align != "auto":
-        return _wide(found, lambda stream: align, False) or narrow
+        return _wide(found, lambda stream: align, False, costs) or cut(found, costs)
     if clock is None:
-        return _wide(found, lambda stream: RULE if stream.convolved else 1, False) or narrow
+        return _wide(found, lambda stream: RULE if stream.convolved else 1, False, FASTEST) or cut(found, FASTEST)
     steps = {s.values: _step(found, s, clock.layer) for s in streams(found)}
     if isinstance(clock.layer, Table):
         clock.layer.save()
+    narrow = cut(found, FEWEST)
     made = [
         narrow,
-        *(_wide(found, lambda s: steps[s.values], joined) for joined in (False, True)),
-        _wide(found, lambda s: steps[s.values] if s.readers else s.size, True),
-        _wide(found, lambda s: s.size, True),
+        cut(found, FASTEST),
+        *(_wide(found, lambda s: steps[s.values], joined, FASTEST) for joined in (False, True)),
+        _wide(found, lambda s: steps[s.values] if s.readers else s.size, True, FASTEST),
+        _wide(found, lambda s: s.size, True, FASTEST),
     ]
     candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
     if len(candidates) == 1:
@@ -189,13 +194,13 @@ def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
     return next(m for (_, m), ms in zip(candidates, times, strict=True) if ms <= EQUAL * min(times))
 
 
-def _wide(found: Study, multiple: Callable[[Stream], int], joined: bool) -> Smaller | None:
+def _wide(found: Study, multiple: Callable[[Stream], int], joined: bool, costs: Costs) -> Smaller | None:
     """The graph with channels that come back; None where none does, or where it cannot be written with them."""
     extra = forced(found, multiple, joined)
     if not extra:
         return None
     try:
-        return cut(study(found.net, widened(extra)))
+        return cut(study(found.net, widened(extra)), costs)
     except CompactionError:
         return None
 

@@ -56,7 +56,7 @@ def grid(shape: Sequence[int], lists: Sequence[Ids]) -> Ids:
 
 
 def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
-    """The entries of each axis, -1 for one of no meaning, when `ids` is their product; else None."""
+    """The entries of each axis, -1 for one of no meaning, -2 for a zero, when `ids` is their product; else None."""
     if len(shape) != ids.ndim:
         return None
     if not ids.ndim:
@@ -67,7 +67,25 @@ def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
         np.where(valid, place, -1).max(axis=tuple(k for k in range(ids.ndim) if k != axis), initial=-1)
         for axis, place in enumerate(places)
     ]
-    return found if np.array_equal(grid(shape, found), np.where(valid, ids, -1)) else None
+    for axis, own in enumerate(found):
+        zero = (ids == -2).all(axis=tuple(k for k in range(ids.ndim) if k != axis))
+        own[(own < 0) & zero] = -2
+    made = np.maximum(grid(shape, found), -1)
+    return found if np.array_equal(made, np.where(valid, ids, -1)) else None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What moving an element costs, in multiply-adds: along the last axis, one by one, and along others, in blocks."""
+
+    moved: float = 4.0
+    last: float = 4.0
+
+
+FEWEST = Costs()
+"""Nearly the fewest multiply-adds."""
+FASTEST = Costs(8.0, 256.0)
+"""What ONNX Runtime's operators take: a gather along the last axis costs 200 to 300 multiply-adds an element."""
 
 
 class Writer:
@@ -77,8 +95,8 @@ class Writer:
     `split` collects those that did.
     """
 
-    def __init__(self, study: Study, levels: Mapping[str, int]) -> None:
-        self.study, self.net, self.levels = study, study.net, levels
+    def __init__(self, study: Study, levels: Mapping[str, int], costs: Costs = FEWEST) -> None:
+        self.study, self.net, self.levels, self.costs = study, study.net, levels, costs
         self.split: set[str] = set()
         self.pieces: dict[str, Piece] = {}
         self.nodes: list[NodeProto] = []
@@ -250,7 +268,8 @@ class Writer:
         for axis, (own, due) in enumerate(zip(self.lists(value), target, strict=True)):
             where = np.full(shape[axis] + 1, -1)
             where[own[own >= 0]] = np.flatnonzero(own >= 0)
-            places = np.where(due >= 0, where[due], np.where(due == -2, -1, 0))
+            zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
+            places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():

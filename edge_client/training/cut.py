@@ -366,8 +366,8 @@ def _slice(g: _Cut, node: NodeProto) -> Axes:
     x = g.stays(node.input[0])
     if len(node.input) > 1 and all(stays is None for stays in x):
         return x
-    starts, ends, axes = (g.values(node, k) for k in (1, 2, 3)) if len(node.input) > 3 else ([], [], range(len(x)))
-    axes = [i % len(x) for i in axes]
+    starts, ends = g.values(node, 1), g.values(node, 2)
+    axes = [i % len(x) for i in g.values(node, 3)] if len(node.input) > 3 else list(range(len(starts)))
     if all(x[i] is None for i in axes):
         return x
     steps = g.values(node, 4) if len(node.input) > 4 else [1] * len(axes)
