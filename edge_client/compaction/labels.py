@@ -18,7 +18,7 @@ from edge_kernels.channels import Role
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from edge_client.compaction import maps, moves, products, recurrent
+from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import settings
 from edge_client.compaction.study import Study
@@ -119,7 +119,7 @@ class Labelled:
 
     def _node(self, node: NodeProto) -> None:
         s = self.study
-        if products.is_convolution(s, node):
+        if convolutions.is_convolution(s, node):
             self._convolution(node)
         elif products.is_product(s, node):
             self._product(node)

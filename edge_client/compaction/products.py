@@ -1,191 +1,20 @@
-"""Operators that contract: convolutions, matrix products, and embeddings.
+"""Matrix products and embeddings, with only their live inputs and outputs.
 
-Each is written with only its live inputs and live outputs. What its removed inputs emit is constant; their part of the
-output is computed once, in float64. Where it is the same at all places it goes into the bias. Elsewhere (zero padding
-gives a constant a border) it is a map that is added to the output.
+The constant part of a product is folded as that of a convolution is (see `convolutions`). A product of two varying
+factors keeps the entries of the contracted axis that both need, in each head its own where the layouts allow it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from edge_client.compaction.layouts import FILL, preferred, worth
-from edge_client.compaction.operators import F64, conv, conv_transpose, settings
+from edge_client.compaction.convolutions import biased
+from edge_client.compaction.layouts import preferred, worth
+from edge_client.compaction.operators import F64, settings
 from edge_client.compaction.study import Bools, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Writer, by_axis
-
-_Value = TypeVar("_Value", bound=np.generic)
-
-
-@dataclass(frozen=True)
-class _Conv:
-    """A convolution's weight as [groups, out, in, *kernel]."""
-
-    weight: F64
-    bias: F64
-    transposed: bool
-
-    @property
-    def groups(self) -> int:
-        return len(self.weight)
-
-
-def is_convolution(s: Study, node: NodeProto) -> bool:
-    """Whether `node` convolves data with constants in a form that is written here."""
-    if node.op_type not in ("Conv", "ConvTranspose") or s.net.data(node) != [0]:
-        return False
-    given = settings(node)
-    return node.op_type == "Conv" or (given.get("auto_pad", b"NOTSET") == b"NOTSET" and "output_shape" not in given)
-
-
-def _of(s: Study, node: NodeProto) -> _Conv:
-    weight = s.net.constants[node.input[1]]
-    groups = settings(node).get("group", 1)
-    transposed = node.op_type == "ConvTranspose"
-    if transposed:  # [in, out / groups, *kernel]
-        split = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
-    else:
-        split = weight.reshape(groups, -1, *weight.shape[1:])
-    out = split.shape[0] * split.shape[1]
-    bias = s.net.constants[node.input[2]] if len(node.input) > 2 and node.input[2] else np.zeros(out)
-    return _Conv(split, bias, transposed)
-
-
-def _apply(s: Study, node: NodeProto, layer: _Conv, x: F64, rows: NDArray[np.bool_]) -> F64:
-    """The layer without bias on `x` [1, in, ...], for the outputs `rows`; 0 for the others."""
-    shape = s.shape(node.output[0])
-    made = np.zeros((1, *shape[1:]))
-    given = settings(node)
-    outs, ins = layer.weight.shape[1:3]
-    for g, weight in enumerate(layer.weight):
-        r = np.flatnonzero(rows[g * outs : (g + 1) * outs])
-        part = x[:, g * ins : (g + 1) * ins]
-        c = np.flatnonzero(part.any(axis=(0, *range(2, x.ndim))))
-        if r.size and c.size:
-            w = weight[np.ix_(r, c)]
-            done = conv_transpose(part[:, c], w, given, shape[2:]) if layer.transposed else conv(part[:, c], w, given)
-            made[:, g * outs + r] = done
-    return made
-
-
-def _column(values: NDArray[_Value], rank: int) -> NDArray[_Value]:
-    return values.reshape(1, -1, *(1,) * (rank - 2))
-
-
-def _conv_forward(s: Study, node: NodeProto) -> None:
-    layer = _of(s, node)
-    value, varies, _ = s.facts(node.input[0])
-    shape = s.shape(node.output[0])
-    spatial = (0, *range(2, varies.ndim))
-    moves = varies.any(axis=spatial).reshape(layer.groups, 1, -1)
-    linked = (layer.weight != 0).reshape(*layer.weight.shape[:3], -1).any(axis=-1)
-    out = (linked & moves).any(axis=2).reshape(-1)
-    made = _apply(s, node, layer, value, ~out) + _column(layer.bias, len(shape))
-    s.learn(node.output[0], made, _column(out, len(shape)), _column(np.arange(out.size), len(shape)))
-
-
-def _conv_backward(s: Study, node: NodeProto) -> None:
-    layer = _of(s, node)
-    live = s.live(node.output[0])
-    rows = live.any(axis=(0, *range(2, live.ndim))).reshape(layer.groups, -1, 1)
-    linked = (layer.weight != 0).reshape(*layer.weight.shape[:3], -1).any(axis=-1)
-    read = (linked & rows).any(axis=1).reshape(-1)
-    shape = s.shape(node.input[0])
-    s.mark(node.input[0], np.broadcast_to(_column(read, len(shape)), shape))
-
-
-def _conv_rewrite(w: Writer, node: NodeProto) -> None:
-    s, name, out = w.study, node.input[0], node.output[0]
-    layer = _of(s, node)
-    groups, outs, ins = layer.weight.shape[:3]
-    rank = len(s.shape(name))
-    wanted = s.wanted(out)[1]
-    linked = (layer.weight != 0).reshape(groups, outs, ins, -1).any(axis=-1)
-    live_in = some(s.live(name), (0, *range(2, rank)))
-    # of each group its live outputs and the live inputs that these read
-    r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
-    c = [
-        g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])
-        for g, own in enumerate(r)
-    ]
-    if groups > 1:  # a row of zeros reads a channel that is there rather than none
-        c = [own if own.size else g * ins + np.flatnonzero(live_in[g * ins :][:ins])[:1] for g, own in enumerate(c)]
-    lists = w.lists(name)
-    full = [np.arange(n) for n in s.shape(name)]
-    attributes = settings(node)
-    if groups == 1:
-        order = preferred(w, out)
-        r = [order] if order is not None else r
-        columns = worth(w, lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
-        classes = [[0]]
-        c = [columns]
-    else:
-        held = [g for g in range(groups) if r[g].size]
-        classes = _classes(held, r, c)
-        attributes["group"] = groups
-    value = np.array(s.facts(name)[0])
-    value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
-    need = np.zeros(groups * outs, np.bool_)
-    need[np.concatenate(r)[np.concatenate(r) >= 0]] = True
-    # the constant part: what the inputs that are gone emit
-    constant = _apply(s, node, layer, value, need) + _column(layer.bias, rank)
-    made, kept = [], []
-    for members in classes:
-        rows, columns = _squared([r[g] for g in members]), _squared([c[g] for g in members])
-        given = w.adapted(name, [columns.reshape(-1) if a == 1 else full[a] for a in range(rank)])
-        weight = np.zeros((*rows.shape, columns.shape[1], *layer.weight.shape[3:]))
-        for k, (g, own, used) in enumerate(zip(members, rows, columns, strict=True)):
-            part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
-            weight[k] = part * np.multiply.outer(own >= 0, used >= 0).reshape(*part.shape[:2], *(1,) * (rank - 2))
-        stored = weight.swapaxes(1, 2) if layer.transposed else weight
-        flat = rows.reshape(-1)
-        bias, rest = _bias(constant[:, np.maximum(flat, 0)] * _column(flat >= 0, rank), 1)
-        inputs = [given, w.constant(stored.reshape(-1, *stored.shape[2:])), *([w.constant(bias)] if bias.any() else [])]
-        if len(members) > 1 or "group" in attributes:
-            attributes["group"] = len(members)
-        made.append(w.emit(node.op_type, inputs, **attributes))
-        made[-1] = w.emit("Add", [made[-1], w.mapped(rest)]) if rest is not None else made[-1]
-        kept.append(flat)
-    order = np.concatenate(kept)
-    joined = w.emit("Concat", made, axis=1) if len(made) > 1 else made[0]
-    w.put(out, joined, w.grid(out, [order if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))]))
-
-
-def _squared(lists: list[Ids]) -> Ids:
-    """Lists as rows of one array, -1 behind their ends."""
-    width = max(map(len, lists))
-    return np.stack([np.pad(own, (0, width - len(own)), constant_values=-1) for own in lists])
-
-
-def _classes(held: list[int], r: list[Ids], c: list[Ids]) -> list[list[int]]:
-    """Groups that one convolution computes: all, or where that wastes too much those of equal size."""
-    exact = sum(len(r[g]) * len(c[g]) for g in held)
-    if len(held) * max(len(r[g]) for g in held) * max(len(c[g]) for g in held) <= FILL * exact:
-        return [held]
-    found: dict[tuple[int, int], list[int]] = {}
-    for g in held:
-        found.setdefault((len(r[g]), len(c[g])), []).append(g)
-    return list(found.values())
-
-
-def _bias(constant: F64, axis: int) -> tuple[F64, F64 | None]:
-    """A map of constants as a bias along `axis` and, where it differs from place to place, the rest."""
-    places = tuple(n // 2 if a != axis else slice(None) for a, n in enumerate(constant.shape))
-    bias: F64 = constant[places]
-    rest = constant - bias.reshape(-1, *(1,) * (constant.ndim - 1 - axis))
-    scale = np.abs(constant).max(initial=1e-30)
-    return bias, rest if np.abs(rest).max(initial=0.0) > 1e-12 * scale else None
-
-
-CONVOLUTION = Rule(_conv_forward, _conv_backward, _conv_rewrite)
-
-
-# --- matrix products
 
 
 def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
@@ -332,7 +161,7 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     used = np.flatnonzero(value.reshape(-1, size).any(axis=0))
     part = weight[:, np.maximum(rows, 0)] * (rows >= 0)
     constant = value[..., used] @ part[used] + bias[..., np.maximum(rows, 0)] * (rows >= 0)
-    fixed, rest = _bias(constant, constant.ndim - 1)
+    fixed, rest = biased(constant, constant.ndim - 1)
     small = part[np.maximum(columns, 0)] * (columns >= 0)[:, None]
     if node.op_type == "Gemm":
         inputs = [given, w.constant(np.ascontiguousarray(small.T)), *([w.constant(fixed)] if fixed.any() else [])]
@@ -395,16 +224,15 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     whole = np.arange(int(np.prod(s.shape(out)))).reshape(s.shape(out))
     if by_axis(a, s.shape(first)) is not None and by_axis(b, s.shape(second)) is not None:
         return False
-    lead = a.shape[:-2]
-    if a.ndim != b.ndim or lead != b.shape[:-2] or (*lead, a.shape[-2]) != whole.shape[:-1]:
+    if a.ndim != b.ndim or a.shape[:-2] != b.shape[:-2] or list(a.shape[:-1]) != list(whole.shape[:-1]):
         return False
     summed, other = _entry(a, s.shape(first), -1), _entry(b, s.shape(second), -2)
     columns = _entry(b, s.shape(second), -1)
     if summed is None or other is None or columns is None or not np.array_equal(summed, other):
         return False
-    if b.shape[-1] == whole.shape[-1]:  # a head without entries has its constant at every column
-        empty = np.asarray((other < 0).all(axis=-1, keepdims=True))
-        columns = np.where(empty, np.arange(b.shape[-1]), columns)
+    width = s.shape(out)[-1]
+    if np.size(b, -1) == width:  # a head without entries has its constant at every column
+        columns = np.where(some(other >= 0, -1, keepdims=True), columns, np.arange(width))
     if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
     need = _needed(s, node, first, second)

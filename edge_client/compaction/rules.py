@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from onnx import NodeProto
 
-from edge_client.compaction import maps, moves, products, recurrent
+from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.study import OPAQUE, Rule, Study
 
 
 def rule(s: Study, node: NodeProto) -> Rule:
     """How `node` is analysed and written."""
-    if products.is_convolution(s, node):
-        return products.CONVOLUTION
+    if convolutions.is_convolution(s, node):
+        return convolutions.CONVOLUTION
     if products.is_product(s, node):
         return products.PRODUCT
     if products.is_embedding(s, node):

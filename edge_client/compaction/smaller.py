@@ -2,7 +2,7 @@
 
     prepare (`net`) -> what varies, what is read (`study`) -> the graph on the elements that are left (`writer`)
 
-The operators' own rules are in `maps`, `moves`, `products` and `recurrent`.
+The operators' own rules are in `convolutions`, `products`, `recurrent`, `moves` and `maps`.
 """
 
 from __future__ import annotations

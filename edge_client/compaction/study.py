@@ -4,8 +4,8 @@
     backward: which elements an output depends on
 
 A forward pass and then a backward pass reach the fixed point: constants do not depend on who reads them, and an element
-that is constant reads nothing. Each kind of operator has one `Rule` (`maps`, `moves`, `products`, `recurrent`). An
-operator without one is opaque: its outputs vary when any input varies, and it reads all its inputs.
+that is constant reads nothing. Each kind of operator has one `Rule` (in `convolutions`, `products`, `recurrent`,
+`moves`, `maps`). An operator without one is opaque: its outputs vary when any input varies, and it reads all of them.
 """
 
 from __future__ import annotations
