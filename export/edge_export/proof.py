@@ -92,8 +92,7 @@ def prove(
             errors, single = _errors(dict(zip(names, found, strict=True)), true, due), _errors(own, true, due)
             level = max(level, *single.values())
             least = {k: min(least[k], errors[k]) for k in due}
-            allowed = TOLERANCE if n == 1 else max(TOLERANCE, min(FACTOR * level, MOST))
-            if max(least.values()) <= allowed:
+            if max(least.values()) <= TOLERANCE:
                 break
         for name, gap in least.items():
             if gap > max(TOLERANCE, min(FACTOR * level, MOST)):
