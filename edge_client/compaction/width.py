@@ -120,14 +120,12 @@ def is_depthwise(s: Study, node: NodeProto) -> bool:
 def live_channels(s: Study, name: str, axis: int) -> Bools:
     """bool[channels]: which have an element that varies and is read."""
     live = s.live(name)
-    found: Bools = live.any(axis=tuple(k for k in range(live.ndim) if k != axis))
-    return found
+    return np.asarray(live.any(axis=tuple(k for k in range(live.ndim) if k != axis)))
 
 
 def everywhere(s: Study, stream: Stream) -> Bools:
     """bool[channels]: which are live in any value of the stream."""
-    found: Bools = np.array([live_channels(s, name, axis) for name, axis in stream.values]).any(axis=0)
-    return found
+    return np.asarray(np.array([live_channels(s, name, axis) for name, axis in stream.values]).any(axis=0))
 
 
 def rounded(kept: Bools, multiple: int, first: Bools) -> Bools:

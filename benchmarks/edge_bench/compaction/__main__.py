@@ -22,7 +22,7 @@ import typer
 
 from edge_bench import provenance
 from edge_bench.cli import check_writable, write_json
-from edge_bench.compaction.masks import MaskKind
+from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed
 from edge_bench.compaction.zoo import FAMILIES, ZOO, Case
@@ -67,16 +67,16 @@ def measure(
     compact = compacted(subject, kind, kept, scratch / "compact.onnx")
     rows = [compact]
     if runs and compact.status == "ok":
-        rows += _timed(subject, compact, scratch, runs, peers)
+        rows += _timed(subject, compact, kind, scratch, runs, peers)
     return rows
 
 
-def _timed(subject: Subject, compact: Result, scratch: Path, runs: int, peers: bool) -> list[Result]:
+def _timed(subject: Subject, compact: Result, kind: MaskKind, scratch: Path, runs: int, peers: bool) -> list[Result]:
     """Latency of the compact model beside the dense one, and rows of the variants timed with them."""
     others: list[tuple[Result, Path]] = []
     path = scratch / "aligned.onnx"
     settings: dict[str, Any] = {"align": "auto", "clock": clock(subject.x[:1])}
-    aligned = compacted(subject, compact.mask, compact.kept, path, **settings)  # type: ignore[arg-type]
+    aligned = compacted(subject, kind, compact.kept, path, **settings)
     aligned.aligned = True
     if aligned.status == "ok":
         others.append((aligned, path))
@@ -136,7 +136,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         for case in chosen(models, family):
-            for kind in masks.split(","):
+            for kind in (k for k in KINDS if k in masks.split(",")):
                 for share in kept.split(","):
                     found = measure(
                         case,
@@ -145,7 +145,7 @@ def main(
                         bundles or scratch / "bundles",
                         scratch,
                         runs,
-                        peers,  # type: ignore[arg-type]
+                        peers,
                     )
                     rows += found
                     for r in found:

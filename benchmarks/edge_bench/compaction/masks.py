@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from edge_bench.compaction.zoo.case import Case
 
 MaskKind = Literal["weight", "act"]
+KINDS: tuple[MaskKind, ...] = ("act", "weight")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

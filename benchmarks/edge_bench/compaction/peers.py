@@ -8,6 +8,7 @@ It is no dependency: ``pip install torch-pruning``.
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def pruned(module: nn.Module, case: Case, kept: float, round_to: int | None, pat
 
     Raises whatever Torch-Pruning or the export raises for a module that it cannot follow.
     """
-    import torch_pruning
+    torch_pruning = import_module("torch_pruning")
 
     made = copy.deepcopy(module).eval().requires_grad_(True)
     example = case.batch(3)

@@ -21,8 +21,10 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edge_bench.compaction.masks import KINDS
 from edge_bench.compaction.suite import compacted, export, prepare
 from edge_bench.compaction.zoo.case import CLASSES, Case, conv
+from edge_client.align import align_of
 from edge_client.errors import MaskfleetError
 
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
@@ -164,9 +166,9 @@ class _Attention(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, make: type[nn.RNNBase], inner: int, out: int, layers: int, both: bool) -> None:
+    def __init__(self, make: Callable[..., nn.Module], inner: int, out: int, layers: int, both: bool) -> None:
         super().__init__()
-        self.cells = make(inner, out // (1 + both), layers, batch_first=True, bidirectional=both)  # type: ignore[call-arg]
+        self.cells = make(inner, out // (1 + both), layers, batch_first=True, bidirectional=both)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.cells(x)[0]
@@ -184,7 +186,7 @@ def case(seed: int) -> Case:
         own = Random(seed + 1_000_000)
         if sequence:
             layers = [sequence_block(own, a, b) for a, b in zip([8, *widths], widths, strict=False)]
-            end = [nn.Flatten()] if flat else [Apply(lambda x: x.mean(1))]
+            end: list[nn.Module] = [nn.Flatten() if flat else Apply(lambda x: x.mean(1))]
             return nn.Sequential(*layers, *end, nn.Linear(widths[-1] * (7 if flat else 1), CLASSES))
         layers = [image_block(own, a, b) for a, b in zip([4, *widths], widths, strict=False)]
         end = [nn.AvgPool2d(2), nn.Flatten()] if flat else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
@@ -198,6 +200,7 @@ def case(seed: int) -> Case:
 def main(
     first: Annotated[int, typer.Option(help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(help="How many graphs.")] = 50,
+    align: Annotated[str, typer.Option(help="Widths: none, auto by the rule, or multiples of N.")] = "none",
 ) -> None:
     """Compact random graphs; print those that fail, and a count of the rest."""
     torch.set_num_threads(1)
@@ -211,9 +214,9 @@ def main(
             except (MaskfleetError, Exception) as error:
                 print(f"{seed}: export: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
-            for kind in ("act", "weight"):
-                subject = prepare(made, bundle, kind, 0.5, seed)  # type: ignore[arg-type]
-                r = compacted(subject, kind, 0.5, Path(folder) / "personal.onnx")  # type: ignore[arg-type]
+            for kind in KINDS:
+                subject = prepare(made, bundle, kind, 0.5, seed)
+                r = compacted(subject, kind, 0.5, Path(folder) / "personal.onnx", align=align_of(align))
                 if r.status != "ok" or not r.exact:
                     print(f"{seed} {kind}: {r.status[:300]} error {r.error_std} dense {r.error_dense_std}", flush=True)
                 else:
