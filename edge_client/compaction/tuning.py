@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.align import Align
-from edge_client.compaction import products
+from edge_client.compaction import convolutions
 from edge_client.compaction.operators import settings
 from edge_client.compaction.smaller import Smaller, cut
 from edge_client.compaction.study import Study, study
@@ -225,7 +225,7 @@ def _step(s: Study, stream: Stream, layer: Callable[[Work], float]) -> int:
 def _work(s: Study, node: NodeProto, inner: int | None, out: int | None, step: int) -> Work:
     """`node` with so many inputs and outputs; where None, its own live ones at multiples of `step`."""
     given, made = s.shape(node.input[0]), s.shape(node.output[0])
-    convolves = products.is_convolution(s, node)
+    convolves = convolutions.is_convolution(s, node)
     axes = (1, 1) if convolves else (len(given) - 1, len(made) - 1)
     widths = []
     for name, axis, width in ((node.input[0], axes[0], inner), (node.output[0], axes[1], out)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import NodeProto
 
-from edge_client.compaction import maps, products
+from edge_client.compaction import convolutions, maps, products
 from edge_client.compaction.operators import settings
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Bools, Rule, Study
@@ -65,7 +65,7 @@ def streams(s: Study) -> list[Stream]:
         if out not in s.varies or not s.varies[out].any():
             continue
         shape = s.shape(out)
-        if products.is_convolution(s, node):
+        if convolutions.is_convolution(s, node):
             if is_depthwise(s, node):
                 parent[root((node.input[0], 1))] = root((out, 1))
                 apart.append((node, (out, 1)))
@@ -138,7 +138,7 @@ def rounded(kept: Bools, multiple: int, first: Bools) -> Bools:
     if not count or not more or count + more > kept.size:
         return kept
     order = np.concatenate([np.flatnonzero(first & ~kept), np.flatnonzero(~first & ~kept)])
-    found = kept.copy()
+    found: Bools = kept.copy()
     found[order[:more]] = True
     return found
 
@@ -177,7 +177,7 @@ def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:
             return own
         out = node.output[0]
         shape = s.shape(out)
-        axis = 1 if products.is_convolution(s, node) else len(shape) - 1
+        axis = 1 if convolutions.is_convolution(s, node) else len(shape) - 1
         spread = np.broadcast_to(mask.reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
 
         def forward(s: Study, node: NodeProto) -> None:
