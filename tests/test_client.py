@@ -227,7 +227,8 @@ def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(
 
     asked: list[tuple[str, str]] = []
     with pytest.raises(
-        ConfigError, match=r"'torch' needs \['model-eval\.pt2', 'model\.pt2'\] of bundle 'tiny'") as refused:
+        ConfigError, match=r"'torch' needs \['model-eval\.pt2', 'model\.pt2'\] of bundle 'tiny'"
+    ) as refused:
         device(tmp_path / "part", first := Coordinator(), backend="torch").run()
     assert exit_code(refused.value) == ExitCode.CONFIG
     asked += first.requests
