@@ -92,7 +92,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             assert wasteful["bytes_per_device"] == carried
             assert record["curve"][-1]["bytes"] == carried
             for there, row in zip(real.rounds, results[label].rows, strict=True):
-                assert there.model_dump(exclude={"seconds"}) == row.record.model_dump(exclude={"seconds"})
+                assert there.model_dump(exclude=OWN) == row.record.model_dump(exclude=OWN)
 
 
 def test_every_cohort_has_the_size_asked_for_and_methods_share_it(results: dict[str, Simulated]) -> None:
