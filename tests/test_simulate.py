@@ -35,6 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1},
     "standalone": {"epochs": 1},
 }
+OWN = {"seconds", "cost"}
+"""What a run measures of its own machine, and a simulation does not."""
 DIGITS = DataConfig(name="digits", devices=4, split="dirichlet", samples=400)
 
 
