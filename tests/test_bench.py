@@ -129,6 +129,20 @@ def test_a_bundle_and_a_mask_give_dense_masked_and_compact_which_say_the_same(tm
     assert about["compact"]["bytes"] < about["dense"]["bytes"]
 
 
+@pytest.mark.parametrize("names", [["int8"], ["int8", "dense", "compact"]])
+@pytest.mark.parametrize("masked", [True, False])
+def test_int8_is_made_of_the_smallest_model_whatever_else_is_asked_for(
+    tmp_path: Path, names: list[str], masked: bool
+) -> None:
+    bundle = small(tmp_path / "b")
+    personal = random_personal(bundle, 1, 0.6, 1.0) if masked else None
+    x = np.random.default_rng(0).standard_normal((16, 12)).astype(np.float32)
+    found, failed = variants.made(variants.Source(bundle, personal, x), tmp_path, names)
+    assert set(failed) == (set() if masked else {"compact"} & set(names))
+    (int8,) = (v for v in found if v.name == "int8")
+    assert int8.note.startswith("of compact" if masked else "of dense")
+
+
 def test_without_a_mask_the_other_variants_say_what_they_need(tmp_path: Path) -> None:
     bundle = small(tmp_path / "b")
     found, failed = variants.made(variants.Source(bundle, None, np.zeros((1, 12), np.float32)), tmp_path, EXACT)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from coord_server.operator import cli as operator_cli
 from edge_client.errors import MeterError, PayloadError
 from edge_client.journal import Journal, Pending
-from edge_client.measure.energy import Accuracy, Trace
+from edge_client.measure.energy import Accuracy, Trace, joules
 from edge_client.measure.round_cost import RoundCost
 from edge_client.protocol.cost import COST_HEADER, Cost, from_header, in_words, means, over_rounds, to_header
 from edge_client.protocol.messages import Round
@@ -24,9 +24,10 @@ from edge_client.protocol.messages import Round
 pytestmark = pytest.mark.usefixtures(numpy_trainer.__name__)
 __all__ = ["numpy_trainer"]
 figure = st.none() | st.floats(0, 1e6)
+joules_ = st.none() | st.floats(-1e6, 1e6)
 
 
-@given(figure, figure, figure, st.none() | st.floats(-40, 120))
+@given(figure, joules_, figure, st.none() | st.floats(-40, 120))
 def test_a_header_has_few_bytes_a_figure_and_three_digits(s: Any, j: Any, m: Any, c: Any) -> None:
     cost = Cost(seconds=s, joules=j, megabytes=m, celsius=c)
     text = to_header(cost)
@@ -49,7 +50,22 @@ def test_a_header_of_a_usual_round_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1", "1,2,3", "1,2,3,4,5", "a,,,", "-1,,,", "nan,,,", "inf,,,", ",,,999", "1" * 99]
+    "text",
+    [
+        "",
+        "1",
+        "1,2,3",
+        "1,2,3,4,5",
+        "a,,,",
+        "-1,,,",
+        "nan,,,",
+        "inf,,,",
+        ",,,999",
+        "1" * 99,
+        "1_0,,,",
+        "\u0663,,,",
+        " 1,,,",
+    ],
 )
 def test_a_header_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(PayloadError, match=COST_HEADER):
@@ -114,6 +130,38 @@ def test_training_goes_on_without_a_meter_that_fails(caplog: pytest.LogCaptureFi
     assert "the wire fell off" in caplog.text
     with pytest.raises(ZeroDivisionError):
         cost.of(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("celsius", [-273.2, 65261.8, float("nan")])
+def test_a_broken_sensor_costs_its_figure_and_not_the_round(monkeypatch: pytest.MonkeyPatch, celsius: float) -> None:
+    monkeypatch.setattr("edge_client.measure.machine.temperature", lambda: celsius)
+    result, found = RoundCost(None).of(lambda: 7)
+    assert (result, found.celsius) == (7, None)
+    assert found.seconds is not None
+    assert found.megabytes is not None
+
+
+def test_a_round_below_rest_counts_as_it_was_measured() -> None:
+    """Cut at zero, the mean of many short rounds would be above the truth."""
+    meter = Flat()
+    meter.watts = [2.0, 1.5]
+    _, found = RoundCost(meter, rest=lambda seconds: None).of(lambda: sum(range(1000)))
+    assert found.joules == pytest.approx(-0.5 * (found.seconds or 0), rel=1e-6)
+    assert from_header("1,-0.5,,").joules == -0.5
+
+
+def test_a_meter_of_another_package_that_breaks_in_its_own_way_ends_no_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Flat):
+        def stop(self) -> Trace:
+            raise KeyError("volts")
+
+    assert RoundCost(Broken(), rest=lambda seconds: None).of(lambda: 7)[0] == 7
+    cost = RoundCost(Broken(), rest=lambda seconds: None, idle=[joules(Flat().stop(), 0, 1)])
+    assert cost.of(lambda: 7)[0] == 7
+    assert cost.meter is None
+    assert "volts" in caplog.text
 
 
 # --- beside the update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 from array import array
@@ -491,11 +492,45 @@ def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> Non
         choose("b:x=1", known=known)
 
 
+def test_a_meter_that_measures_another_device_than_the_models_is_refused() -> None:
+    meter = Polled("m", "m", lambda: 1.0, "W", 0.1)
+    known = {
+        "board": Family(lambda options: meter, 1),
+        "phone": Family(lambda options: meter, 2, "android"),
+        "supply": Family(lambda options: meter, 3, "apart"),
+        "file": Family(lambda options: meter, 4, "apart", exported=True),
+    }
+    with pytest.raises(ConfigError, match=r"meter phone measures a phone .*and the model runs on this machine"):
+        choose("phone", known=known)
+    with pytest.raises(ConfigError, match="meter board measures this machine, and the model runs on a phone"):
+        choose("board", "android", known)
+    assert choose("phone", "android", known).meter is choose("supply", "android", known).meter is meter
+    with pytest.raises(ConfigError, match="exported by hand"):
+        choose("file", known=known)
+    assert choose("file", known=known, exported=True).meter is meter
+
+
+def test_auto_goes_on_after_a_family_that_breaks_in_its_own_way() -> None:
+    def broken(options: Any) -> Any:
+        raise ZeroDivisionError("no volts")
+
+    meter = Polled("m", "m", lambda: 1.0, "W", 0.1)
+    found = choose("auto", known={"a": Family(broken, 1), "m": Family(lambda options: meter, 2)})
+    assert found.meter is meter
+    assert found.others["a"] == "fails: ZeroDivisionError: no volts"
+
+
 def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absent() -> None:
-    found = families()
+    found, faults = families()
+    assert not faults
     assert set(found) >= {"jetson", "ina3221", "ina219", "hwmon", "rapl", "monsoon", "odpm", "battery", "csv"}
-    lines = choose("auto").lines
-    assert len(lines) >= len(found)
+    chosen = choose("auto")
+    assert set(chosen.others) | {chosen.meter.name if chosen.meter else ""} >= set(found)
+    # What is not there says what was looked for or what to run.
+    told = {"jetson": "INA3221", "ina3221": "i2c|smbus2|INA3221", "ina219": "i2c|smbus2|INA219", "rapl": "powercap",
+            "hwmon": "hwmon|power|battery"}  # fmt: skip
+    for name, why in chosen.others.items():
+        assert re.search(f"{told.get(name, 'another device')}|comes first", why), (name, why)
 
 
 def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +548,10 @@ def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: p
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\nodd = acme_supply:find\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MeterError, match="'odd' is function, not a Family"):
-        families()
+        choose("odd")
+    found = choose("auto")
+    assert found.why == "meter supply: a bench supply"
+    assert "is function, not a Family" in found.others["odd"]
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\n")
     found = choose("auto")
     assert found.why == "meter supply: a bench supply"

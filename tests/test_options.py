@@ -40,9 +40,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "max-parameters": ("1000", 1000),
     "secret": ("7", 7),
     "meter": ("none", "none"),
+    "align": ("16", 16),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
-            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto"}  # fmt: skip
+            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto", "align": "auto"}  # fmt: skip
 
 
 # --- from the command line to the client
@@ -168,7 +169,7 @@ def test_the_personal_model_goes_where_it_is_asked_to_and_is_timed_with_the_thre
 ) -> None:
     seen: list[tuple[Path, int]] = []
 
-    def conclude(bundle: Bundle, task: Any, personal: Any, path: Path, threads: int = 1) -> Report:
+    def conclude(bundle: Bundle, task: Any, personal: Any, path: Path, threads: int = 1, align: Any = None) -> Report:
         seen.append((path, threads))
         return Report(score=1.0, test_samples=1, parameters_dense=8, parameters_compact=8)
 

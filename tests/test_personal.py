@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -32,9 +33,9 @@ from sequential_bundle import (
 import edge_client.compaction.personal as personal_module
 from edge_client.bundle import Bundle, Input, views
 from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
-from edge_client.compaction.smaller import Smaller, smaller
+from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.surgery import freeze, widen
-from edge_client.compaction.writer import Costs
+from edge_client.compaction.tuning import aligned
 from edge_client.errors import BundleError, CompactionError, StateError
 from edge_client.task import Personal
 
@@ -64,10 +65,10 @@ def test_an_mlp_loses_a_constant_unit_and_an_unread_one(tmp_path: Path) -> None:
 
 
 def forgetful(lost: float) -> Callable[..., Smaller]:
-    """`smaller` with a part of the last layer's bias lost: what a compactor that forgets constants does."""
+    """`aligned` with a part of the last layer's bias lost: what a compactor that forgets constants does."""
 
-    def made(model: onnx.ModelProto, probe: np.ndarray, costs: Costs) -> Smaller:
-        result = smaller(model, probe, costs)
+    def made(*given: Any) -> Smaller:
+        result = aligned(*given)
         last = [n for n in result.model.graph.node if n.op_type == "Gemm"][-1]
         (bias,) = (t for t in result.model.graph.initializer if t.name == last.input[2])
         bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) * np.float32(1 - lost), bias.name))
@@ -81,7 +82,7 @@ def test_dropping_the_constant_instead_of_folding_it_is_refused(
 ) -> None:
     """The difference is 20 here, and no file appears."""
     bundle = sequential_bundle(tmp_path, (2,), MLP)
-    monkeypatch.setattr(personal_module, "smaller", forgetful(1.0))
+    monkeypatch.setattr(personal_module, "aligned", forgetful(1.0))
     with pytest.raises(CompactionError, match=r"differ from the masked model's by \d+"):
         write_personal(bundle, personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.onnx", "manifest.json"]
@@ -247,7 +248,7 @@ def test_a_part_of_a_constant_lost_between_units_that_never_moved_is_refused(
     tmp_path: Path, seed: int, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, personal = still(tmp_path, seed)
-    monkeypatch.setattr(personal_module, "smaller", forgetful(lost))
+    monkeypatch.setattr(personal_module, "aligned", forgetful(lost))
     with pytest.raises(CompactionError, match="outputs differ"):
         write_personal(bundle, personal, tmp_path / "personal.onnx", X)
 

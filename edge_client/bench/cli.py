@@ -109,14 +109,14 @@ def run(
                     "--runner libonnxruntime.so for .onnx files; docs/bench.md says how they are built"
                 )
             phone = connect(None if adb == AUTO else adb)
-            chosen = choose(meter, "android", more={"serial": phone.serial})
+            chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
             found = android.report(
                 name, command, phone, runner, made_, failed, {"shape": list(shape), "dtype": dtype}, settings,
                 chosen.meter, chosen.lines, say,
             )  # fmt: skip
             found["warnings"] = measure.warnings(found)
         else:
-            chosen = choose(meter)
+            chosen = choose(meter, exported=True)
             trains = None
             if bundle is not None and method != "none":
                 samples = made_data(bundle, SAMPLES) if given is None else given

@@ -7,6 +7,7 @@ cannot: the report then has that sentence. A file that is given is a variant by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -87,12 +88,24 @@ def _aligned(source: Source, file: Path) -> str:
     return f"{report.parameters_compact} of {report.parameters_dense} parameters, widths that run fastest here"
 
 
+def _smallest(source: Source, folder: Path) -> Path:
+    """The compact model, else the dense one; made in `folder` unless it is there."""
+    compact, dense = folder / "compact.onnx", folder / "dense.onnx"
+    if source.personal is not None and not compact.is_file():
+        with suppress(MaskfleetError):
+            _compact(source, compact)
+    if compact.is_file():
+        return compact
+    if not dense.is_file():
+        _dense(source, dense)
+    return dense
+
+
 def _artifact(kind: str) -> Maker:
     """A maker of another form of the smallest model there is, compact or dense."""
 
     def write(source: Source, file: Path) -> str:
-        compact = file.with_name("compact.onnx")
-        base = compact if compact.is_file() else file.with_name("dense.onnx")
+        base = _smallest(source, file.parent)
         anything = Limits(agreement=0.0, error=np.inf)
         proof = make(base.read_bytes(), kind, file, source.samples, anything if source.noise else Limits())
         if source.noise and not writer(kind).exact:

@@ -188,4 +188,4 @@ def find(options: Options) -> Meter:
     return CsvMeter(path, number(options, "wait", 600.0), lambda: sync.emit(lambda s: sync.load(s, threads)))
 
 
-CSV = Family(find, 90, "apart", ("path", "wait"))
+CSV = Family(find, 90, "apart", ("path", "wait"), exported=True)

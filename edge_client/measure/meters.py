@@ -18,6 +18,7 @@ from edge_client.measure.energy import Meter
 NONE, AUTO = "none", "auto"
 Options = Mapping[str, str]
 Where = Literal["here", "android", "apart"]
+OF: Mapping[Where, str] = {"here": "this machine", "android": "a phone (--adb)"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class Family:
 
     `where` says whose energy they measure: of the machine they are read on ("here"), of a phone behind adb ("android"),
     or of whatever is wired to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there.
-    `options` names those that `find` knows.
+    `options` names those that `find` knows. An `exported` recording comes in a file by hand, once a measurement.
     """
 
     find: Callable[[Options], Meter]
     rank: int
     where: Where = "here"
     options: tuple[str, ...] = ()
+    exported: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,39 +51,53 @@ class Choice:
         return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
 
 
-def families() -> dict[str, Family]:
-    """Every installed family by name. Raises MeterError when one does not load."""
-    found = {}
+def families() -> tuple[dict[str, Family], dict[str, str]]:
+    """Every installed family by name, and why the others do not load."""
+    found, faults = {}, {}
     for entry in entry_points(group="maskfleet.meters"):
         try:
             family = entry.load()
         except Exception as error:  # code of another package may fail in any way
-            raise MeterError(f"meter {entry.name!r} does not load ({error}); install its package anew") from error
-        if not isinstance(family, Family):
-            raise MeterError(f"meter {entry.name!r} is {type(family).__name__}, not a Family; install its package anew")
-        found[entry.name] = family
-    return found
+            faults[entry.name] = f"does not load ({error}); install its package anew"
+            continue
+        if isinstance(family, Family):
+            found[entry.name] = family
+        else:
+            faults[entry.name] = f"is {type(family).__name__}, not a Family; install its package anew"
+    return found, faults
 
 
 def choose(
-    asked: str, where: Where = "here", known: Mapping[str, Family] | None = None, more: Options | None = None
+    asked: str,
+    where: Where = "here",
+    known: Mapping[str, Family] | None = None,
+    more: Options | None = None,
+    exported: bool = False,
 ) -> Choice:
     """The meter for `asked`. `more` are options added to all families that know them (an adb serial).
 
-    A meter asked for by name that is not there raises MeterError; `auto` without one gives a choice of none.
+    A meter asked for by name that is not there raises MeterError; one that measures another device than `where`, or
+    whose recording is `exported` by hand where that does not do, ConfigError. `auto` without any gives a choice of
+    none.
     """
-    found, more = families() if known is None else known, more or {}
+    (found, faults), more = families() if known is None else (known, {}), more or {}
     name, _, words = asked.partition(":")
     if name == NONE:
         return Choice(None, "no energy meter: switched off", {})
     if name != AUTO:
         family = found.get(name)
+        if name in faults:
+            raise MeterError(f"meter {name!r} {faults[name]}")
         if family is None:
             near = suggestion(name, found)
             raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {sorted(found)}{near}")
+        if family.where not in (where, "apart"):
+            raise ConfigError(f"meter {name} measures {OF[family.where]}, and the model runs on {OF[where]}")
+        if family.exported and not exported:
+            raise ConfigError(f"meter {name} reads a file exported by hand: it is for `maskfleet bench` alone")
         meter = family.find({**_known(family, more), **_options(name, family, words)})
         return Choice(meter, f"meter {meter.name}: {meter.what}", {})
-    others: dict[str, str] = {}
+    others = dict(faults)
     taken: Meter | None = None
     for key, family in sorted(found.items(), key=lambda item: (item[1].rank, item[0])):
         if family.where != where:
@@ -93,6 +109,8 @@ def choose(
                 taken = family.find(_known(family, more))
             except MeterError as error:
                 others[key] = str(error)
+            except Exception as error:  # code of another package may fail in any way
+                others[key] = f"fails: {type(error).__name__}: {error}"
     if taken is None:
         return Choice(None, "no energy meter found", others)
     return Choice(taken, f"meter {taken.name}: {taken.what}", others)

@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from edge_client.errors import MeterError
 from edge_client.measure import machine, memory
 from edge_client.measure.energy import Energy, Meter, above_idle, joules
-from edge_client.protocol.cost import Cost
+from edge_client.protocol.cost import Cost, measured
 
 T = TypeVar("T")
 IDLE = 2.0  # seconds of rest before the first round, from which idle power is taken
@@ -21,7 +20,7 @@ log = logging.getLogger("maskfleet")
 
 @dataclass
 class RoundCost:
-    """Measures one round after another. A meter that fails is left out from then on; training never fails by it."""
+    """Measures one round after another. A meter that fails is left out from then on; no round is lost by it."""
 
     meter: Meter | None
     rest: Callable[[float], None] = time.sleep
@@ -36,17 +35,17 @@ class RoundCost:
             result = work()
         except BaseException:
             if self.meter is not None:
-                with suppress(MeterError):
+                with suppress(Exception):
                     self.meter.stop()
             raise
         end = time.monotonic()
-        cost = Cost(
-            seconds=end - begin,
-            joules=self._joules(begin, end),
-            megabytes=memory.peak_mb(),
-            celsius=machine.temperature(),
-        )
-        return result, cost
+        figures = {
+            "seconds": end - begin,
+            "joules": self._joules(begin, end),
+            "megabytes": memory.peak_mb(),
+            "celsius": machine.temperature(),
+        }
+        return result, measured(figures)
 
     def _start(self, measure_idle: bool) -> None:
         if self.meter is None:
@@ -59,18 +58,18 @@ class RoundCost:
                 end = time.monotonic()
                 self.idle = [joules(self.meter.stop(), begin, end)]
             self.meter.start()
-        except MeterError as error:
+        except Exception as error:  # another package's meter may fail in any way
             self._give_up(error)
 
     def _joules(self, begin: float, end: float) -> float | None:
         if self.meter is None:
             return None
         try:
-            return max(above_idle(joules(self.meter.stop(), begin, end), self.idle).joules, 0.0)
-        except MeterError as error:
+            return above_idle(joules(self.meter.stop(), begin, end), self.idle).joules
+        except Exception as error:  # see _start
             self._give_up(error)
             return None
 
-    def _give_up(self, error: MeterError) -> None:
+    def _give_up(self, error: Exception) -> None:
         log.warning("no joules from now on: %s", error)
         self.meter = None

@@ -8,27 +8,31 @@ has a few bytes a figure: seconds, joules, megabytes, degrees, in this order, em
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from edge_client.errors import PayloadError, first_fault
-from edge_client.protocol.messages import MAX_SECONDS, MeanCost, Message
+from edge_client.protocol.messages import MeanCost, Message
 
 COST_HEADER = "Maskfleet-Cost"
 HEADER_MOST = 64  # characters
+MOST = 1e9  # of any figure
+FIGURE = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
 class Cost(Message):
     """What one round cost one device; None where the device cannot tell."""
 
-    seconds: Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)] | None = None
+    seconds: Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)] | None = None
     """From the decoded downlink to the update, scores before and after included."""
-    joules: Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)] | None = None
-    """Above the device's power at rest."""
-    megabytes: Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)] | None = None
+    joules: Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)] | None = None
+    """Above the device's power at rest: a short round may come out below it, and a mean of all is then still right."""
+    megabytes: Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)] | None = None
     """The most that the process held."""
     celsius: Annotated[float, Field(ge=-100, le=300, allow_inf_nan=False)] | None = None
     """The processor's temperature afterwards."""
@@ -36,6 +40,15 @@ class Cost(Message):
 
 _FIELDS = tuple(Cost.model_fields)  # the header's order
 UNITS = {"seconds": "s", "joules": "J", "megabytes": "MB", "celsius": "°C"}
+
+
+def measured(figures: Mapping[str, float | None]) -> Cost:
+    """The figures by name; one that is out of range, as of a broken sensor, is left out."""
+    kept = {}
+    for name, value in figures.items():
+        with suppress(ValidationError):
+            kept[name] = getattr(Cost.model_validate({name: value}), name)
+    return Cost(**kept)
 
 
 def to_header(cost: Cost) -> str:
@@ -54,12 +67,12 @@ def from_header(text: str) -> Cost:
     parts = text.split(",") if len(text) <= HEADER_MOST else []
     if len(parts) != len(_FIELDS):
         raise PayloadError(f"{COST_HEADER} = {text[:HEADER_MOST]!r}; {', '.join(_FIELDS)} are due, with commas between")
+    if not all(FIGURE.fullmatch(part) for part in parts if part):
+        raise PayloadError(f"{COST_HEADER} = {text!r} holds a figure that is no number")
     try:
         return Cost.model_validate({k: float(v) for k, v in zip(_FIELDS, parts, strict=True) if v})
     except ValidationError as error:
         raise PayloadError(f"{COST_HEADER}, {first_fault(error)}") from None
-    except ValueError:
-        raise PayloadError(f"{COST_HEADER} = {text!r} holds a figure that is no number") from None
 
 
 def means(costs: Iterable[Cost]) -> dict[str, MeanCost]:
