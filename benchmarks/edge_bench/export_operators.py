@@ -73,7 +73,7 @@ def row(module: nn.Module, example: torch.Tensor) -> dict[str, Any]:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Write the figures here.")],
-    only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by ";".")] = None,
+    only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by semicolons.")] = None,
 ) -> None:
     """Export everything, print a line each, write the JSON."""
     torch.set_num_threads(1)
