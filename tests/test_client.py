@@ -226,7 +226,9 @@ def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(
         raise RuntimeError("Fail: no node")
 
     asked: list[tuple[str, str]] = []
-    with pytest.raises(ConfigError, match=r"backend 'torch' needs \['model-eval\.pt2', 'model\.pt2'\] of bundle 'tiny'") as refused:
+    with pytest.raises(
+        ConfigError, match=r"backend 'torch' needs \['model-eval\.pt2', 'model\.pt2'\] of bundle 'tiny'"
+    ) as refused:
         device(tmp_path / "part", first := Coordinator(), backend="torch").run()
     assert exit_code(refused.value) == ExitCode.CONFIG
     asked += first.requests
