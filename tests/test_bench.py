@@ -330,7 +330,7 @@ def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["missing.onnx"], "missing.onnx does not open"),
+        (["missing.onnx"], "cannot open missing.onnx"),
         (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
         ([DIGITS, DIGITS], "is a bundle; give it alone"),
         ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
@@ -428,6 +428,7 @@ def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path: ((1, 12), "float32"))
+    monkeypatch.setattr("edge_client.bench.android.largest_batch", lambda path: 1 if path.stem == "dense" else 32)
     for name in ("dense.pte", "compact.pte", "broken.pte"):
         (phone / name).write_bytes(bytes(100))
     words = ["--adb", "auto", "--runner", phone / "executor_runner", "--threads", "1,4", "--meter", "none"]
@@ -437,6 +438,8 @@ def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pyt
     assert [(r["variant"], r["threads"], r["wall_ms"]["p50"]) for r in found["rows"]] == [
         ("dense", 1, 10.0), ("compact", 1, 2.0), ("dense", 4, 10.0), ("compact", 4, 2.0),
     ]  # fmt: skip
+    assert "note" not in found["variants"]["dense"]  # a run of it is one sample, as the title says
+    assert "a run is a batch of 32 samples" in found["variants"]["compact"]["note"]
     assert found["machine"]["board"] == "x Pixel 8"
     assert (found["machine"]["processor"], found["machine"]["cores"]) == ("Tensor G3", 9)
     assert found["before"]["celsius"] == 28.1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
@@ -24,7 +24,7 @@ from edge_client.errors import ConfigError, MeterError
 from edge_client.measure import machine
 from edge_client.measure.adb import Adb, AdbError
 from edge_client.measure.energy import Meter, above_idle, joules
-from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of
+from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of, largest_batch
 from edge_client.measure.latency import F64, summary
 
 FOLDER = "/data/local/tmp/maskfleet"
@@ -145,6 +145,18 @@ def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
     adb.shell(["chmod", "755", f"{FOLDER}/{runner[0].name}"])
 
 
+def batched(variant: Variant) -> Variant:
+    """A variant whose note says what a run of its file is, where that is not one sample.
+
+    `executor_runner` fills a program's inputs to their largest sizes. Raises ConfigError for a file that does not open.
+    """
+    most = largest_batch(variant.file) if engine_of(variant.file) == EXECUTORCH else 1
+    if most == 1:
+        return variant
+    said = f"on the phone a run is a batch of {most} samples, the largest that the program takes"
+    return replace(variant, note=f"{variant.note}; {said}" if variant.note else said)
+
+
 def rows(
     adb: Adb, runner: str, variants: Sequence[Variant], settings: Settings, meter: Meter | None, say: Say
 ) -> list[dict[str, Any]]:
@@ -211,6 +223,7 @@ def report(
 ) -> dict[str, Any]:
     """Push, measure, collect. Raises AdbError, ConfigError."""
     push(adb, runner, variants)
+    variants = [batched(v) for v in variants]
     about: dict[str, Any] = {
         "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "input": dict(shape),

@@ -36,7 +36,7 @@ def main(text: str) -> dict[str, Any]:
     from edge_client.measure import engines, memory
 
     if engines.engine_of(file) == engines.EXECUTORCH:
-        import edge_client.measure.executorch  # noqa: F401 (its import is what is timed)
+        import edge_client.runtimes.executorch  # noqa: F401 (its import is what is timed)
     imported = time.perf_counter()
     x = engines.batch(tuple(spec["shape"]), spec["dtype"])
     before = memory.resident_mb()

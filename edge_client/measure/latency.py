@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
-from edge_client.measure.engines import open_onnx
+from edge_client.measure.engines import onnx_call
 
 F64 = NDArray[np.float64]
 WARM_UP = 20
@@ -125,6 +125,6 @@ def latency(
 
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
-    calls = [open_onnx(model, x, threads) for model in models]
+    calls = [onnx_call(model, x, threads) for model in models]
     wall = in_turns(calls, runs, warm_up).wall
     return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), len(t)) for t in wall)
