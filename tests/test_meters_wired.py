@@ -300,6 +300,46 @@ def test_a_monsoons_packets_become_joules(connected: Callable[[UsbMonitor], None
     energy, due = joules(trace, 1.5, 7.0), truth.energy(1.499, 6.999)
     assert energy.joules == pytest.approx(due, rel=0.01)
     assert trace.lost == 0
+    assert energy.lost == 0  # a sample that calibrates is none
+
+
+def test_a_monsoon_whose_stream_begins_late_has_sent_samples_when_start_returns(
+    connected: Callable[[UsbMonitor], None],
+) -> None:
+    from edge_client.measure.monsoon import find
+
+    monitor = UsbMonitor(SHAPES["constant"], time.monotonic, 2)
+    connected(monitor)
+    meter: Any = find({})
+    packets = meter.device.BulkRead
+
+    def slow() -> Any:
+        time.sleep(0.1)
+        return packets()
+
+    meter.device.BulkRead = slow
+    meter.start()
+    assert monitor.sent >= 3
+    meter._stop.set()
+    meter._thread.join()
+
+
+def test_a_monsoon_that_sends_nothing_says_so(
+    connected: Callable[[UsbMonitor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edge_client.measure import monsoon
+
+    monkeypatch.setattr(monsoon, "PATIENCE", 0.05)
+    connected(UsbMonitor(SHAPES["constant"], time.monotonic, 2))
+    meter: Any = monsoon.find({})
+
+    def nothing() -> bytes:
+        time.sleep(0.01)
+        return b""
+
+    meter.device.BulkRead = nothing
+    with pytest.raises(MeterError, match="sent no sample"):
+        meter.start()
 
 
 def test_samples_that_a_monsoon_dropped_are_counted_and_leave_the_times_right(

@@ -132,7 +132,7 @@ def _options(name: str, family: Family, words: str) -> dict[str, str]:
     return table
 
 
-def number(options: Options, key: str, default: float, least: float = 0.0) -> float:
+def number(options: Options, key: str, default: float, least: float = 0.0, most: float = 1e9) -> float:
     """A number among the options, hexadecimal as 0x... too. Raises ConfigError."""
     text = options.get(key)
     if text is None:
@@ -141,6 +141,6 @@ def number(options: Options, key: str, default: float, least: float = 0.0) -> fl
         value = float(int(text, 16)) if text.lower().startswith("0x") else float(text)
     except ValueError:
         value = -1.0
-    if not value > least:
-        raise ConfigError(f"{key}={text}: a number above {least:g} is due")
+    if not least < value <= most:
+        raise ConfigError(f"{key}={text}: a number above {least:g} and up to {most:g} is due")
     return value
