@@ -50,6 +50,11 @@ class Choice:
         """The choice in words, one line a family."""
         return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
 
+    @property
+    def brief(self) -> list[str]:
+        """The choice, and the meters that a permission would add."""
+        return [line for line in self.lines if line == self.why or "may not be" in line]
+
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
     """Every installed family by name, and why the others do not load."""
