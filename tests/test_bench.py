@@ -412,6 +412,7 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     assert "faster" in result.output
     second["variants"]["compact"]["macs"] += 1
     second["settings"]["runs"] += 1
+    assert {p.variant: p.verdict for p in compare.pairs(first, second)}["compact"] == "another model"
     said = compare.cautions(first, second)
     assert any(text.startswith("compact is not the same model in both") for text in said)
     assert "the settings differ: runs 12 and 13" in said

@@ -32,10 +32,14 @@ class Pair:
     joules: float | None
     """The first's joules over the second's."""
     memory: float | None
+    same: bool = True
+    """Whether both files have equal bytes and multiply-adds."""
 
     @property
     def verdict(self) -> str:
         """In a word."""
+        if not self.same:
+            return "another model"
         return "no difference" if not self.sure else "faster" if self.ratio > 1 else "slower"
 
 
@@ -77,9 +81,14 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Pair]:
         apart = a["p50_interval"][0] > b["p50_interval"][1] or b["p50_interval"][0] > a["p50_interval"][1]
         found.append(
             Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], apart, _ratio(row, other, "joules"),
-                 _ratio(row, other, "model_mb"))
+                 _ratio(row, other, "model_mb"), _alike(first, second, row["variant"]))
         )  # fmt: skip
     return found
+
+
+def _alike(first: Mapping[str, Any], second: Mapping[str, Any], variant: str) -> bool:
+    a, b = (report["variants"].get(variant, {}) for report in (first, second))
+    return all(a.get(name) == b.get(name) for name in ("bytes", "macs"))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:
