@@ -2,8 +2,8 @@
 
     python -m edge_client.bench.child '{"file": ..., "shape": [...], "dtype": ..., "threads": 1, "runs": 20}'
 
-Prints one JSON object. What a runner of another kind needs is the same: seconds to import the engine, to open the
-model, to its first result; the most memory of the process, and the model's part of it.
+Prints one JSON object: milliseconds to import the engine, and from opening the file to the first result; the most
+memory of the process, and the model's part of it.
 """
 
 from __future__ import annotations
