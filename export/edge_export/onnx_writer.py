@@ -176,7 +176,8 @@ class Writer:
         if expr.is_number:
             return self.constant([float(expr)], torch.float32)
         if kind in ("Max", "Min"):  # shape inference follows sums and products only
-            ahead = [all((o - a).is_number and (o - a >= 0) == (kind == "Min") for o in expr.args) for a in expr.args]
+            sign = 1 if kind == "Max" else -1
+            ahead = [all((a - o).is_number and sign * (a - o) >= 0 for o in expr.args) for a in expr.args]
             if any(ahead):
                 return self._expression(expr.args[ahead.index(True)])
         parts = [self._expression(a) for a in expr.args]
