@@ -19,10 +19,11 @@ from safetensors.numpy import save_file
 from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
-from edge_client.bench import child, compare, measure, plots, report, variants
+from edge_client.bench import android, child, compare, measure, plots, report, variants
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
 from edge_client.measure import engines, machine
+from edge_client.measure.adb import connect
 from edge_client.measure.energy import Trace
 from edge_client.measure.latency import FEWEST, in_turns, summary
 
@@ -225,19 +226,48 @@ class Steps:
 
 
 def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "REST", 0.2)
     meter = Steps()
-    found = measure.energy(meter.call, 0.5, meter)
+    found: dict[str, Any] = {}
+    measure.add_energy([found], [measure.lasting(meter.call, 0.5)], meter, 0.2)
     span = meter.last - meter.first
     assert found["energy_calls"] * found["joules"] == pytest.approx(2.0 * span, rel=0.05)
     assert found["watts_above_rest"] > 0
-    assert measure.energy(meter.call, 0.1, None) == {}
+    none: dict[str, Any] = {}
+    measure.add_energy([none], [measure.lasting(meter.call, 0.1)], None, 0.2)
+    assert none == {}
 
     def stop() -> Trace:
         raise MeterError("the wire fell off")
 
     monkeypatch.setattr(meter, "stop", stop)
-    assert measure.energy(meter.call, 0.1, meter) == {"energy_fault": "the wire fell off"}
+    measure.add_energy([none], [measure.lasting(meter.call, 0.1)], meter, 0.0)
+    assert none == {"energy_fault": "the wire fell off"}
+
+
+def test_all_blocks_share_one_recording() -> None:
+    """A meter that is recorded by hand plays its pulses once, not once a row."""
+    said: list[str] = []
+
+    class Once(Steps):
+        def start(self) -> None:
+            super().start()
+            said.append("start")
+
+        def stop(self) -> Trace:
+            said.append("stop")
+            return super().stop()
+
+    rows: list[dict[str, Any]] = [{}, {}, {}]
+    measure.add_energy(rows, [measure.lasting(lambda: time.sleep(0.002), 0.02)] * 3, Once(), 0.01)
+    assert said == ["start", "stop"]
+    assert all("joules" in row for row in rows)
+
+
+def test_a_long_round_ends_with_its_seconds_and_its_warm_up_is_part_of_them() -> None:
+    calls: list[int] = []
+    times = in_turns([lambda: calls.append(1)], 20, 50, seconds=0.0, fewest=3)
+    assert times.wall.shape == (1, 3)
+    assert len(calls) == 4
 
 
 # --- the whole command
@@ -330,7 +360,7 @@ def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["missing.onnx"], "missing.onnx does not open"),
+        (["missing.onnx"], "cannot open missing.onnx"),
         (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
         ([DIGITS, DIGITS], "is a bundle; give it alone"),
         ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
@@ -379,6 +409,19 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     result = invoke("bench", "compare", digits / "report.json", path)
     assert result.exit_code == 0, result.output
     assert "caution: kernel" in result.output
+    assert "faster" in result.output
+    second["variants"]["compact"]["macs"] += 1
+    second["settings"]["runs"] += 1
+    assert {p.variant: p.verdict for p in compare.pairs(first, second)}["compact"] == "another model"
+    said = compare.cautions(first, second)
+    assert any(text.startswith("compact is not the same model in both") for text in said)
+    assert "the settings differ: runs 12 and 13" in said
+    good = json.loads(path.read_text())
+    zero = {**good, "rows": [{**good["rows"][0], "wall_ms": {"p50": 0.0, "p50_interval": [0.0, 0.0]}}]}
+    for bad in ({**good, "rows": [{}]}, {"format": 1, "rows": []}, zero, {**good, "variants": {"dense": 1}}):
+        (tmp_path / "c.json").write_text(json.dumps(bad))
+        with pytest.raises(DataError, match="is a damaged report"):
+            compare.read(tmp_path / "c.json")
     (tmp_path / "c.json").write_text("[]")
     assert "is no report" in str(invoke("bench", "compare", path, tmp_path / "c.json").exception)
 
@@ -396,8 +439,8 @@ case "$*" in
   *"--model_path=compact.pte"*) printf 'I 00:00 Iteration 1 of 2: 1.500000 ms\\nIteration 2 of 2: 2.500000 ms\\n';;
   *"--model_path=dense.pte"*) printf 'Model executed successfully 4 time(s) in 40.0 ms.\\n';;
   *"--model_path=broken.pte"*) printf 'Failed to load program\\n';;
-  *perf_test*dense.onnx*) printf 'm,9000000,50000000,90,0\\nm,11000000,52000000,90,1\\n' > times.csv;;
-  *perf_test*compact.onnx*) printf 'm,3000000,20000000,90,0\\nm,3000000,20000000,90,1\\n' > times.csv;;
+  *perf_test*dense.onnx*) printf 'm,0.009,50000000,90,0\\nm,0.011,52000000,90,1\\n' > times.csv;;
+  *perf_test*compact.onnx*) printf 'm,3e-03,20000000,90,0\\nm,0.003,20000000,90,1\\n' > times.csv;;
   *times.csv*) cat times.csv;;
   *ro.product.model*) echo "Pixel 8";;
   *ro.soc.model*) echo "Tensor G3";;
@@ -428,6 +471,7 @@ def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path: ((1, 12), "float32"))
+    monkeypatch.setattr("edge_client.bench.android.largest_batch", lambda path: 1 if path.stem == "dense" else 32)
     for name in ("dense.pte", "compact.pte", "broken.pte"):
         (phone / name).write_bytes(bytes(100))
     words = ["--adb", "auto", "--runner", phone / "executor_runner", "--threads", "1,4", "--meter", "none"]
@@ -437,6 +481,8 @@ def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pyt
     assert [(r["variant"], r["threads"], r["wall_ms"]["p50"]) for r in found["rows"]] == [
         ("dense", 1, 10.0), ("compact", 1, 2.0), ("dense", 4, 10.0), ("compact", 4, 2.0),
     ]  # fmt: skip
+    assert "note" not in found["variants"]["dense"]  # a run of it is one sample, as the title says
+    assert "a run is a batch of 32 samples" in found["variants"]["compact"]["note"]
     assert found["machine"]["board"] == "x Pixel 8"
     assert (found["machine"]["processor"], found["machine"]["cores"]) == ("Tensor G3", 9)
     assert found["before"]["celsius"] == 28.1
@@ -466,6 +512,25 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
     assert (phone / "phone" / "libonnxruntime.so").exists()
     missing = invoke("bench", found[0].file, "--adb", "PIXEL8", "--runner", phone / "nowhere", "--meter", "none")
     assert "is not there; name the runner" in str(missing.exception)
+
+
+def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(phone: Path) -> None:
+    kinds = [variants.Variant("dense", Path("dense.onnx")), variants.Variant("pte", Path("pte.pte"))]
+    assert android.of_runner("executor_runner", kinds) == (kinds[1:], {"dense": "executor_runner does not run it"})
+    assert android.of_runner("onnxruntime_perf_test", kinds)[0] == kinds[:1]
+    assert android.of_runner("mine", kinds[:1]) == (kinds[:1], {})
+    with pytest.raises(ConfigError, match="mine: which models does it run"):
+        android.of_runner("mine", kinds)
+    assert android.processors(connect("PIXEL8")) == 9
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.bench.cli._variants", lambda *given: pytest.fail("it measured"))
+    (tmp_path / "file").write_text("")
+    result = invoke("bench", DIGITS, "-o", tmp_path / "file" / "o")
+    assert "choose another --output" in str(result.exception)
 
 
 # --- the machine

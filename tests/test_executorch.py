@@ -10,14 +10,16 @@ import onnx
 import pytest
 
 from edge_client.artifacts import make
-from edge_client.bundle import Bundle
+from edge_client.bundle import MANIFEST, Bundle, Part, digest
 from edge_client.compaction.personal import write_personal
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import BundleError, ConfigError, ModelError
+from edge_client.measure import engines
 from edge_client.task import Personal
 from edge_client.training import open_trainer
 
 pytest.importorskip("torch")
 pytest.importorskip("executorch", reason="ExecuTorch is not installed: pip install 'maskfleet[author]'")
+from edge_export.executorch import parts
 from edge_export.executorch.parts import add_parts
 from exported import exported
 
@@ -62,10 +64,60 @@ def test_a_part_that_is_no_program_is_refused(bundle: Bundle, tmp_path: Path) ->
     folder = tmp_path / "b"
     shutil.copytree(bundle.folder, folder)
     data = (folder / "train.pte").read_bytes()
-    (folder / "train.pte").write_bytes(data[:100])
     start, (x, y) = bundle.model(), batch(bundle, 2)
-    with pytest.raises(BundleError, match="SHA-256"):
-        open_trainer("executorch", Bundle.open(folder)).gradient(start.parameters, start.buffers, x, y)
+    for damaged in (data[:100], b"no program"):
+        (folder / "train.pte").write_bytes(damaged)
+        parts = {**bundle.manifest.parts, "train.pte": Part(sha256=digest(damaged), size=len(damaged))}
+        (folder / MANIFEST).write_bytes(bundle.manifest.model_copy(update={"parts": parts}).to_bytes())
+        with pytest.raises(BundleError, match=r"ExecuTorch cannot open train\.pte: .*; export the bundle again"):
+            open_trainer("executorch", Bundle.open(folder)).gradient(start.parameters, start.buffers, x, y)
+
+
+def test_a_program_that_computes_something_else_is_not_written(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "b"
+    shutil.copytree(bundle.folder, folder)
+    made = [bundle.part(f"{part}.pte").read_bytes() for part in ("train", "eval")]
+    lowered = iter(2 * made)  # right the first time
+    monkeypatch.setattr(parts, "lower", lambda *_, **__: next(lowered))
+    parts.add_parts(Bundle.open(folder), most=33)
+    graph = onnx.load(folder / "eval.onnx")
+    last = next(n for n in graph.graph.node if "logits" in n.output)
+    last.output[0] = "half"
+    graph.graph.node.append(onnx.helper.make_node("Add", ["half", "half"], ["logits"]))
+    changed = graph.SerializeToString()
+    (folder / "eval.onnx").write_bytes(changed)
+    entries = {**bundle.manifest.parts, "eval.onnx": Part(sha256=digest(changed), size=len(changed))}
+    (folder / MANIFEST).write_bytes(bundle.manifest.model_copy(update={"parts": entries}).to_bytes())
+    before = (folder / MANIFEST).read_bytes()
+    with pytest.raises(ModelError, match=r"eval\.pte gives another logits than eval\.onnx for 33 samples"):
+        parts.add_parts(Bundle.open(folder), most=33)
+    assert (folder / MANIFEST).read_bytes() == before
+
+
+def test_threads_that_are_replaced_leave_the_programs_before_them_running(bundle: Bundle) -> None:
+    start, (x, y) = bundle.model(), batch(bundle, 7)
+    first = open_trainer("executorch", bundle, 1)
+    due = first.gradient(start.parameters, start.buffers, x, y).parameters.copy()
+    for threads in (2, 1, 2):
+        other = open_trainer("executorch", bundle, threads)
+        for trainer in (other, first):
+            found = trainer.gradient(start.parameters, start.buffers, x, y).parameters
+            np.testing.assert_allclose(found, due, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_is_measured_on_one_sample_whatever_its_largest_batch(bundle: Bundle, tmp_path: Path) -> None:
+    start, file = bundle.model(), tmp_path / "m.pte"
+    write_personal(bundle, Personal(start.parameters, start.buffers, None), tmp_path / "personal.onnx")
+    make((tmp_path / "personal.onnx").read_bytes(), "pte", file)
+    shape, dtype = engines.sample_of(file)
+    assert (shape, dtype) == ((1, *bundle.manifest.input.shape), "float32")
+    (found,) = engines.open_model(file, engines.batch(shape, dtype))()
+    assert tuple(found.shape) == (1, *bundle.manifest.target.output)
+    assert engines.largest_batch(file) == 32
+    with pytest.raises(ConfigError, match=r"m\.pte does not run on float32.*lower it for a batch of 33"):
+        engines.open_model(file, engines.batch((33, *shape[1:]), dtype))
 
 
 @pytest.mark.parametrize("kind", ["pte", "pte-int8"])

@@ -169,6 +169,12 @@ EACH = [
         [None, np.array([1, 1, 2, 3], np.float32)],
         {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     ),
+    Op("Resize", [IMAGE], [None, np.array([1, 1, 3, 2], np.float32)]),
+    *(
+        Op("Resize", [IMAGE], [None, np.array([1, 1, 2, 2], np.float32)], {"nearest_mode": f"round_prefer_{way}"})
+        for way in ("floor", "ceil")
+    ),
+    Op("Resize", [IMAGE], [None, np.array([1, 1, 2, 1.5], np.float32)], {"mode": "linear"}),
     Op("Resize", [IMAGE], [None, None, ints(3, 4, 14, 9)], {"mode": "linear"}),
     Op("DepthToSpace", [floats(2, 8, 3, 2)], settings={"blocksize": 2}),
     Op("DepthToSpace", [floats(2, 8, 3, 2)], settings={"blocksize": 2, "mode": "CRD"}),
@@ -342,7 +348,14 @@ def test_an_operator_without_a_form_is_refused_by_name(part: str) -> None:
     ("op", "what"),
     [
         (Op("MaxPool", [IMAGE], settings={"kernel_shape": [2, 2]}, outputs=2), "indices"),
-        (Op("Resize", [IMAGE], [None, np.array([1, 1, 1.5, 1], np.float32)]), "nearest"),
+        (Op("Resize", [IMAGE], [None, np.array([1, 1, 1.3, 1], np.float32)]), "scales"),
+        (Op("Resize", [IMAGE], [None, None, ints(3, 4, 10, 9)]), "nearest"),
+        (Op("Resize", [IMAGE], [None, np.array([1, 1, 2, 2], np.float32)], {"nearest_mode": "floor"}), "nearest"),
+        (
+            Op("Resize", [IMAGE], [None, None, ints(3, 4, 18, 18)], {"coordinate_transformation_mode": "asymmetric"}),
+            "asymmetric, round_prefer_floor",
+        ),
+        (Op("Resize", [IMAGE], [None, None, ints(3, 4, 9, 9)], {"mode": "linear", "antialias": 1}), "antialias"),
         (Op("Slice", [floats(5)], [ints(4), ints(0), ints(0), ints(-2)]), "step -2"),
         (
             Op(

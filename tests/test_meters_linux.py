@@ -130,6 +130,7 @@ def found_3221(bus: EmulatedBus, **options: str) -> Polled:
 def _on(bus: EmulatedBus, meter: object) -> Polled:
     assert isinstance(meter, Polled)
     meter.now = bus.clock.now
+    meter.at_start()
     bus.clock.t = 0.0
     return meter
 
@@ -194,7 +195,7 @@ def test_chips_are_known_by_their_marks_and_nothing_else_is_touched() -> None:
     assert "at 0x44" in found_219(bus).what
     assert "at 0x41" in found_3221(bus).what
     assert busy.registers == {0x00: 0x1234, 0x05: 0}
-    assert "at 0x40" in found_219(bus, address="0x40").what  # named: taken as it is
+    assert "at 0x40" in ina.find_ina219({"address": "0x40"}, lambda number: bus).what  # named: taken as it is
     empty = EmulatedBus({}, clock)
     with pytest.raises(MeterError, match=r"no INA219 answers on I2C bus 1.*i2cdetect -y 1"):
         found_219(empty)
@@ -203,6 +204,68 @@ def test_chips_are_known_by_their_marks_and_nothing_else_is_touched() -> None:
         found_3221(EmulatedBus({}, clock), address="0x40")
     with pytest.raises(ConfigError, match="shunt=0: a number above 0"):
         found_219(bus, shunt="0")
+
+
+@pytest.mark.parametrize("kind", [Chip219, Chip3221])
+def test_looking_writes_nothing_and_a_measurement_leaves_the_chip_as_it_was(kind: type[Chip219 | Chip3221]) -> None:
+    clock = VirtualClock(1.0)
+    chip = kind(SHAPES["constant"], clock.now, 0.1)
+    bus = EmulatedBus({0x40: chip}, clock)
+    before = {r: chip.read(r) for r in (0x00, 0x05)}
+    find = ina.find_ina219 if kind is Chip219 else ina.find_ina3221
+    for _ in range(2):  # an INA219 that was measured is found again
+        meter = find({}, lambda number: bus)
+        assert isinstance(meter, Polled)
+        assert {r: chip.read(r) for r in before} == before
+        meter.start()
+        assert chip.read(0x00) != before[0x00]
+        meter.stop()
+        assert {r: chip.read(r) for r in before} == before
+
+
+@pytest.mark.parametrize("option", ["amps=1e9", "amps=inf", "bus=inf", "address=inf", "address=0x1000", "shunt=nan"])
+def test_options_out_of_range_are_refused_in_a_sentence(option: str) -> None:
+    key, _, value = option.partition("=")
+    with pytest.raises(ConfigError, match=rf"{option}: a number above .* is due"):
+        ina.find_ina219({key: value}, lambda number: bus_with(SHAPES["constant"]))
+
+
+def test_readings_at_the_end_of_the_range_count_for_their_own_recording() -> None:
+    clipped = [0]
+
+    def watts() -> float:
+        clipped[0] += 1
+        return 1.0
+
+    meter = Polled("m", "m", watts, "W", 0.001, clipped=lambda: clipped[0])
+    for _ in range(2):
+        meter.start()
+        trace = meter.stop()
+        assert trace.clipped <= len(trace.times) + 1
+
+
+def test_an_agx_orins_rails_are_added_and_its_peripheral_rail_is_no_total(tmp_path: Path) -> None:
+    folder = tmp_path / hwmon.JETSON_NEW / "1-0040/hwmon/hwmon3"
+    write(folder / "name", "ina3221")
+    for n, (label, watts) in enumerate([("VDD_GPU_SOC", 9.5), ("VDD_CPU_CV", 13.3), ("VIN_SYS_5V0", 4.0)], 1):
+        write(folder / f"in{n}_label", label)
+        write(folder / f"in{n}_input", 5000)
+        write(folder / f"curr{n}_input", round(watts / 5 * 1000))
+    # The driver's sum of currents, and a shunt's voltage in the same place.
+    write(folder / "curr4_input", 5360)
+    write(folder / "in4_input", 19)
+    meter = hwmon.find_jetson({}, tmp_path)
+    assert isinstance(meter, Polled)
+    assert meter.read() == pytest.approx(26.8)
+
+
+def test_a_graphics_card_is_not_taken_for_the_machine_unless_it_is_named(tmp_path: Path) -> None:
+    write(tmp_path / hwmon.CLASS / "hwmon0/name", "amdgpu")
+    write(tmp_path / hwmon.CLASS / "hwmon0/power1_average", 11_000_000)
+    with pytest.raises(MeterError, match="amdgpu is a graphics card"):
+        hwmon.find_hwmon({}, tmp_path)
+    assert hwmon.find_hwmon({"name": "amdgpu"}, tmp_path).what.startswith("hwmon0 (amdgpu)")
+    assert rapl.RAPL.rank < hwmon.HWMON.rank
 
 
 def test_a_bus_that_is_missing_or_closed_to_the_user_says_what_to_run(tmp_path: Path) -> None:

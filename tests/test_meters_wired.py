@@ -300,6 +300,46 @@ def test_a_monsoons_packets_become_joules(connected: Callable[[UsbMonitor], None
     energy, due = joules(trace, 1.5, 7.0), truth.energy(1.499, 6.999)
     assert energy.joules == pytest.approx(due, rel=0.01)
     assert trace.lost == 0
+    assert energy.lost == 0  # a sample that calibrates is none
+
+
+def test_a_monsoon_whose_stream_begins_late_has_sent_samples_when_start_returns(
+    connected: Callable[[UsbMonitor], None],
+) -> None:
+    from edge_client.measure.monsoon import find
+
+    monitor = UsbMonitor(SHAPES["constant"], time.monotonic, 2)
+    connected(monitor)
+    meter: Any = find({})
+    packets = meter.device.BulkRead
+
+    def slow() -> Any:
+        time.sleep(0.1)
+        return packets()
+
+    meter.device.BulkRead = slow
+    meter.start()
+    assert monitor.sent >= 3
+    meter._stop.set()
+    meter._thread.join()
+
+
+def test_a_monsoon_that_sends_nothing_says_so(
+    connected: Callable[[UsbMonitor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edge_client.measure import monsoon
+
+    monkeypatch.setattr(monsoon, "PATIENCE", 0.05)
+    connected(UsbMonitor(SHAPES["constant"], time.monotonic, 2))
+    meter: Any = monsoon.find({})
+
+    def nothing() -> bytes:
+        time.sleep(0.01)
+        return b""
+
+    meter.device.BulkRead = nothing
+    with pytest.raises(MeterError, match="sent no sample"):
+        meter.start()
 
 
 def test_samples_that_a_monsoon_dropped_are_counted_and_leave_the_times_right(
@@ -389,6 +429,35 @@ def test_a_csv_is_aligned_by_its_sync_pulses(tmp_path: Path, head: str, shape: s
     assert np.abs(trace.times - true).max() < 0.04  # the clock itself, not only the energy
 
 
+@pytest.mark.parametrize("last", [50.0, 40.0 + 8.0])
+def test_pulses_late_in_a_recording_are_found_by_the_time_between_them(last: float) -> None:
+    tester = UsbTester(SHAPES["constant"], first=40.0, last=last)
+    times, watts = (np.array(v) for v in zip(*tester.rows(), strict=True))
+    clock = sync.aligned(times, watts, sync.Pulse(40.0), sync.Pulse(last))
+    assert np.abs(clock(times) - np.arange(len(times)) / tester.samples).max() < 0.2
+    with pytest.raises(MeterError, match=r"no two that are 30\.0 s apart"):
+        sync.aligned(times, watts, sync.Pulse(10.0), sync.Pulse(40.0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_earlier_measurement_in_the_same_recording_is_not_taken_for_this_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    times = np.arange(0, 120, 0.02)
+
+    def recorded(*starts: float) -> Any:
+        watts = 2 + 0.05 * rng.standard_normal(len(times))
+        for start in starts:
+            place = np.floor((times - start) / sync.CHIP).astype(int)
+            inside = (place >= 0) & (place < len(sync.BARKER))
+            watts[inside] += 4 * sync.BARKER[place[inside]]
+        return watts
+
+    first, last = sync.Pulse(1060.0), sync.Pulse(1080.0)
+    assert sync.aligned(times, recorded(5.0, 30.0, 60.0, 80.0), first, last).first == pytest.approx(60.0, abs=0.05)
+    with pytest.raises(MeterError, match="several pairs of sync pulses 20"):
+        sync.aligned(times, recorded(5.0, 25.0, 60.0, 80.0), first, last)
+
+
 def test_lost_rows_of_a_csv_are_counted() -> None:
     tester = UsbTester(SHAPES["ramp"])
     rows = tester.rows()
@@ -412,7 +481,7 @@ def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path) -> 
     meter.start()
     with pytest.raises(MeterError, match=r"was not written within 0 s"):
         meter.stop()
-    assert "must be recording now" in said[0]
+    assert "has to record already" in said[0]
     meter.start()
     path.write_text("\n".join(["time (s),power (W)", *(f"{t},{w}" for t, w in tester.rows())]))
     assert joules(meter.stop(), 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)

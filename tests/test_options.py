@@ -43,7 +43,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "align": ("16", 16),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
-            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto", "align": "auto"}  # fmt: skip
+            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto",
+            "align": "auto"}  # fmt: skip
 
 
 # --- from the command line to the client

@@ -73,12 +73,12 @@ def row(module: nn.Module, example: torch.Tensor) -> dict[str, Any]:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Write the figures here.")],
-    only: Annotated[str | None, typer.Option(help="Only these cases and models, comma-separated.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by semicolons.")] = None,
 ) -> None:
     """Export everything, print a line each, write the JSON."""
     torch.set_num_threads(1)
     origin = provenance.origin(" ".join(["python -m edge_bench.export_operators", *sys.argv[1:]]))
-    chosen = None if only is None else set(only.split(","))
+    chosen = None if only is None else set(only.split(";"))
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
     rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
     for name, (make, sample, integers) in MODELS.items():

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edge_client.bundle import digest
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
 from edge_client.files import write_whole
+from edge_client.runtimes.onnx import open_onnx
 
 TOLERANCE = 1e-5
 """Largest error of an exact artifact's outputs, in standard deviations of the model's outputs."""
@@ -135,13 +135,7 @@ def make(
 
 def _open(model: bytes) -> tuple[Run, tuple[int, ...], np.dtype[Any]]:
     """How to run the ONNX model, and its input's sample shape and dtype."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    try:
-        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises a class of its own for every status
-        raise BundleError(f"the model is not an ONNX file that runs: {error}; name a personal.onnx") from None
+    session = open_onnx(model, advice="name a personal.onnx", refused=BundleError)
     inputs = session.get_inputs()
     if len(inputs) != 1 or not all(isinstance(n, int) for n in inputs[0].shape[1:]):
         raise BundleError("the model has not the one input `x` of a personal.onnx; name a personal.onnx")

@@ -20,6 +20,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from edge_client.artifacts import BATCH, Run
 from edge_client.errors import ConfigError
+from edge_client.runtimes.onnx import open_onnx
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
@@ -65,12 +66,6 @@ class Int8:
             logging.root.setLevel(level)
 
     def open(self, data: bytes) -> Run:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        try:
-            session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # a class of its own for every status
-            raise ConfigError(f"the int8 model does not open: {error}; keep the float model") from None
+        session = open_onnx(data, what="the int8 model", advice="keep the float model")
         (name,) = (i.name for i in session.get_inputs())
         return lambda x: np.asarray(session.run(None, {name: x})[0])

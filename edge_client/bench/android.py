@@ -10,21 +10,20 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import numpy as np
 
-from edge_client.bench.measure import FORMAT, REST, Say, Settings, of_files
+from edge_client.bench.measure import FORMAT, REST, Say, Settings, add_energy, of_files
 from edge_client.bench.variants import Variant
-from edge_client.errors import ConfigError, MeterError
+from edge_client.errors import ConfigError
 from edge_client.measure import machine
 from edge_client.measure.adb import Adb, AdbError
-from edge_client.measure.energy import Meter, above_idle, joules
-from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of
+from edge_client.measure.energy import Meter
+from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of, largest_batch
 from edge_client.measure.latency import F64, summary
 
 FOLDER = "/data/local/tmp/maskfleet"
@@ -68,12 +67,14 @@ def _perf_test(adb: Adb, runner: str, model: str, threads: int, runs: int) -> Tu
     rows = [line.split(",") for line in adb.pull(f"{FOLDER}/{result}").splitlines() if line.count(",") >= 3]
     if not rows:
         raise AdbError(f"{runner} wrote no times for {model}: {_last(said)}")
-    # Nanoseconds as whole numbers; builds before 1.8 wrote seconds.
-    ms = [float(row[1]) * 1e3 if "." in row[1] else int(row[1]) / 1e6 for row in rows]
+    ms = [float(row[1]) * 1e3 for row in rows]  # written in seconds
     return Turn(np.array(ms), max(float(row[2]) for row in rows) / 1e6)
 
 
 RUNNERS: Mapping[str, Callable[[Adb, str, str, int, int], Turn]] = {EXECUTORCH: _executor_runner, ONNX: _perf_test}
+
+
+NAMED: Mapping[str, str] = {"executor_runner": EXECUTORCH, "perf_test": ONNX}  # engines by the runner's name
 
 
 def _last(text: str) -> str:
@@ -138,18 +139,50 @@ def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
     missing = [str(f) for f in files if not f.is_file()]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not there; name the runner that you built for Android")
-    engines = {engine_of(v.file) for v in variants}
-    if len(engines) > 1:
-        raise ConfigError("one runner runs models of one kind; measure .pte and .onnx files one after the other")
     adb.push(files, FOLDER)
     adb.shell(["chmod", "755", f"{FOLDER}/{runner[0].name}"])
+
+
+def batched(variant: Variant) -> Variant:
+    """A variant whose note says what a run of its file is, where that is not one sample.
+
+    `executor_runner` fills a program's inputs to their largest sizes. Raises ConfigError for a file that does not open.
+    """
+    most = largest_batch(variant.file) if engine_of(variant.file) == EXECUTORCH else 1
+    if most == 1:
+        return variant
+    said = f"on the phone a run is a batch of {most} samples, the largest that the program takes"
+    return replace(variant, note=f"{variant.note}; {said}" if variant.note else said)
+
+
+def of_runner(runner: str, variants: Sequence[Variant]) -> tuple[list[Variant], dict[str, str]]:
+    """The variants that a runner runs, and why not the others. Raises ConfigError when it runs none."""
+    engines = {engine_of(v.file) for v in variants}
+    if len(engines) == 1:  # a runner of any name
+        return list(variants), {}
+    engine = next((e for word, e in NAMED.items() if word in runner), None)
+    if engine is None:
+        raise ConfigError(f"{runner}: which models does it run? Its name holds none of {', '.join(NAMED)}")
+    kept = [v for v in variants if engine_of(v.file) == engine]
+    if not kept:
+        raise ConfigError(f"{runner} runs none of {', '.join(v.file.name for v in variants)}")
+    return kept, {v.name: f"{runner} does not run it" for v in variants if v not in kept}
+
+
+def processors(adb: Adb) -> int:
+    """How many processors the phone has. Raises ConfigError when it does not tell."""
+    said = _text(adb, "nproc")
+    if not said.isdigit():
+        raise ConfigError("the phone does not tell how many processors it has; give --threads numbers")
+    return int(said)
 
 
 def rows(
     adb: Adb, runner: str, variants: Sequence[Variant], settings: Settings, meter: Meter | None, say: Say
 ) -> list[dict[str, Any]]:
     """The rows of all variants, on each number of threads."""
-    found = []
+    found: list[dict[str, Any]] = []
+    works: list[Callable[[], int]] = []
     each = max(1, -(-settings.runs // TURNS))
     for threads in settings.threads:
         turns: dict[str, list[Turn]] = {v.name: [] for v in variants}
@@ -166,34 +199,15 @@ def rows(
             row = {"variant": v.name, "engine": engine_of(v.file), "threads": threads, "wall_ms": summary(ms).to_json(),
                    "peak_mb": float(np.median(peaks)) if peaks else None}  # fmt: skip
             runs = max(1, round(settings.energy_seconds / (np.median(ms) / 1e3)))
-            found.append(row | _energy(adb, runner, v, threads, runs, meter))
+            found.append(row)
+            works.append(_work(adb, runner, v, threads, runs))
+    add_energy(found, works, meter, max(REST, 3.0))  # a phone's meters move twice a second
     return found
 
 
-def _energy(adb: Adb, runner: str, variant: Variant, threads: int, runs: int, meter: Meter | None) -> dict[str, Any]:
-    """Joules of a run above rest, over one start of the runner with many runs; its start is part of it."""
-    if meter is None:
-        return {}
-    rest = max(REST, 3.0)  # a phone's meters move twice a second
-    try:
-        meter.start()
-        try:
-            marks = [time.monotonic()]
-            time.sleep(rest)
-            marks.append(time.monotonic())
-            turn = RUNNERS[engine_of(variant.file)](adb, runner, variant.file.name, threads, runs)
-            marks.append(time.monotonic())
-            time.sleep(rest)
-            marks.append(time.monotonic())
-        finally:
-            trace = meter.stop()
-        before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
-    except MeterError as error:
-        return {"energy_fault": str(error)}
-    above, calls = above_idle(busy, [before, after]), len(turn.ms)
-    return {"joules": above.joules / calls, "joules_error": above.error / calls, "watts_above_rest": above.watts,
-            "energy_calls": calls, "energy_samples": above.samples, "energy_lost": above.lost,
-            "energy_clipped": above.clipped}  # fmt: skip
+def _work(adb: Adb, runner: str, variant: Variant, threads: int, runs: int) -> Callable[[], int]:
+    """One start of the runner with many runs, which is part of their energy."""
+    return lambda: len(RUNNERS[engine_of(variant.file)](adb, runner, variant.file.name, threads, runs).ms)
 
 
 def report(
@@ -210,7 +224,10 @@ def report(
     say: Say,
 ) -> dict[str, Any]:
     """Push, measure, collect. Raises AdbError, ConfigError."""
+    variants, others = of_runner(runner[0].name, variants)
+    failed = {**failed, **others}
     push(adb, runner, variants)
+    variants = [batched(v) for v in variants]
     about: dict[str, Any] = {
         "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "input": dict(shape),

@@ -2,8 +2,8 @@
 
     python -m edge_client.bench.child '{"file": ..., "shape": [...], "dtype": ..., "threads": 1, "runs": 20}'
 
-Prints one JSON object. What a runner of another kind needs is the same: seconds to import the engine, to open the
-model, to its first result; the most memory of the process, and the model's part of it.
+Prints one JSON object: milliseconds to import the engine, and from opening the file to the first result; the most
+memory of the process, and the model's part of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(text: str) -> dict[str, Any]:
     from edge_client.measure import engines, memory
 
     if engines.engine_of(file) == engines.EXECUTORCH:
-        import edge_client.measure.executorch  # noqa: F401 (its import is what is timed)
+        import edge_client.runtimes.executorch  # noqa: F401 (its import is what is timed)
     imported = time.perf_counter()
     x = engines.batch(tuple(spec["shape"]), spec["dtype"])
     before = memory.resident_mb()

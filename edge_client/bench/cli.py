@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,6 +24,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import fit, read
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
+from edge_client.measure import machine
 from edge_client.measure.adb import connect
 from edge_client.measure.engines import batch, engine_of, sample_of
 from edge_client.measure.meters import AUTO, choose
@@ -90,7 +92,19 @@ def run(
     ] = None,
 ) -> None:
     """Measure a bundle's variants, or the model files that are given (this is what `bench PATH` does)."""
-    settings = measure.Settings(_threads(threads), runs, warm_up, seconds, energy_seconds, cold_starts)
+    if adb is not None and not runner:
+        raise ConfigError(
+            "a phone needs a runner: --runner executor_runner for .pte files, --runner onnxruntime_perf_test "
+            "--runner libonnxruntime.so for .onnx files; docs/bench.md says how they are built"
+        )
+    before = machine.state()  # the load is not yet the benchmark's own
+    if output is not None:
+        _folder(output)
+    phone = None if adb is None else connect(None if adb == AUTO else adb)
+    most = measure.default_threads()[-1]
+    if phone is not None and "all" in threads.split(","):
+        most = android.processors(phone)
+    settings = measure.Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
     command = " ".join(["maskfleet", *sys.argv[1:]])
     console = Console()
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
@@ -102,17 +116,11 @@ def run(
         def say(text: str) -> None:
             print(f"maskfleet: {text}", file=sys.stderr, flush=True)
 
-        if adb is not None:
-            if not runner:
-                raise ConfigError(
-                    "a phone needs a runner: --runner executor_runner for .pte files, --runner onnxruntime_perf_test "
-                    "--runner libonnxruntime.so for .onnx files; docs/bench.md says how they are built"
-                )
-            phone = connect(None if adb == AUTO else adb)
+        if phone is not None and runner is not None:
             chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
             found = android.report(
                 name, command, phone, runner, made_, failed, {"shape": list(shape), "dtype": dtype}, settings,
-                chosen.meter, chosen.lines, say,
+                chosen.meter, chosen.brief, say,
             )  # fmt: skip
             found["warnings"] = measure.warnings(found)
         else:
@@ -122,14 +130,15 @@ def run(
                 samples = made_data(bundle, SAMPLES) if given is None else given
                 trains = training(bundle, samples, {"name": method}, threads=settings.threads[0])
             x = batch(shape, dtype) if given is None else given.x[:1]
-            found = measure.report(name, command, made_, failed, x, settings, chosen.meter, chosen.lines, trains, say)
+            found = measure.report(
+                name, command, made_, failed, x, settings, chosen.meter, chosen.brief, trains, say, before
+            )
     reports.show(found, console)
     if output is not None:
         _write(found, output)
 
 
-def _threads(text: str) -> tuple[int, ...]:
-    most = measure.default_threads()[-1]
+def _threads(text: str, most: int) -> tuple[int, ...]:
     try:
         found = {most if word == "all" else int(word) for word in text.split(",")}
     except ValueError:
@@ -177,12 +186,16 @@ def _variants(
     return manifest.name, variants, failed, shape, manifest.input.dtype, bundle, given
 
 
-def _write(found: dict[str, Any], output: Path) -> None:
-    """The report's three files; the picture where matplotlib is installed."""
+def _folder(output: Path) -> None:
+    """Make the report's folder, before anything is measured."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {output}: {error.strerror}; choose another --output") from None
+
+
+def _write(found: dict[str, Any], output: Path) -> None:
+    """The report's three files; the picture where matplotlib is installed."""
     picture = output / "report.png"
     if plots.available():
         plots.draw(found, picture)
@@ -205,13 +218,13 @@ def compare_(
     found = compare.pairs(a, b)
     if not found:
         raise ConfigError(f"{first} and {second} have no row in common (variant, engine and threads)")
-    table = Table("variant", "engine", "threads", "first ms", "second ms", "second is", "joules", "memory")
+    table = Table("variant", "engine", "thr", "ms", "second is", "joules", "memory", box=SIMPLE_HEAD, pad_edge=False)
     for p in found:
         speed = f"{p.ratio:.2f}x, {p.verdict}"
         more = (
             "-" if v is None else f"{v:.2f}x less" if v >= 1 else f"{1 / v:.2f}x more" for v in (p.joules, p.memory)
         )
-        figures = (reports.figure(p.first), reports.figure(p.second), speed, *more)
+        figures = (f"{reports.figure(p.first)} -> {reports.figure(p.second)}", speed, *more)
         table.add_row(escape(p.variant), p.engine, str(p.threads), *figures)
     console = Console()
     console.print(table)

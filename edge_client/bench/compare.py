@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from edge_client.bench.measure import FORMAT
 from edge_client.errors import DataError
 
+PARTS: Mapping[str, type] = {"model": str, "input": dict, "machine": dict, "warnings": list, "variants": dict,
+                            "settings": dict}  # fmt: skip
 SAME = ("processor", "architecture", "governor", "kernel", "engines")
 
 
@@ -29,10 +32,14 @@ class Pair:
     joules: float | None
     """The first's joules over the second's."""
     memory: float | None
+    same: bool = True
+    """Whether both files have equal bytes and multiply-adds."""
 
     @property
     def verdict(self) -> str:
         """In a word."""
+        if not self.same:
+            return "another model"
         return "no difference" if not self.sure else "faster" if self.ratio > 1 else "slower"
 
 
@@ -46,6 +53,19 @@ def read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is no report of `maskfleet bench`: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or "rows" not in found:
         raise DataError(f"{path} is no report of `maskfleet bench` of format {FORMAT}")
+    try:
+        for row in found["rows"]:
+            _key(row)
+            figures = [row["wall_ms"]["p50"], *row["wall_ms"]["p50_interval"]]
+            if len(figures) != 3 or not all(isfinite(v) and v > 0 for v in figures):
+                raise ValueError(f"times of {figures} ms")
+        for name, kind in PARTS.items():
+            if not isinstance(found[name], kind):
+                raise TypeError(f"{name} is {found[name]!r}")
+        for about in found["variants"].values():
+            about["bytes"], about["macs"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is a damaged report ({type(error).__name__}: {error}); measure anew") from None
     return found
 
 
@@ -61,9 +81,14 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Pair]:
         apart = a["p50_interval"][0] > b["p50_interval"][1] or b["p50_interval"][0] > a["p50_interval"][1]
         found.append(
             Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], apart, _ratio(row, other, "joules"),
-                 _ratio(row, other, "model_mb"))
+                 _ratio(row, other, "model_mb"), _alike(first, second, row["variant"]))
         )  # fmt: skip
     return found
+
+
+def _alike(first: Mapping[str, Any], second: Mapping[str, Any], variant: str) -> bool:
+    a, b = (report["variants"].get(variant, {}) for report in (first, second))
+    return all(a.get(name) == b.get(name) for name in ("bytes", "macs"))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:
@@ -74,13 +99,27 @@ def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], name: str) -> float | Non
     return a[name] / b[name] if a.get(name) and b.get(name) else None
 
 
+def _size(about: Mapping[str, Any]) -> str:
+    return f"{about['bytes']} bytes" + ("" if about["macs"] is None else f", {about['macs']} multiply-adds")
+
+
+def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [f"{k} {a.get(k)} and {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+
+
 def cautions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """What differs beside the models, one sentence each."""
-    said = []
+    """What weakens the comparison, one sentence each."""
+    said = ["two starts of the same model may differ by more than the intervals, which hold one start's scatter alone"]
     if first["model"] != second["model"]:
         said.append(f"the models differ: {first['model']} and {second['model']}")
     if first["input"] != second["input"]:
         said.append(f"the inputs differ: {first['input']} and {second['input']}")
+    for name in sorted(first["variants"].keys() & second["variants"].keys()):
+        a, b = first["variants"][name], second["variants"][name]
+        if (a["bytes"], a["macs"]) != (b["bytes"], b["macs"]):
+            said.append(f"{name} is not the same model in both: {_size(a)} and {_size(b)}")
+    if first["settings"] != second["settings"]:
+        said.append("the settings differ: " + ", ".join(_differ(first["settings"], second["settings"])))
     for name in SAME:
         a, b = first["machine"].get(name), second["machine"].get(name)
         if a != b:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,13 +22,15 @@ from edge_client.bench.training import Training
 from edge_client.bench.variants import Variant
 from edge_client.errors import MaskfleetError, MeterError
 from edge_client.measure import engines, machine
-from edge_client.measure.energy import Energy, Meter, above_idle, joules
-from edge_client.measure.latency import Times, in_turns, summary
+from edge_client.measure.energy import Meter, Trace, above_idle, joules
+from edge_client.measure.latency import FEWEST, Times, in_turns, summary
 from edge_client.measure.macs import macs
 
 FORMAT = 1
 REST = 1.0  # seconds of rest on each side of a block whose energy is measured
 COLD_STARTS = 3
+FEWEST_ROUNDS = 3  # of training, however long they take
+BUSY = 0.25  # load of each core before the start from which it is said
 Say = Callable[[str], None]
 
 
@@ -49,44 +51,70 @@ def default_threads() -> tuple[int, ...]:
     return tuple(sorted({1, len(os.sched_getaffinity(0))}))
 
 
-def block(call: Callable[[], object], seconds: float, meter: Meter) -> tuple[Energy, int]:
-    """Energy above rest of as many calls as take `seconds`, and how many they were. Raises MeterError."""
+def recorded(
+    works: Iterable[Callable[[], int]], meter: Meter, rest: float
+) -> tuple[Trace, list[tuple[list[float], int]]]:
+    """One recording of all works; of each the moments of rest, begin, end and rest, and the calls that it returns.
+
+    A work is asked for before its block, so that what prepares it is in no window. Raises MeterError.
+    """
+    found = []
     meter.start()
     try:
-        marks = [time.monotonic()]
-        time.sleep(REST)
-        marks.append(time.monotonic())
-        calls = 0
-        while time.monotonic() < marks[1] + seconds:
-            call()
-            calls += 1
-        marks.append(time.monotonic())
-        time.sleep(REST)
-        marks.append(time.monotonic())
+        for work in works:
+            marks = [time.monotonic()]
+            time.sleep(rest)
+            marks.append(time.monotonic())
+            calls = work()
+            marks.append(time.monotonic())
+            time.sleep(rest)
+            marks.append(time.monotonic())
+            found.append((marks, calls))
     finally:
         trace = meter.stop()
-    before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
-    return above_idle(busy, [before, after]), calls
+    return trace, found
 
 
-def energy(call: Callable[[], object], seconds: float, meter: Meter | None) -> dict[str, Any]:
-    """What a block of `call` says: joules a call above rest, their error, lost samples; or why there is none."""
-    if meter is None:
-        return {}
+def lasting(call: Callable[[], object], seconds: float) -> Callable[[], int]:
+    """As many calls as take `seconds`; returns how many they were."""
+
+    def work() -> int:
+        calls, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            call()
+            calls += 1
+        return calls
+
+    return work
+
+
+def add_energy(
+    rows: Sequence[dict[str, Any]], works: Iterable[Callable[[], int]], meter: Meter | None, rest: float
+) -> None:
+    """Add to each row what its work says: joules a call above rest, their error, lost samples; or why there is none."""
+    if meter is None or not rows:
+        return
     try:
-        found, calls = block(call, seconds, meter)
+        trace, measured = recorded(works, meter, rest)
     except MeterError as error:
-        return {"energy_fault": str(error)}
-    return {
-        "joules": found.joules / calls, "joules_error": found.error / calls, "watts_above_rest": found.watts,
-        "energy_calls": calls, "energy_samples": found.samples, "energy_lost": found.lost,
-        "energy_clipped": found.clipped,
-    }  # fmt: skip
+        for row in rows:
+            row["energy_fault"] = str(error)
+        return
+    for row, (marks, calls) in zip(rows, measured, strict=True):
+        try:
+            before, busy, after = (joules(trace, a, b) for a, b in pairwise(marks))
+        except MeterError as error:
+            row["energy_fault"] = str(error)
+            continue
+        found = above_idle(busy, [before, after])
+        row |= {
+            "joules": found.joules / calls, "joules_error": found.error / calls, "watts_above_rest": found.watts,
+            "energy_calls": calls, "energy_samples": found.samples, "energy_lost": found.lost,
+            "energy_clipped": found.clipped,
+        }  # fmt: skip
 
 
-def inference(
-    variants: Sequence[Variant], x: NDArray[Any], settings: Settings, meter: Meter | None, say: Say
-) -> list[dict[str, Any]]:
+def inference(variants: Sequence[Variant], x: NDArray[Any], settings: Settings, say: Say) -> list[dict[str, Any]]:
     """The rows of all variants on each number of threads. Raises ConfigError when one does not run."""
     rows = []
     for threads in settings.threads:
@@ -95,14 +123,22 @@ def inference(
         times = in_turns(calls, settings.runs, settings.warm_up, settings.seconds)
         for i, variant in enumerate(variants):
             row = {"variant": variant.name, "engine": engines.engine_of(variant.file), "threads": threads}
-            say(f"{variant.name}: memory, cold start{' and energy' if meter else ''}, {threads} threads")
-            rows.append(
-                row
-                | timed(times, i)
-                | _alone(variant.file, x, threads, settings)
-                | energy(calls[i], settings.energy_seconds, meter)
-            )
+            say(f"{variant.name}: memory and cold start, {threads} thread{'s' * (threads > 1)}")
+            rows.append(row | timed(times, i) | _alone(variant.file, x, threads, settings))
     return rows
+
+
+def _works(
+    variants: Sequence[Variant], x: NDArray[Any], settings: Settings, trains: Training | None, say: Say
+) -> Iterator[Callable[[], int]]:
+    """The blocks whose energy is measured, in the order of the rows, then a training step and a round."""
+    for threads in settings.threads:
+        for variant in variants:
+            say(f"{variant.name}: energy, {threads} thread{'s' * (threads > 1)}")
+            yield lasting(engines.open_model(variant.file, x, threads), settings.energy_seconds)
+    for call in () if trains is None else (trains.step, trains.round):
+        say("training: energy")
+        yield lasting(call, settings.energy_seconds)
 
 
 def timed(times: Times, index: int) -> dict[str, Any]:
@@ -140,20 +176,19 @@ def _macs(file: Path) -> int | None:
         return None
 
 
-def training(done: Training, settings: Settings, meter: Meter | None, say: Say) -> dict[str, Any]:
-    """Times and energy of a training step and of a round; a round takes its turn alone, as it is long."""
+def training(done: Training, settings: Settings, say: Say) -> dict[str, Any]:
+    """Times of a training step and of a round; a round takes its turn alone, as it is long."""
     say(f"training: steps of {done.batch} samples, rounds of {done.method['name']} on {done.samples}")
     found: dict[str, Any] = {
         "method": done.method, "backend": done.backend, "batch": done.batch, "samples": done.samples,
         "steps_of_a_round": done.steps,
     }  # fmt: skip
     budget = settings.seconds / 3
-    for name, call, runs, warm_up in (
-        ("step", done.step, settings.runs, settings.warm_up),
-        ("round", done.round, max(5, settings.runs // 50), 1),
+    for name, call, runs, warm_up, fewest in (
+        ("step", done.step, settings.runs, settings.warm_up, FEWEST),
+        ("round", done.round, max(5, settings.runs // 50), 1, FEWEST_ROUNDS),
     ):
-        times = in_turns([call], runs, warm_up, budget)
-        found[name] = timed(times, 0) | energy(call, settings.energy_seconds, meter)
+        found[name] = timed(in_turns([call], runs, warm_up, budget, fewest), 0)
     return found
 
 
@@ -167,7 +202,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
             f"the governor is {governor!r}: the clock follows the load; run: "
             "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
         )
-    if before["load"] > 0.5:
+    if before["load"] > BUSY * (about.get("cores") or 1):
         said.append(f"the load was {before['load']:g} before the start: other processes shared the processor")
     if about.get("virtual"):
         said.append("this is a virtual machine: its processor may be shared, and its sensors are the host's")
@@ -192,8 +227,9 @@ def report(
     meter_lines: Sequence[str],
     trains: Training | None,
     say: Say,
+    before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measure all of it."""
+    """Measure all of it; `before` is the machine's state before anything was done on it."""
     about = {
         "format": FORMAT,
         "model": model,
@@ -205,11 +241,14 @@ def report(
         "machine": machine.description(),
         "engines": engines.found(),
         "meter": list(meter_lines),
-        "before": machine.state(),
+        "before": dict(before),
         "variants": of_files(variants),
         "not_made": dict(failed),
     }
-    about["rows"] = inference(variants, x, settings, meter, say)
-    about["training"] = None if trains is None else training(trains, settings, meter, say)
+    rows = inference(variants, x, settings, say)
+    trained = None if trains is None else training(trains, settings, say)
+    measured = rows if trained is None else [*rows, trained["step"], trained["round"]]
+    add_energy(measured, _works(variants, x, settings, trains, say), meter, REST)
+    about |= {"rows": rows, "training": trained}
     about["after"] = machine.state()
     return about | {"warnings": warnings(about)}

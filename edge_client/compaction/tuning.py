@@ -49,7 +49,7 @@ from edge_client.compaction.width import (
 )
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
 from edge_client.errors import CompactionError
-from edge_client.measure.engines import open_onnx
+from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
 
@@ -150,7 +150,7 @@ def microseconds(work: Work) -> float:
         [numpy_helper.from_array(weight.astype(np.float32), "w")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    call = open_onnx(model.SerializeToString(), random.standard_normal(shape).astype(np.float32))
+    call = onnx_call(model.SerializeToString(), random.standard_normal(shape).astype(np.float32))
     return 1e3 * float(np.median(in_turns([call], runs=15, warm_up=3).cpu))
 
 
@@ -158,7 +158,7 @@ def clock(sample: NDArray[Any]) -> Clock:
     """The clock of this device for models that read `sample`, a batch of one."""
 
     def models(data: Sequence[bytes]) -> list[float]:
-        found = in_turns([open_onnx(d, sample) for d in data], runs=200, warm_up=5, seconds=SECONDS * len(data))
+        found = in_turns([onnx_call(d, sample) for d in data], runs=200, warm_up=5, seconds=SECONDS * len(data))
         return [float(np.median(t)) for t in found.cpu]
 
     return Clock(table(), models)

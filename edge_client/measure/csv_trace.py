@@ -135,7 +135,7 @@ class CsvMeter:
 
     def start(self) -> None:
         """Play the first sync pulse."""
-        self.say(f"the meter must be recording now: a sync pulse of {len(sync.BARKER) * sync.CHIP:.0f} s follows")
+        self.say(f"a sync pulse of {len(sync.BARKER) * sync.CHIP:.0f} s begins: the meter has to record already")
         self._began = time.time()
         self._first = self.emit()
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
+from edge_client.runtimes import onnx
+
+if TYPE_CHECKING:  # torch is large, and not everywhere
+    from edge_client.runtimes.executorch import Pte
 
 ONNX, EXECUTORCH = "onnxruntime", "executorch"
 ENGINE_OF = {".onnx": ONNX, ".pte": EXECUTORCH}
@@ -36,30 +39,43 @@ def engine_of(path: Path) -> str:
 
 def open_model(path: Path, x: NDArray[Any], threads: int = 1) -> Call:
     """The model in `path` on the batch `x`. Raises ConfigError when its engine is missing or it does not run."""
-    if engine_of(path) == ONNX:
-        return open_onnx(path, x, threads)
+    return onnx_call(path, x, threads) if engine_of(path) == ONNX else _pte_call(path, x, threads)
+
+
+def _pte(path: Path, threads: int = 1) -> Pte:
     missing = found()[EXECUTORCH]
     if missing:
         raise ConfigError(f"{path} needs ExecuTorch: {missing}")
-    from edge_client.measure.executorch import open_pte
+    from edge_client.runtimes.executorch import open_pte
 
-    return open_pte(path, x, threads)
+    program = open_pte(path, threads=threads)
+    if len(program.sizes) != 1:
+        raise ConfigError(f"{path} has {len(program.sizes)} inputs; a model with one can be measured")
+    return program
 
 
-def open_onnx(model: Path | bytes, x: NDArray[Any], threads: int = 1) -> Call:
+def _pte_call(path: Path, x: NDArray[Any], threads: int) -> Call:
+    program = _pte(path, threads)
+    from edge_client.runtimes.executorch import tensors
+
+    inputs = tensors([x])
+    try:
+        program.run(inputs)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path} does not run on {x.dtype}{list(x.shape)}: {error}; lower it for a batch of {len(x)}, or for "
+            "batches of any size"
+        ) from None
+    return lambda: program.run(inputs)
+
+
+def onnx_call(model: Path | bytes, x: NDArray[Any], threads: int = 1) -> Call:
     """A model in ONNX Runtime, file or serialised. Raises ConfigError when it does not open or does not take `x`."""
     if threads < 1:
         raise ConfigError(f"threads = {threads}: need 1 at least")
     what = str(model) if isinstance(model, Path) else "the model"
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    # The threads of a session that is not running must not take processors from the one that is.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnx.open_onnx(model, threads=threads, settings=onnx.NO_SPINNING_AFTER)
     try:
-        session = ort.InferenceSession(
-            model if isinstance(model, bytes) else str(model), options, providers=["CPUExecutionProvider"]
-        )
         (name,) = (i.name for i in session.get_inputs())
         feed = {name: x}
         session.run(None, feed)
@@ -82,21 +98,19 @@ def sample_of(path: Path) -> tuple[tuple[int, ...], str]:
     Raises ConfigError when it does not open or has more than one input.
     """
     if engine_of(path) == EXECUTORCH:
-        missing = found()[EXECUTORCH]
-        if missing:
-            raise ConfigError(f"{path} needs ExecuTorch: {missing}")
-        from edge_client.measure.executorch import sample_of_pte
-
-        return sample_of_pte(path)
-    try:
-        inputs = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).get_inputs()
-    except Exception as error:  # see open_onnx
-        raise ConfigError(f"{path} does not open: {error}") from None
+        program = _pte(path)
+        return (1, *program.sizes[0][1:]), program.dtypes[0].name
+    inputs = onnx.open_onnx(path).get_inputs()
     if len(inputs) != 1 or inputs[0].type not in NUMPY:
         said = ", ".join(f"{i.name} {i.type}" for i in inputs) or "none"
         raise ConfigError(f"{path} has inputs {said}; a model with one input of numbers can be measured")
     shape = tuple(n if isinstance(n, int) and n > 0 else 1 for n in inputs[0].shape)
     return shape, np.dtype(NUMPY[inputs[0].type]).name
+
+
+def largest_batch(path: Path) -> int:
+    """Samples of the largest batch that a `.pte` file runs. Raises ConfigError as `sample_of`."""
+    return (_pte(path).sizes[0] or (1,))[0]
 
 
 def batch(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

@@ -18,8 +18,10 @@ from edge_client.measure.polling import Polled
 
 CLASS = "sys/class/hwmon"
 JETSON_NEW, JETSON_OLD = "sys/bus/i2c/drivers/ina3221", "sys/bus/i2c/drivers/ina3221x"
-WHOLE = re.compile(r"VDD_IN|POM_5V_IN|VIN_SYS|total|system|PSYS|SOCKET|board", re.IGNORECASE)
+WHOLE = re.compile(r"VDD_IN|POM_5V_IN|total|system|PSYS|SOCKET|board", re.IGNORECASE)
 BATTERY = re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE)
+GRAPHICS = re.compile(r"^(amdgpu|radeon|nouveau|nvidia|xe|i915)", re.IGNORECASE)
+INA3221_CHANNELS = 3  # above them its driver shows shunt voltages and sums
 PERIOD = 0.02
 ACCURACY = Accuracy(0.02, 0.01, 0.001)
 
@@ -70,6 +72,8 @@ def rails(folder: Path) -> list[Rail]:
         labels = {_text(folder / f"in{n}_label"): n for n in volts if _text(folder / f"in{n}_label")}
         for file in sorted(folder.glob("curr*_input")):
             n = _index(file.name)
+            if _text(folder / "name") == "ina3221" and int(n) > INA3221_CHANNELS:
+                continue
             label = _text(folder / f"curr{n}_label")
             pair = labels.get(label) or (n if n in volts else None)
             if pair is not None:
@@ -104,7 +108,7 @@ def _meter(name: str, where: str, every: list[Rail]) -> Meter:
 
 
 def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
-    """The sensor that option `name` says, else the first that has a power and is no battery."""
+    """The sensor that option `name` says, else the first with a power but a battery or graphics card."""
     folders = sorted((root / CLASS).glob("hwmon*")) if (root / CLASS).is_dir() else []
     asked, said = options.get("name"), []
     for folder in folders:
@@ -114,6 +118,9 @@ def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
             continue
         if asked is None and BATTERY.match(name):
             said.append(f"{name} is a battery or charger: ask for it with --meter hwmon:name={name}")
+            continue
+        if asked is None and GRAPHICS.match(name):
+            said.append(f"{name} is a graphics card: ask for it with --meter hwmon:name={name}")
             continue
         every = rails(place)
         if not every:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from edge_client.errors import ConfigError, MeterError
 from edge_client.measure.energy import Accuracy, Meter
@@ -18,8 +18,9 @@ from edge_client.measure.meters import Family, Options, number
 from edge_client.measure.polling import Polled
 
 T = TypeVar("T", "Ina219", "Ina3221")
-RESET, CONFIG = 0x8000, 0x00
+CONFIG = 0x00
 PERIOD = 0.02  # seconds: both chips are set to average for 14 to 17 ms
+ADDRESS_MOST, BUS_MOST, OHMS_MOST, AMPS_MOST = 0x77, 999, 100.0, 1000.0
 SUPPLY = 5.0  # volts assumed where an error of the shunt voltage is given in watts
 
 
@@ -69,22 +70,27 @@ class Ina219:
     chip: Chip
     shunt: float
     amps: float
+    registers: ClassVar = (CONFIG, CALIBRATION)
     clipped: int = field(default=0, init=False)
     power_step: float = field(default=0.0, init=False)
     shunt_most: float = field(default=0.0, init=False)
 
-    def set_up(self) -> None:
-        """Reset, range of the amplifier, calibration. Raises OSError."""
-        self.chip.write(CONFIG, RESET)
-        self._calibrate()
+    def __post_init__(self) -> None:
+        self._range()
 
-    def _calibrate(self) -> None:
-        volts = self.amps * self.shunt
-        gain = next((i for i, most in enumerate(SHUNT_MOST) if most >= volts), len(SHUNT_MOST) - 1)
+    def _range(self) -> tuple[int, int]:
+        """The amplifier's range and the calibration for `amps`."""
+        volts = min(self.amps * self.shunt, SHUNT_MOST[-1])
+        gain = next(i for i, most in enumerate(SHUNT_MOST) if most >= volts)
         self.shunt_most = SHUNT_MOST[gain]
         # 0.04096 is the datasheet's constant; the register's lowest bit is always 0.
         calibration = min(int(0.04096 * 2**15 / volts), 0xFFFE) & 0xFFFE
         self.power_step = 20 * 0.04096 / (calibration * self.shunt)
+        return gain, calibration
+
+    def set_up(self) -> None:
+        """Range of the amplifier, calibration. Raises OSError."""
+        gain, calibration = self._range()
         self.chip.write(CONFIG, CONFIGURATION | gain << 11)
         self.chip.write(CALIBRATION, calibration)
 
@@ -98,7 +104,7 @@ class Ina219:
         self.clipped += full
         if self.amps * self.shunt < SHUNT_MOST[-1]:
             self.amps *= 2
-            self._calibrate()
+            self.set_up()
         return abs(shunt) / self.shunt * (bus >> 3) * BUS_STEP
 
 
@@ -117,11 +123,11 @@ class Ina3221:
     chip: Chip
     shunt: float
     channels: tuple[int, ...] = CHANNELS
+    registers: ClassVar = (CONFIG,)
     clipped: int = field(default=0, init=False)
 
     def set_up(self) -> None:
-        """Reset, and measure all channels without end. Raises OSError."""
-        self.chip.write(CONFIG, RESET)
+        """Measure all channels without end. Raises OSError."""
         self.chip.write(CONFIG, CONFIGURATION3)
 
     def watts(self) -> float:
@@ -157,21 +163,19 @@ def open_bus(number: int, root: Path = Path("/")) -> Bus:
 
 
 def _setting(options: Options) -> tuple[int, float]:
-    return int(number(options, "bus", 1, -1)), number(options, "shunt", 0.1)
+    return int(number(options, "bus", 1, -1, BUS_MOST)), number(options, "shunt", 0.1, most=OHMS_MOST)
 
 
 def _look(
     bus: Bus, options: Options, addresses: range, known: Callable[[Chip], bool], make: Callable[[Chip], T]
 ) -> T | None:
-    """The first chip that is known by its marks, or the one whose address is given, set up; None without any."""
+    """The first chip that is known by its marks, or the one whose address is given; None without any. It only reads."""
     asked = "address" in options
-    for address in (int(number(options, "address", 0)),) if asked else addresses:
+    for address in (int(number(options, "address", 0, 0, ADDRESS_MOST)),) if asked else addresses:
         chip = Chip(bus, address)
         try:
             if known(chip):
-                sensor = make(chip)
-                sensor.set_up()
-                return sensor
+                return make(chip)
         except OSError:  # no chip answers there
             continue
     bus.close()
@@ -179,17 +183,30 @@ def _look(
 
 
 def _meter(name: str, sensor: Ina219 | Ina3221, where: str, accuracy: Accuracy) -> Meter:
+    kept: dict[int, int] = {}
+
+    def begin() -> None:
+        kept.update({register: sensor.chip.unsigned(register) for register in sensor.registers})
+        sensor.set_up()
+
+    def end() -> None:  # as it was: an INA219 is known by its state after a reset, another program may use the chip
+        for register, value in kept.items():
+            sensor.chip.write(register, value)
+
     what = f"{name.upper()} at {sensor.chip.address:#x} of I2C bus {where}, shunt {sensor.shunt:g} ohm"
-    return Polled(name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped)
+    return Polled(
+        name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped, at_start=begin, at_end=end
+    )
 
 
 def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
     """An INA219 at `address`, else the first of 0x40 to 0x4F that is in its state after a reset."""
     number_of_bus, shunt = _setting(options)
-    amps = number(options, "amps", 3.2)
+    amps = number(options, "amps", 3.2, most=AMPS_MOST)
 
     def known(chip: Chip) -> bool:
-        return "address" in options or (chip.unsigned(CONFIG) == AT_RESET and chip.unsigned(MAKER) != MAKER_IS)
+        fresh = chip.unsigned(CONFIG) == AT_RESET  # an OSError where no chip answers
+        return "address" in options or (fresh and chip.unsigned(MAKER) != MAKER_IS)
 
     found = _look(opens(number_of_bus), options, range(0x40, 0x50), known, lambda chip: Ina219(chip, shunt, amps))
     if found is None:

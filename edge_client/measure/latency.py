@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
-from edge_client.measure.engines import open_onnx
+from edge_client.measure.engines import onnx_call
 
 F64 = NDArray[np.float64]
 WARM_UP = 20
 RUNS = 200
 FEWEST = 20  # runs that are made however long they take
+WARM_SHARE = 0.25  # of the seconds, that the warm-up may take
 PERCENTILES = (50, 90, 99)
 RESAMPLES = 1000
 SURE = 0.95  # of an interval
@@ -36,21 +37,27 @@ class Times:
 
 
 def in_turns(
-    calls: Sequence[Callable[[], object]], runs: int = RUNS, warm_up: int = WARM_UP, seconds: float = np.inf
+    calls: Sequence[Callable[[], object]],
+    runs: int = RUNS,
+    warm_up: int = WARM_UP,
+    seconds: float = np.inf,
+    fewest: int = FEWEST,
 ) -> Times:
-    """Time `calls` in turns, after `warm_up` turns: `runs` turns, or as many as fit in `seconds`, at least `FEWEST`.
+    """Time `calls` in turns, after `warm_up` turns: `runs` turns, or as many as fit in `seconds`, at least `fewest`.
 
+    The warm-up is part of `seconds` and ends with a quarter of them, after one turn at least.
     Each turn has an order of its own: the first call after another finds a colder cache.
     """
     if runs < 1 or warm_up < 0 or not calls:
         raise ConfigError(f"runs = {runs}, warm_up = {warm_up}, {len(calls)} calls: need 1, 0 and 1 at least")
     order = np.random.default_rng(0)
     found = np.empty((2, len(calls), runs))
-    stop, done = np.inf, 0
+    begin, done = time.perf_counter(), 0
     for run in range(-warm_up, runs):
-        if run == 0:
-            stop = time.perf_counter() + seconds
-        elif run >= min(FEWEST, runs) and time.perf_counter() > stop:
+        gone = time.perf_counter() - begin
+        if -warm_up < run < 0 and gone > WARM_SHARE * seconds:
+            continue
+        if run >= min(fewest, runs) and gone > seconds:
             break
         for index in order.permutation(len(calls)):
             call = calls[index]
@@ -125,6 +132,6 @@ def latency(
 
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
-    calls = [open_onnx(model, x, threads) for model in models]
+    calls = [onnx_call(model, x, threads) for model in models]
     wall = in_turns(calls, runs, warm_up).wall
     return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), len(t)) for t in wall)

@@ -50,6 +50,11 @@ class Choice:
         """The choice in words, one line a family."""
         return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
 
+    @property
+    def brief(self) -> list[str]:
+        """The choice, and the meters that a permission would add."""
+        return [line for line in self.lines if line == self.why or "may not be" in line]
+
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
     """Every installed family by name, and why the others do not load."""
@@ -132,7 +137,7 @@ def _options(name: str, family: Family, words: str) -> dict[str, str]:
     return table
 
 
-def number(options: Options, key: str, default: float, least: float = 0.0) -> float:
+def number(options: Options, key: str, default: float, least: float = 0.0, most: float = 1e9) -> float:
     """A number among the options, hexadecimal as 0x... too. Raises ConfigError."""
     text = options.get(key)
     if text is None:
@@ -141,6 +146,6 @@ def number(options: Options, key: str, default: float, least: float = 0.0) -> fl
         value = float(int(text, 16)) if text.lower().startswith("0x") else float(text)
     except ValueError:
         value = -1.0
-    if not value > least:
-        raise ConfigError(f"{key}={text}: a number above {least:g} is due")
+    if not least < value <= most:
+        raise ConfigError(f"{key}={text}: a number above {least:g} and up to {most:g} is due")
     return value

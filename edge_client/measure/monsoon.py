@@ -25,6 +25,7 @@ from edge_client.measure.polling import Now
 
 SAMPLE = 200e-6  # seconds
 CALIBRATE_EVERY = 1250  # milliseconds
+PATIENCE = 5.0  # seconds for the first packet
 WRAP = 1 << 16  # the count of dropped samples
 MEASUREMENT, ZERO, REFERENCE = 0x00, 0x10, 0x30
 OBSERVATIONS, WIDTH = 3, 10  # of a packet; a sample's words
@@ -115,6 +116,7 @@ class Monsoon:
     now: Now = time.monotonic
     name: str = "monsoon"
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _first: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _packets: Packets = field(default_factory=Packets, init=False)
     _fault: Exception | None = field(default=None, init=False)
@@ -125,8 +127,9 @@ class Monsoon:
         return f"main channel of {self.kind} {self.serial}"
 
     def start(self) -> None:
-        """Begin to sample. Raises MeterError."""
+        """Begin to sample; returns when samples come. Raises MeterError."""
         self._stop.clear()
+        self._first.clear()
         self._packets, self._fault = Packets(), None
         try:
             self.device.StartSampling(CALIBRATE_EVERY)
@@ -134,6 +137,9 @@ class Monsoon:
             raise MeterError(f"{self.kind} {self.serial} does not start: {error}; unplug it and try again") from None
         self._thread = threading.Thread(target=self._read, name="monsoon", daemon=True)
         self._thread.start()
+        if not self._first.wait(PATIENCE) or self._fault is not None:
+            self.stop()
+            raise MeterError(f"{self.kind} {self.serial} sends no sample; is it on, and its output enabled?")
 
     def _read(self) -> None:
         try:
@@ -141,6 +147,7 @@ class Monsoon:
                 self.take()
         except Exception as error:  # see start
             self._fault = error
+            self._first.set()
 
     def take(self) -> None:
         """Read what the monitor has."""
@@ -150,6 +157,8 @@ class Monsoon:
             packet = data[begin : begin + 64]
             if len(packet) >= 4:
                 self._packets.add(self.device.swizzlePacket(packet), at)
+        if self._packets.samples:
+            self._first.set()
 
     def stop(self) -> Trace:
         """End the sampling; what came. Raises MeterError."""
@@ -179,7 +188,10 @@ class Monsoon:
         at, power = watts(np.array(got.samples, np.int64), scale)
         numbers, arrived = np.array([n for n, _ in got.arrivals], np.float64), np.array([t for _, t in got.arrivals])
         clock = align(numbers * SAMPLE, arrived)
-        times = clock(np.array(got.numbers)[at] * SAMPLE)
+        every = np.array(got.numbers, np.float64)
+        # A calibration sample measures nothing; it is no lost one.
+        power = np.interp(every, every[at], power)
+        times = clock(every * SAMPLE)
         return Trace(times, power, "W", SAMPLE, ACCURACY, got.dropped, skew=clock.error)
 
 

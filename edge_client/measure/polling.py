@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -33,8 +34,8 @@ class Readings:
 def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Readings:
     """Read about every `period` seconds until `wait` says stop, and once more then.
 
-    Intervals vary by a quarter, so that a load that repeats does not beat with the readings. A reading's time is the
-    middle of the call. A reading that raises OSError is lost. A late reading delays the next.
+    Intervals vary by a quarter, so that a load that repeats does not keep step with the readings. A reading's time is
+    the middle of the call. A reading that raises OSError is lost. After a late reading the next is due at once.
     """
     found, due, stopped, chance = Readings(), now(), False, Random(0)
     while True:
@@ -58,7 +59,8 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
 class Polled:
     """A meter behind `read`, which gives watts, or joules of a counter that wraps after `span`.
 
-    `clipped`, if given, tells how many readings so far were at the end of the range. `at_end` frees what was opened.
+    `clipped`, if given, tells how many readings so far were at the end of the range. `at_start` prepares the device and
+    `at_end` leaves it as it was; both may raise OSError.
     """
 
     name: str
@@ -69,15 +71,22 @@ class Polled:
     accuracy: Accuracy = EXACT
     span: float = np.inf
     clipped: Callable[[], int] = lambda: 0
+    at_start: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None
     now: Now = time.monotonic
     _thread: threading.Thread | None = field(default=None, init=False, repr=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _found: Readings = field(default_factory=Readings, init=False, repr=False)
     _fault: Exception | None = field(default=None, init=False, repr=False)
+    _clipped: int = field(default=0, init=False, repr=False)
 
     def start(self) -> None:
-        """Begin to read in a thread."""
+        """Begin to read in a thread. Raises MeterError."""
+        try:
+            self.at_start()
+        except OSError as error:
+            raise MeterError(f"meter {self.name} does not start: {error.strerror or error}") from None
+        self._clipped = self.clipped()
         self._stop.clear()
         self._fault = None
         self._thread = threading.Thread(target=self._run, name=f"meter {self.name}", daemon=True)
@@ -96,7 +105,8 @@ class Polled:
         self._stop.set()
         self._thread.join()
         self._thread = None
-        self.at_end()
+        with suppress(OSError):  # what was read stands
+            self.at_end()
         if self._fault is not None:
             raise MeterError(f"meter {self.name} failed: {self._fault}") from self._fault
         return self.trace(self._found)
@@ -110,4 +120,4 @@ class Polled:
         if self.unit == "J":
             values = unwrapped(values, self.span)
         missing = max(lost(times, self.period), found.failed)
-        return Trace(times, values, self.unit, self.period, self.accuracy, missing, self.clipped())
+        return Trace(times, values, self.unit, self.period, self.accuracy, missing, self.clipped() - self._clipped)

@@ -69,4 +69,4 @@ def find(options: Options, root: Path = Path("/")) -> Meter:
     return Polled("rapl", what, lambda: sum(c.joules() for c in counters), "J", PERIOD, ACCURACY)
 
 
-RAPL = Family(find, 50)
+RAPL = Family(find, 35)  # before hwmon, whose sensors may be of any part

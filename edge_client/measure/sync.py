@@ -20,6 +20,8 @@ BARKER = np.array([1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1], np.float64)
 CHIP = 0.4  # seconds a bit of the pattern takes
 GRID = 20  # points of the comparison in one bit
 CLEAR = 0.6  # correlation below which a pulse is not recognised
+SLACK, DRIFT = 1.0, 0.01  # seconds, and share of the time between two pulses, by which a meter's clock may be off
+RIVAL = 0.85  # of the best pair's likeness, from which another pair might be it
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,16 @@ def emit(busy: Callable[[float], None] = load, chip: float = CHIP) -> Pulse:
     return Pulse(start, chip)
 
 
-def locate(times: F64, watts: F64, pulse: Pulse, low: float | None = None, high: float | None = None) -> float:
-    """Where on the recording's own clock the pulse began, searched between `low` and `high`. Raises MeterError."""
-    low = times[0] if low is None else max(low, times[0])
-    high = times[-1] if high is None else min(high, times[-1])
+def locate(times: F64, watts: F64, pulse: Pulse) -> tuple[F64, F64]:
+    """Every place on the recording's own clock where the pulse may have begun, and how like it. Raises MeterError."""
     step = pulse.chip / GRID
-    grid = np.arange(low, high, step)
+    grid = np.arange(times[0], times[-1], step)
     pattern = np.repeat(BARKER - BARKER.mean(), GRID)
     n = len(pattern)
     if len(grid) < n:
         raise MeterError(
-            f"the recording has {max(high - low, 0):.1f} s where a sync pulse of {pulse.seconds:.1f} s is searched; "
-            "record from before the measurement until after it"
+            f"the recording has {times[-1] - times[0]:.1f} s, and a sync pulse takes {pulse.seconds:.1f} s; record "
+            "from before the measurement until after it"
         )
     power = np.interp(grid, times, watts)
     total, square = (np.concatenate([[0.0], np.cumsum(v)]) for v in (power - power.mean(), (power - power.mean()) ** 2))
@@ -85,26 +85,42 @@ def locate(times: F64, watts: F64, pulse: Pulse, low: float | None = None, high:
     )[: len(power) - n + 1]  # fmt: skip
     floor = 1e-9 + 1e-6 * float(np.max(spread))
     likeness = product / (np.maximum(spread, floor) * float(np.linalg.norm(pattern)))
-    at = int(np.argmax(likeness))
-    if likeness[at] < CLEAR:
+    edged = np.concatenate([[-1.0], likeness, [-1.0]])
+    before, peak, after = edged[:-2], edged[1:-1], edged[2:]
+    at = np.flatnonzero((peak >= CLEAR) & (peak >= before) & (peak > after))
+    if not len(at):
         raise MeterError(
-            f"no sync pulse in the recording: the best place is {likeness[at]:.2f} like it, {CLEAR} is due; use a "
+            f"no sync pulse in the recording: the best place is {likeness.max():.2f} like it, {CLEAR} is due; use a "
             f"meter of more than {2 / pulse.chip:.0f} samples a second, and let nothing else run"
         )
-    shift = 0.0
-    if 0 < at < len(likeness) - 1:  # the peak between grid points, by a parabola
-        before, peak, after = likeness[at - 1 : at + 2]
-        bend = before - 2 * peak + after
-        shift = 0.0 if bend == 0 else float(np.clip((before - after) / (2 * bend), -0.5, 0.5))
-    return float(grid[at] + shift * step)
+    # The peak between grid points, by a parabola.
+    bend = before[at] - 2 * peak[at] + after[at]
+    shift = np.clip((before[at] - after[at]) / (2 * bend), -0.5, 0.5)
+    inner = (at > 0) & (at < len(likeness) - 1)
+    return grid[at] + np.where(inner, shift, 0.0) * step, likeness[at]
 
 
 def aligned(times: F64, watts: F64, first: Pulse, last: Pulse) -> Alignment:
-    """The recording's clock on this machine's, by a pulse before the measurement and one after. Raises MeterError."""
-    begin = locate(times, watts, first, high=float((times[0] + times[-1]) / 2) + first.seconds)
-    expected = begin + last.start - first.start
-    slack = 5.0 + 0.01 * (last.start - first.start)
-    end = locate(times, watts, last, expected - slack, expected + slack + last.seconds)
-    rate = (last.start - first.start) / (end - begin)
+    """The recording's clock on this machine's, by a pulse before the measurement and one after.
+
+    The two are known by the time between them. Raises MeterError when no pair, or more than one, has that.
+    """
+    places, likeness = locate(times, watts, first)
+    span = last.start - first.start
+    apart = places[None, :] - places[:, None]
+    like = np.where(np.abs(apart - span) <= SLACK + DRIFT * span, likeness[None, :] + likeness[:, None], 0.0)
+    i, j = np.unravel_index(int(np.argmax(like)), like.shape)
+    if like[i, j] <= 0:
+        raise MeterError(
+            f"the recording has sync pulses, and no two that are {span:.1f} s apart; record from before the "
+            "measurement until after it"
+        )
+    other = np.abs(places - places[i])[:, None] > first.chip
+    other = other | (np.abs(places - places[j])[None, :] > first.chip)
+    if np.any(other & (like >= RIVAL * like[i, j])):
+        raise MeterError(
+            f"the recording has several pairs of sync pulses {span:.1f} s apart; record each measurement in a file of "
+            "its own"
+        )
     # What is left is how exactly a peak can be placed, about a grid point.
-    return Alignment(begin, first.start, rate, first.chip / GRID)
+    return Alignment(float(places[i]), first.start, span / float(places[j] - places[i]), first.chip / GRID)

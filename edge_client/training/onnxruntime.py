@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
 from edge_client.errors import BundleError
 from edge_client.narrow import Kept
+from edge_client.runtimes.onnx import NOT_SPINNING, open_onnx
 from edge_client.training import Gradient, Trainer
 from edge_client.training.narrowed import Narrowed
 
@@ -43,16 +44,8 @@ class OnnxRuntimeTrainer:
         self._outputs = {"loss": self._loss, **gradients, **statistics}
 
     def _session(self, part: str) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads
-        options.inter_op_num_threads = 1
-        # Spinning threads would eat a phone's battery between batches.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
-        try:
-            return ort.InferenceSession(self._bundle.part(part), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime's errors share no base class
-            raise BundleError(f"ONNX Runtime {ort.__version__} cannot open {part}: {error}") from error
+        model = self._bundle.part(part)
+        return open_onnx(model, threads=self._threads, what=part, refused=BundleError, settings=NOT_SPINNING)
 
     @cached_property
     def _train(self) -> tuple[ort.InferenceSession, ort.IOBinding]:

@@ -175,6 +175,11 @@ class Writer:
             return self.ints([int(expr)])
         if expr.is_number:
             return self.constant([float(expr)], torch.float32)
+        if kind in ("Max", "Min"):  # shape inference follows sums and products only
+            sign = 1 if kind == "Max" else -1
+            ahead = [all((a - o).is_number and sign * (a - o) >= 0 for o in expr.args) for a in expr.args]
+            if any(ahead):
+                return self._expression(expr.args[ahead.index(True)])
         parts = [self._expression(a) for a in expr.args]
         if kind in ("Add", "Mul"):
             if any(_is_float(a) for a in expr.args):
@@ -215,7 +220,8 @@ class Writer:
         fixed = [self.fixed(s) for s in sizes]
         if all(s is not None for s in fixed):
             return self.ints([int(s) for s in fixed if s is not None])
-        return self.op("Concat", *(self.size(s) for s in sizes), axis=0)
+        parts = [self.size(s) for s in sizes]
+        return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
     def reshape(self, name: str, sizes: Sequence[Any]) -> str:
         """`Reshape` to `sizes`; a single size that depends on the batch is left to the operator."""

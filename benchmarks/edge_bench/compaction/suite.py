@@ -29,7 +29,7 @@ from edge_client.bundle import MANIFEST, Bundle, Input, Manifest, Part, digest
 from edge_client.bundle import Tensor as Row
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.errors import MaskfleetError
-from edge_client.measure.engines import open_onnx
+from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.macs import macs
 from edge_client.targets import target_type
@@ -197,7 +197,7 @@ def timed(models: Sequence[Path], subject: Subject, runs: int) -> list[float]:
 
     Wall time would say how often the system took the processor away, which a longer call suffers more from.
     """
-    found = in_turns([open_onnx(m, subject.x[:1]) for m in models], runs, max(3, runs // 10))
+    found = in_turns([onnx_call(m, subject.x[:1]) for m in models], runs, max(3, runs // 10))
     return [float(np.median(t)) for t in found.cpu]
 
 

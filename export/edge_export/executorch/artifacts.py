@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
@@ -35,20 +34,10 @@ class Pte:
         return lower(graph, (x,), [0], most=MOST, delegate="all")
 
     def open(self, data: bytes) -> Run:
-        from executorch.runtime import Runtime
+        from edge_client.runtimes.executorch import open_pte
 
-        try:
-            program = Runtime.get().load_program(data)
-            method = program.load_method("forward")
-        except (RuntimeError, KeyError) as error:
-            raise BundleError(f"ExecuTorch cannot open the artifact: {error}") from None
-
-        def run(x: NDArray[Any], _: object = program) -> NDArray[Any]:  # a method is gone without its program
-            assert method is not None
-            assert len(x) <= BATCH
-            return np.asarray(method.execute([torch.from_numpy(np.ascontiguousarray(x))])[0].numpy())
-
-        return run
+        program = open_pte(data, what="the artifact", refused=BundleError)
+        return lambda x: program(x)[0]
 
 
 class PteInt8(Pte):

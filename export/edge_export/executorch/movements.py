@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -193,19 +194,40 @@ def pad_operator(node: Node, x: Value, widths: Value, value: Value = None, axes:
 
 def resize(node: Node, x: Value, _: Value = None, scales: Value = None, sizes: Value = None) -> Value:
     x, mode = tensor(x), text(node.get("mode", "nearest"))
-    rank = x.ndim - 2
+    rank, space = x.ndim - 2, list(x.shape[2:])
+    for name in ("axes", "antialias"):
+        if node.get(name):
+            raise node.refuse(name)
+    if text(node.get("keep_aspect_ratio_policy", "stretch")) != "stretch":
+        raise node.refuse("keep_aspect_ratio_policy")
     factors = host(scales) if scales is not None and np.asarray(scales).size else None
-    wanted = [int(f * n) for f, n in zip(factors[2:], x.shape[2:], strict=True)] if factors else host(sizes)[2:]
+    wanted = _resized(node, factors, space) if factors else host(sizes)[2:]
+    if (factors and any(f != 1 for f in factors[:2])) or (not factors and host(sizes)[1] != x.shape[1]):
+        raise node.refuse("a change of batch or channels")
     how = text(node.get("coordinate_transformation_mode", "half_pixel"))
     if mode == "nearest":
-        if any(w % n for w, n in zip(wanted, x.shape[2:], strict=True)):
-            raise node.refuse(f"nearest from {list(x.shape[2:])} to {wanted}")
-        for axis, (w, n) in enumerate(zip(wanted, list(x.shape[2:]), strict=True), 2):
+        rounding = text(node.get("nearest_mode", "round_prefer_floor"))
+        # Only then does every value repeat as often as the next.
+        repeats = (how, rounding) == ("asymmetric", "floor") or (
+            how in ("half_pixel", "pytorch_half_pixel") and rounding.startswith("round_prefer")
+        )
+        if not repeats or any(w % n for w, n in zip(wanted, space, strict=True)):
+            raise node.refuse(f"nearest from {space} to {wanted}, {how}, {rounding}")
+        for axis, (w, n) in enumerate(zip(wanted, space, strict=True), 2):
             x = x.repeat_interleave(w // n, axis) if w != n else x
         return x
-    if mode == "linear" and rank == 2 and how in ("align_corners", "half_pixel", "pytorch_half_pixel"):
+    single = how == "pytorch_half_pixel" and 1 in wanted  # whose one value is the first and not the middle
+    if mode == "linear" and rank == 2 and how in ("align_corners", "half_pixel", "pytorch_half_pixel") and not single:
         return functional.interpolate(x, size=wanted, mode="bilinear", align_corners=how == "align_corners")
     raise node.refuse(f"mode={mode}, {how} on {rank} axes")
+
+
+def _resized(node: Node, factors: Sequence[float], space: Sequence[int]) -> list[int]:
+    """The sizes that factors make; refused where they are not whole, because the places then follow the factor."""
+    made = [float(np.float32(f) * np.float32(n)) for f, n in zip(factors[2:], space, strict=True)]
+    if any(abs(m - round(m)) > 1e-5 * m for m in made):
+        raise node.refuse(f"scales {list(factors[2:])} of {list(space)}")
+    return [round(m) for m in made]
 
 
 def depth_to_space(node: Node, x: Value) -> Value:

@@ -8,20 +8,27 @@ statistics, `x` and `y` go in, the loss, the gradients and the new statistics co
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from edge_client.bundle import MANIFEST, Bundle, Manifest, Part, digest, views
 from edge_client.errors import ModelError
 from edge_client.files import write_whole
+from edge_client.runtimes.onnx import open_onnx
 from edge_export.executorch.graph import Graph
 from edge_export.executorch.lowering import TRACED, lower
 
 MOST = 64
 """Samples of the largest batch by default: a program reserves the memory of its largest batch."""
+TOLERANCE = 1e-4
+"""Largest difference of a value from the ONNX graph's, over the largest value of its tensor."""
+LEAST = 1e-2
+"""Values smaller than this one are compared as if it were the largest: a gradient that is rounding has no scale."""
 
 
 def train_names(manifest: Manifest) -> tuple[list[str], list[str]]:
@@ -40,8 +47,9 @@ def eval_names(manifest: Manifest) -> tuple[list[str], list[str]]:
 def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], None] = lambda _: None) -> Bundle:
     """Write `train.pte` and `eval.pte` into `bundle` and open it again; its digest changes.
 
-    `most` is the largest batch they run, `progress` gets a line before each part. Raises ModelError, naming the
-    operator, when a graph has no ExecuTorch form; the bundle then stays as it was.
+    `most` is the largest batch they run, `progress` gets a line before each part. Both are run beside the ONNX graphs
+    first. Raises ModelError, naming the operator, when a graph has no ExecuTorch form, and when a program's results are
+    not the graph's; the bundle then stays as it was.
     """
     manifest, made = bundle.manifest, {}
     for part, names in (("train", train_names(manifest)), ("eval", eval_names(manifest))):
@@ -57,6 +65,8 @@ def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], Non
             delegate="products",
         )
         progress(f"{part}.pte: {len(data):,} bytes from {nodes} operators")
+        _prove(bundle, part, data, *names, most)
+        progress(f"{part}.pte: gives what {part}.onnx gives")
         made[f"{part}.pte"] = data
     for part, data in made.items():
         write_whole(bundle.folder / part, data, mode=0o644, elsewhere="choose another folder for the bundle")
@@ -68,11 +78,49 @@ def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], Non
 
 def _example(bundle: Bundle, names: list[str]) -> tuple[Tensor, ...]:
     """Inputs of the right shapes to trace with."""
-    m, model = bundle.manifest, bundle.model()
-    known = {**views(m.parameters, model.parameters), **views(m.buffers, model.buffers)}
-    known["x"] = np.zeros((TRACED, *m.input.shape), m.input.dtype)
-    known["y"] = m.target.labels(TRACED)
+    known = _feed(bundle, TRACED)
     missing = [name for name in names if name not in known]
     if missing:
         raise ModelError(f"the graph reads {missing}, which the bundle does not have; export the bundle again")
     return tuple(torch.from_numpy(np.array(known[name])) for name in names)
+
+
+def _feed(bundle: Bundle, n: int) -> dict[str, NDArray[Any]]:
+    """Every input by name: the bundle's own values, and a batch of `n` random samples or of the token 0."""
+    m, model = bundle.manifest, bundle.model()
+    known: dict[str, NDArray[Any]] = {**views(m.parameters, model.parameters), **views(m.buffers, model.buffers)}
+    random, shape = np.random.default_rng(n), (n, *m.input.shape)
+    floats = np.issubdtype(np.dtype(m.input.dtype), np.floating)
+    known["x"] = (random.standard_normal(shape) if floats else np.zeros(shape)).astype(m.input.dtype)
+    known["y"] = m.target.labels(n)
+    return known
+
+
+def _prove(bundle: Bundle, part: str, data: bytes, inputs: list[str], outputs: list[str], most: int) -> None:
+    """Run the program `data` beside the ONNX graph at several batches. Raises ModelError when they differ."""
+    from edge_client.runtimes.executorch import open_pte
+
+    program = open_pte(data, what=f"{part}.pte", refused=ModelError)
+    session = open_onnx(bundle.part(f"{part}.onnx"), refused=ModelError)
+    read = {i.name for i in session.get_inputs()}
+    for n in sorted({most, min(5, most), 1}, reverse=True):
+        feed = _feed(bundle, n)
+        try:
+            found = program(*(feed[name] for name in inputs))
+        except RuntimeError as error:
+            raise ModelError(f"{part}.pte does not run on {n} samples: {error}; use the ONNX graphs") from None
+        due = session.run(outputs, {k: v for k, v in feed.items() if k in read})
+        for name, a, b in zip(outputs, found, due, strict=True):
+            off = _distance(a, b)
+            if not off <= TOLERANCE:  # so that NaN fails too
+                raise ModelError(
+                    f"{part}.pte gives another {name} than {part}.onnx for {n} samples, {off:.3g} of its largest value "
+                    f"away and {TOLERANCE:g} allowed; use the ONNX graphs, and report the model"
+                )
+
+
+def _distance(found: NDArray[Any], due: NDArray[Any]) -> float:
+    """The largest difference over the largest value; infinite when the shapes differ."""
+    if found.shape != due.shape:
+        return float("inf")
+    return float(np.abs(found - due).max(initial=0) / max(np.abs(due).max(initial=0), LEAST))
