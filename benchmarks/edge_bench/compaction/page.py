@@ -116,7 +116,32 @@ def page(folder: Path = RESULTS) -> str:
         parts += ["", f"Published networks in {engine}, dense over compact; ms are dense and auto:", ""]
         parts += ["| network | mask | kept | multiply-adds | bound | narrowest | auto | ms |", "| --- " * 8 + "|"]
         parts += _speeds(timed)
+    parts += _beside(folder / "peers.json")
     return "\n".join(parts) + "\n"
+
+
+def _beside(path: Path) -> list[str]:
+    """The table of Torch-Pruning's models beside ours; nothing without its file."""
+    if not path.is_file():
+        return []
+    parts = [
+        "",
+        "Beside Torch-Pruning at the same kept share, timed in the same turns (`--peers`). It chooses the channels,",
+        "the same ones for all layers under a sum, so its outputs are another model's. `rounded` has its `round_to` 16:",
+        "",
+        "| network | kept | ours narrowest | ours auto | Torch-Pruning | rounded |",
+        "| --- " * 6 + "|",
+    ]
+    rows = json.loads(path.read_text())["rows"]
+    for name, kept in dict.fromkeys((r["model"], r["kept"]) for r in rows):
+        own = [r for r in rows if (r["model"], r["kept"]) == (name, kept)]
+        cells = []
+        for tool in ("maskfleet", "torch-pruning"):
+            for aligned in (False, True):
+                found = [r["speedup"] for r in own if r["tool"] == tool and r["aligned"] == aligned and "speedup" in r]
+                cells.append(f"{found[0]:.2f}x" if found else "-")
+        parts.append(f"| {name} | {kept} | " + " | ".join(cells) + " |")
+    return parts
 
 
 def _worst(rows: Sequence[Row], name: str, kind: str) -> str:
