@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-from edge_bench.compaction import page  # noqa: E402
+from edge_bench.compaction import page, random_graphs  # noqa: E402
 from edge_bench.compaction.masks import masked  # noqa: E402
 from edge_bench.compaction.oracle import bound  # noqa: E402
 from edge_bench.compaction.suite import Result, compacted, export, prepare  # noqa: E402
@@ -36,6 +36,14 @@ def test_a_compact_model_says_what_its_masked_module_says_at_the_fewest_multiply
         assert result.status == "ok"
         assert result.exact, result.row()
         assert result.reached or (case.name, kind) in ABOVE, result.row()
+
+
+@pytest.mark.parametrize("seed", [102, 203])  # a GRU in both directions, at its full width; sequences
+def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
+    case = random_graphs.case(seed)
+    subject = prepare(case, export(case, tmp_path / "bundle"), "weight", 0.5, seed)
+    result = compacted(subject, "weight", 0.5, tmp_path / "personal.onnx", align=4)
+    assert result.exact, result.row()
 
 
 def test_the_page_shows_the_committed_results() -> None:

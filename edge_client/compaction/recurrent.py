@@ -7,6 +7,8 @@ a gate on the recurrent sum, so there the few units whose courses span all the o
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
@@ -18,6 +20,7 @@ from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
 
 GATES = {"LSTM": 4, "GRU": 3}
+_Number = TypeVar("_Number", np.int64, np.float64)
 SPAN = 1e-7
 """How far, relative to the largest, a course may lie from those that stand for it."""
 
@@ -169,8 +172,10 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
             )
         units.append(own)
     most = max(1, *map(len, units))
-    units = [np.pad(own, (0, most - len(own)), constant_values=-1) for own in units]
-    maps = [np.pad(m, ((0, 0), (0, 0), (0, most - m.shape[2]))) for m in maps]
+    # Where they are as many as there were, each lies at its own entry.
+    order = [own if most == h else np.arange(len(own)) for own in units]
+    units = [_placed(own, at, most, -1) for own, at in zip(units, order, strict=True)]
+    maps = [_placed(m, at, most, 0.0) for m, at in zip(maps, order, strict=True)]
     own_x, extra = _spanned(np.stack(maps))
     small_w, small_r, small_b = [], [], []
     for way, own in enumerate(units):
@@ -202,6 +207,13 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 axis=-3,
             )
             w.put(value, piece, np.where(np.isin(ids, whole[s.varies[value]]), ids, -1))
+
+
+def _placed(values: NDArray[_Number], at: Ids, length: int, fill: float) -> NDArray[_Number]:
+    """`values` at the entries `at` of a last axis of `length`, `fill` elsewhere."""
+    made = np.full((*values.shape[:-1], length), fill, values.dtype)
+    made[..., at] = values
+    return made
 
 
 def _last(rank: int) -> list[int]:
