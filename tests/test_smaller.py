@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from small_graphs import GRAPHS, Graph, Kind, bundle_of, masked, personal_of
+from small_graphs import GRAPHS, MERGED_HEADS, Graph, Kind, bundle_of, masked, personal_of
 
 from edge_client.bundle import F32
 from edge_client.compaction.personal import PersonalReport, write_personal
@@ -126,6 +126,15 @@ def test_heads_keep_different_entries(tmp_path: Path) -> None:
     model, _, error = compact(graph, values, tmp_path)
     assert error <= 1e-5
     assert weights(model, "MatMul")[:2] == [(6, 7), (6, 7)]
+
+
+def test_heads_that_share_an_axis_with_the_batch_are_right_for_every_sample(tmp_path: Path) -> None:
+    """Queries live in head 0 alone, keys in both: sixteen samples must not get the scores of the first."""
+    values = masked(MERGED_HEADS, "act", 1.0, 7)
+    for name, gone in (("q", [0, 1, 3, 4, 5, 6, 7]), ("k", [0, 5]), ("v", [0, 1, 2, 5])):
+        values[name][:, gone], values[f"{name}b"][gone] = 0, 0
+    _, _, error = compact(MERGED_HEADS, values, tmp_path)
+    assert error <= 1e-5
 
 
 def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:

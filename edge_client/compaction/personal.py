@@ -7,12 +7,13 @@ The masked model is `eval.onnx` with the effective values. Its batch-norms are c
 moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
 than the tolerance.
 
-Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. The scale is
-max(1, largest absolute output) of the sample. Probes are random inputs, the samples given, and extreme inputs: zeros,
-ones, large values of both signs, single spikes. The scale of an extreme probe also counts its largest input value,
-because float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the
-masked model itself moves when an extreme input is rounded to the next float (a softmax of scores in the thousands), the
-two may differ by a few times that.
+Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. Probes are random
+inputs, the samples given, and extreme inputs: zeros, ones, large values of both signs, single spikes. The scale of an
+ordinary probe is the larger of the sample's largest absolute output and the standard deviation of all outputs, that of
+an extreme one the largest of 1, the sample's largest output and the probe's largest input.
+
+Float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the masked
+model itself moves when its values are rounded to other floats, the two may differ by a few times that.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from edge_client.task import Personal
 
 TOLERANCE = 1e-5
 EVAL = "eval.onnx"
-ROUNDINGS = 4.0  # times what one rounding of the input does, for all the roundings on the way
+ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
@@ -170,12 +171,13 @@ def _prove(
     for probe, ordinary, x in _probes(bundle.manifest, samples):
         expected, found = _run(masked, {**feed, x_name: x}, probe), _run(frozen, {x_name: x}, probe)
         difference = np.abs(found - expected).max(axis=1)
-        floor = 1.0 if ordinary else max(1.0, float(np.abs(x).max()))
-        scaled = float((difference / np.maximum(floor, np.abs(expected).max(axis=1))).max())
-        if not scaled <= TOLERANCE and not ordinary:
-            rounded = _run(masked, {**feed, x_name: np.nextafter(x, np.float32(np.inf))}, probe)
-            own = np.abs(rounded - expected).max(axis=1) / np.maximum(floor, np.abs(expected).max(axis=1))
-            scaled = scaled if scaled > ROUNDINGS * float(own.max()) else TOLERANCE
+        floor = float(expected.std()) if ordinary else max(1.0, float(np.abs(x).max()))
+        scale = np.maximum(floor, np.abs(expected).max(axis=1))
+        scaled = _largest(difference, scale)
+        if not scaled <= TOLERANCE:
+            rounded = _run(masked, _rounded(feed, x_name, x, ordinary), probe)
+            own = _largest(np.abs(rounded - expected).max(axis=1), scale)
+            scaled = TOLERANCE if np.isfinite(scaled) and scaled <= ROUNDINGS * own else scaled
         if not scaled <= TOLERANCE:  # so that NaN fails too
             raise CompactionError(
                 f"on {probe} the compact model's outputs differ from the masked model's by {difference.max():.3g} "
@@ -185,6 +187,23 @@ def _prove(
         if ordinary:
             largest = max(largest, float(difference.max()))
     return largest, worst
+
+
+def _largest(difference: NDArray[np.float64], scale: NDArray[np.float64]) -> float:
+    """The largest difference in units of its scale; where the scale is 0, any difference is infinite."""
+    return float(np.divide(difference, scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0).max())
+
+
+def _rounded(feed: Mapping[str, NDArray[Any]], name: str, x: NDArray[Any], ordinary: bool) -> dict[str, NDArray[Any]]:
+    """Inputs one rounding away: of an ordinary probe the tensors too, each element up or down at random."""
+    if not ordinary:
+        return {**feed, name: np.nextafter(x, np.float32(np.inf))}
+    random = np.random.default_rng(0)
+    step = np.finfo(np.float32).eps
+    return {
+        k: v * (1 + step * random.choice(np.float32([-1, 1]), v.shape)) if v.dtype == np.float32 else v
+        for k, v in {**feed, name: x}.items()
+    }
 
 
 def _open(model: bytes) -> ort.InferenceSession:

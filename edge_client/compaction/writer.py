@@ -270,6 +270,8 @@ class Writer:
             where[own[own >= 0]] = np.flatnonzero(own >= 0)
             zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
             places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
+            if self.net.moving[value][axis] and not np.array_equal(places, np.arange(len(own))):
+                raise Ragged(value, f"value {value!r} holds the batch in an axis that lost channels")
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
