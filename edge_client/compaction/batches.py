@@ -55,4 +55,5 @@ def _parted(net: Net, makers: dict[str, NodeProto], name: str) -> str | None:
         if net.shapes[given] != net.shapes[value] or net.moving[given] != net.moving[value]:
             break
         value, spread = given, makers.get(given)
-    return value
+    found: str = value
+    return found
