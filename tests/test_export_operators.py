@@ -178,7 +178,13 @@ def _moving(module: Any, y: Tensor) -> Tensor:
 
 REFUSED = {
     "python state": (Odd(_count), "other outputs when it runs again"),
-    "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only|differently from the module"),
+    "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only"),
+    "large batches": (Odd(lambda _, y: y * 2 if y.shape[0] >= 100 else y), r"number of samples n .* where n < 100;"),
+    "one large batch": (Odd(lambda _, y: y * 2 if y.shape[0] == 777 else y), r"number of samples n .* Ne\(n, 777\)"),
+    "a size as a factor": (Odd(lambda _, y: y * min(y.shape[0], 64)), r"number of samples n .* where n <= 64;"),
+    "large batches after a convolution": (
+        nn.Sequential(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 1, 1), nn.Flatten(),
+                      Odd(lambda _, y: y * 2 if y.shape[0] > 99 else y)), r"number of samples n .* where n <= 99;"),
     "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
     "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
