@@ -276,6 +276,34 @@ def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
         prove(module, made.example, made.target, parameters, buffers, parameters, made.train, other.evaluation)
 
 
+class Cancelling(nn.Module):
+    """A linear layer and a parameter whose gradient is a small sum of large terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.small = nn.Linear(5, 3), nn.Parameter(torch.tensor([1e-6]))
+        terms = torch.randn(64) * 1e3
+        self.register_buffer("terms", terms - (terms.sum() - 1) / 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * (1 + (self.small.expand(64) * self.terms).sum())
+
+
+def test_one_inexact_gradient_does_not_excuse_another() -> None:
+    module = Cancelling()
+    made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
+    assert made.shown.gradient > 5e-5
+    wrong, output = copy.deepcopy(made.train), "grad:head.bias"
+    node = next(n for n in wrong.graph.node if output in n.output)
+    node.output[list(node.output).index(output)] = "right"
+    factor = np.array(1 + made.shown.gradient / 2, np.float32)
+    wrong.graph.initializer.append(numpy_helper.from_array(factor, "factor"))
+    wrong.graph.node.append(onnx.helper.make_node("Mul", ["right", "factor"], [output]))
+    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
+    with pytest.raises(ModelError, match=r"gradient of 'head\.bias' differently"):
+        prove(module, made.example, made.target, parameters, buffers, parameters, wrong, made.evaluation)
+
+
 def test_zeros_that_hide_a_fault_are_moved_away_first() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     nn.init.zeros_(module[2].weight)
