@@ -42,7 +42,8 @@ def _parted(net: Net, makers: dict[str, NodeProto], name: str) -> str | None:
     join = makers.get(name)
     if join is None or join.op_type != "Reshape" or net.data(join) != [0]:
         return None
-    value, shape = join.input[0], net.shapes[name]
+    value: str = join.input[0]
+    shape = net.shapes[name]
     before = net.shapes[value]
     if len(shape) != 3 or len(before) < 4 or before[-2:] != shape[-2:] or any(net.moving[value][-2:]):
         return None
