@@ -9,11 +9,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from small_graphs import GRAPHS, MERGED_HEADS, Graph, Kind, bundle_of, masked, personal_of
+from small_graphs import GRAPHS, MERGED_HEADS, MERGED_ROWS, Graph, Kind, bundle_of, masked, personal_of
 
 from edge_client.bundle import F32
 from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+
+EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS}
 
 
 def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:
@@ -48,9 +50,9 @@ def weights(model: onnx.ModelProto, *operators: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kept", [0.5, 0.3])
 @pytest.mark.parametrize("kind", ["act", "weight"])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_smaller_graph_says_the_same(name: str, kind: Kind, kept: float, tmp_path: Path) -> None:
-    graph = GRAPHS[name]
+    graph = EVERY[name]
     model, report, error = compact(graph, masked(graph, kind, kept, 1), tmp_path)
     assert error <= 1e-5
     dense = sum(np.prod(graph.tensors[w]) for w in graph.rows)

@@ -201,7 +201,7 @@ def _rounded(feed: Mapping[str, NDArray[Any]], name: str, x: NDArray[Any], ordin
     random = np.random.default_rng(0)
     step = np.finfo(np.float32).eps
     return {
-        k: v * (1 + step * random.choice(np.float32([-1, 1]), v.shape)) if v.dtype == np.float32 else v
+        k: v * (1 + step * random.choice(np.array([-1, 1], np.float32), v.shape)) if v.dtype == np.float32 else v
         for k, v in {**feed, name: x}.items()
     }
 
