@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,17 @@ def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
     (node,) = (n for n in model.graph.node if n.op_type == "LSTM")
     shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
     assert [shapes[v] for v in node.input[1:4]] == [(1, 12, 4), (1, 12, 3), (1, 24)]
+
+
+def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_each(tmp_path: Path) -> None:
+    once = GRAPHS["lstm"]
+    layer = "LSTM <hidden_size = 6> (s, w, r, wb)"
+    body = once.body.replace(f"y, last = {layer}", f"y, last = {layer} e, f, cell = {layer}")
+    graph = replace(
+        once, body=body.replace("h = Squeeze(last, z)", "h1 = Squeeze(last, z) h2 = Squeeze(cell, z) h = Mul(h1, h2)")
+    )
+    _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
 
 
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
