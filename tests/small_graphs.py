@@ -230,6 +230,16 @@ MERGED_HEADS = Graph(
     {k: f"{k}b" for k in "qkv"},
 )
 """An attention whose batch and heads share an axis, as PyTorch's exporter writes it; outputs far below 1."""
+MERGED_ROWS = Graph(
+    (4, 6),
+    {"a": (8, 6), "ab": (8,), "b": (8, 8), "bb": (8,), "o": (3, 8), "ob": (3,)},
+    "r = Constant <value_ints = [-1, 6]> () s = Constant <value_ints = [-1, 4, 8]> () x1 = Reshape(x, r) "
+    "y = Gemm <transB = 1> (x1, a, ab) v = Tanh(y) u = MatMul(v, b) w1 = Add(u, bb) w = Softmax <axis = 1> (w1) "
+    "z = Reshape(w, s) t = Constant <value_ints = [1]> () m = ReduceMax <keepdims = 0> (z, t) "
+    "logits = Gemm <transB = 1> (m, o, ob)",
+    {"a": (0, 1), "b": (1, 1)},
+    {"a": "ab", "b": "bb"},
+)
 
 
 def masked(graph: Graph, kind: Kind, kept: float, seed: int) -> dict[str, F32]:

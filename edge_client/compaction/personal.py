@@ -18,6 +18,7 @@ model itself moves when its values are rounded to other floats, the two may diff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ EVAL = "eval.onnx"
 ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
+REPORT = "keep the dense model and report the bundle"
+MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
 
@@ -169,13 +172,13 @@ def _prove(
     (x_name,) = (i.name for i in frozen.get_inputs())
     largest = worst = 0.0
     for probe, ordinary, x in _probes(bundle.manifest, samples):
-        expected, found = _run(masked, {**feed, x_name: x}, probe), _run(frozen, {x_name: x}, probe)
+        expected, found = _run(masked, MASKED, {**feed, x_name: x}, probe), _run(frozen, COMPACT, {x_name: x}, probe)
         difference = np.abs(found - expected).max(axis=1)
         floor = float(expected.std()) if ordinary else max(1.0, float(np.abs(x).max()))
         scale = np.maximum(floor, np.abs(expected).max(axis=1))
         scaled = _largest(difference, scale)
         if not scaled <= TOLERANCE:
-            rounded = _run(masked, _rounded(feed, x_name, x, ordinary), probe)
+            rounded = _run(masked, MASKED, _rounded(feed, x_name, x, ordinary), probe)
             own = _largest(np.abs(rounded - expected).max(axis=1), scale)
             scaled = TOLERANCE if np.isfinite(scaled) and scaled <= ROUNDINGS * own else scaled
         if not scaled <= TOLERANCE:  # so that NaN fails too
@@ -214,15 +217,22 @@ def _open(model: bytes) -> ort.InferenceSession:
         onnx.checker.check_model(model, full_check=True)
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnx and onnxruntime raise a class of their own for every status
-        raise CompactionError(f"the personal model is not valid ONNX: {error}; export the bundle again") from None
+        raise CompactionError(f"compaction made a graph that does not open: {_cause(error)}; {REPORT}") from None
 
 
-def _run(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]], probe: str) -> NDArray[np.float64]:
+def _cause(error: Exception) -> str:
+    """What ONNX Runtime says, without places in its own source."""
+    return re.sub(r"\S+\.(h|cc):\d+ ", "", str(error).rsplit("Status Message: ", 1)[-1]).strip()
+
+
+def _run(
+    session: ort.InferenceSession, what: tuple[str, str], feed: Mapping[str, NDArray[Any]], probe: str
+) -> NDArray[np.float64]:
     """The outputs, one row a sample: a sequence's steps lie side by side."""
     try:
         output = np.asarray(session.run(None, dict(feed))[0], np.float64)
     except Exception as error:  # see _open
-        raise CompactionError(f"the personal model does not run on {probe}: {error}; export the bundle again") from None
+        raise CompactionError(f"the {what[0]} model does not run on {probe}: {_cause(error)}; {what[1]}") from None
     return output.reshape(len(output), -1)
 
 

@@ -171,7 +171,7 @@ class Writer:
         while trimmed and not trimmed[-1]:
             trimmed.pop()
         node = helper.make_node(op, trimmed, [], **attributes)
-        key = ("node", node.SerializeToString(deterministic=True))
+        key = ("node", count, node.SerializeToString(deterministic=True))
         if key not in self._made:
             names = [self.fresh() for _ in range(count)]
             node.output.extend(names)
