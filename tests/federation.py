@@ -146,7 +146,7 @@ class Federation:
 
     def join(self, name: str, data: Path, *options: str) -> Process:
         """Start a device process."""
-        command = [sys.executable, "-m", "edge_client.cli", "join", self.url, "--token", self.token]
+        command = [sys.executable, "-m", "edge_client.cli", "join", self.url, "--token", self.token, "--align", "none"]
         command += ["--data", str(data), "--device", name, "--state", str(self.folder / name), *options]
         process = self.devices[name] = Process(command, self.folder / f"{name}.log")
         process.start()

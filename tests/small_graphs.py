@@ -208,6 +208,39 @@ GRAPHS: dict[str, Graph] = {
     ),
 }  # fmt: skip
 
+MERGED_HEADS = Graph(
+    (5, 6),
+    {**dict.fromkeys("qkv", (6, 8)), **{f"{k}b": (8,) for k in "qkv"}, "o": (3, 8), "ob": (3,)},
+    "sh = Constant <value_ints = [-1, 5, 2, 4]> () fl = Constant <value_ints = [-1, 5, 8]> () "
+    "mq = Constant <value_ints = [-1, 5, 4]> () mk = Constant <value_ints = [-1, 4, 5]> () "
+    "ms = Constant <value_ints = [-1, 5, 5]> () ps = Constant <value_ints = [-1, 2, 5, 5]> () "
+    "py = Constant <value_ints = [-1, 2, 5, 4]> () "
+    + "".join(
+        f"{k}1 = MatMul(x, {k}) {k}2 = Add({k}1, {k}b) {k}3 = Reshape({k}2, sh) "
+        f"{k}4 = Transpose <perm = {perm}> ({k}3) {k}5 = Reshape({k}4, m{m}) "
+        for k, perm, m in (("q", "[0, 2, 1, 3]", "q"), ("k", "[0, 2, 3, 1]", "k"), ("v", "[0, 2, 1, 3]", "q"))
+    )
+    + "s = MatMul(q5, k5) s4 = Reshape(s, ps) w4 = Softmax <axis = -1> (s4) n = Shape <start = 0, end = 1> (x) "
+    "c = Constant <value_ints = [2, 5, 5]> () b = Concat <axis = 0> (n, c) w5 = Expand(w4, b) w = Reshape(w5, ms) "
+    "y = MatMul(w, v5) "
+    "y4 = Reshape(y, py) z = Transpose <perm = [0, 2, 1, 3]> (y4) f = Reshape(z, fl) "
+    "t = Constant <value_ints = [1]> () m = ReduceMean <keepdims = 0> (f, t) u = Gemm <transB = 1> (m, o, ob) "
+    "e = Constant <value_float = 1e-6> () logits = Mul(u, e)",
+    dict.fromkeys("qkv", (1, 1)),
+    {k: f"{k}b" for k in "qkv"},
+)
+"""An attention whose batch and heads share an axis, as PyTorch's exporter writes it; outputs far below 1."""
+MERGED_ROWS = Graph(
+    (4, 6),
+    {"a": (8, 6), "ab": (8,), "b": (8, 8), "bb": (8,), "o": (3, 8), "ob": (3,)},
+    "r = Constant <value_ints = [-1, 6]> () s = Constant <value_ints = [-1, 4, 8]> () x1 = Reshape(x, r) "
+    "y = Gemm <transB = 1> (x1, a, ab) v = Tanh(y) u = MatMul(v, b) w1 = Add(u, bb) w = Softmax <axis = 1> (w1) "
+    "z = Reshape(w, s) t = Constant <value_ints = [1]> () m = ReduceMax <keepdims = 0> (z, t) "
+    "logits = Gemm <transB = 1> (m, o, ob)",
+    {"a": (0, 1), "b": (1, 1)},
+    {"a": "ab", "b": "bb"},
+)
+
 
 def masked(graph: Graph, kind: Kind, kept: float, seed: int) -> dict[str, F32]:
     """Random values with the share `kept` of each weight's outputs; the biases of the others are cleared by "act"."""

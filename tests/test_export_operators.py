@@ -178,7 +178,13 @@ def _moving(module: Any, y: Tensor) -> Tensor:
 
 REFUSED = {
     "python state": (Odd(_count), "other outputs when it runs again"),
-    "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only|differently from the module"),
+    "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only"),
+    "large batches": (Odd(lambda _, y: y * 2 if y.shape[0] >= 100 else y), r"number of samples n .* where n < 100;"),
+    "one large batch": (Odd(lambda _, y: y * 2 if y.shape[0] == 777 else y), r"number of samples n .* Ne\(n, 777\)"),
+    "a size as a factor": (Odd(lambda _, y: y * min(y.shape[0], 64)), r"number of samples n .* where n <= 64;"),
+    "large batches after a convolution": (
+        nn.Sequential(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 1, 1), nn.Flatten(),
+                      Odd(lambda _, y: y * 2 if y.shape[0] > 99 else y)), r"number of samples n .* where n <= 99;"),
     "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
     "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
@@ -268,6 +274,34 @@ def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
                           torch.zeros(2, 5), CLASSIFICATION)  # fmt: skip
     with pytest.raises(ModelError, match="output in evaluation mode"):
         prove(module, made.example, made.target, parameters, buffers, parameters, made.train, other.evaluation)
+
+
+class Cancelling(nn.Module):
+    """A linear layer and a parameter whose gradient is a small sum of large terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.small = nn.Linear(5, 3), nn.Parameter(torch.tensor([1e-6]))
+        terms = torch.randn(64) * 1e3
+        self.register_buffer("terms", terms - (terms.sum() - 1) / 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * (1 + (self.small.expand(64) * self.terms).sum())
+
+
+def test_one_inexact_gradient_does_not_excuse_another() -> None:
+    module = Cancelling()
+    made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
+    assert made.shown.gradient > 5e-5
+    wrong, output = copy.deepcopy(made.train), "grad:head.bias"
+    node = next(n for n in wrong.graph.node if output in n.output)
+    node.output[list(node.output).index(output)] = "right"
+    factor = np.array(1 + made.shown.gradient / 2, np.float32)
+    wrong.graph.initializer.append(numpy_helper.from_array(factor, "factor"))
+    wrong.graph.node.append(onnx.helper.make_node("Mul", ["right", "factor"], [output]))
+    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
+    with pytest.raises(ModelError, match=r"gradient of 'head\.bias' differently"):
+        prove(module, made.example, made.target, parameters, buffers, parameters, wrong, made.evaluation)
 
 
 def test_zeros_that_hide_a_fault_are_moved_away_first() -> None:

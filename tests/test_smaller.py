@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from small_graphs import GRAPHS, Graph, Kind, bundle_of, masked, personal_of
+from small_graphs import GRAPHS, MERGED_HEADS, MERGED_ROWS, Graph, Kind, bundle_of, masked, personal_of
 
 from edge_client.bundle import F32
 from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+
+EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS}
 
 
 def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:
@@ -48,9 +51,9 @@ def weights(model: onnx.ModelProto, *operators: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kept", [0.5, 0.3])
 @pytest.mark.parametrize("kind", ["act", "weight"])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_smaller_graph_says_the_same(name: str, kind: Kind, kept: float, tmp_path: Path) -> None:
-    graph = GRAPHS[name]
+    graph = EVERY[name]
     model, report, error = compact(graph, masked(graph, kind, kept, 1), tmp_path)
     assert error <= 1e-5
     dense = sum(np.prod(graph.tensors[w]) for w in graph.rows)
@@ -128,6 +131,15 @@ def test_heads_keep_different_entries(tmp_path: Path) -> None:
     assert weights(model, "MatMul")[:2] == [(6, 7), (6, 7)]
 
 
+def test_heads_that_share_an_axis_with_the_batch_are_right_for_every_sample(tmp_path: Path) -> None:
+    """Queries live in head 0 alone, keys in both: sixteen samples must not get the scores of the first."""
+    values = masked(MERGED_HEADS, "act", 1.0, 7)
+    for name, gone in (("q", [0, 1, 3, 4, 5, 6, 7]), ("k", [0, 5]), ("v", [0, 1, 2, 5])):
+        values[name][:, gone], values[f"{name}b"][gone] = 0, 0
+    _, _, error = compact(MERGED_HEADS, values, tmp_path)
+    assert error <= 1e-5
+
+
 def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
     graph = GRAPHS["lstm"]
     model, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
@@ -135,6 +147,17 @@ def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
     (node,) = (n for n in model.graph.node if n.op_type == "LSTM")
     shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
     assert [shapes[v] for v in node.input[1:4]] == [(1, 12, 4), (1, 12, 3), (1, 24)]
+
+
+def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_each(tmp_path: Path) -> None:
+    once = GRAPHS["lstm"]
+    layer = "LSTM <hidden_size = 6> (s, w, r, wb)"
+    body = once.body.replace(f"y, last = {layer}", f"y, last = {layer} e, f, cell = {layer}")
+    graph = replace(
+        once, body=body.replace("h = Squeeze(last, z)", "h1 = Squeeze(last, z) h2 = Squeeze(cell, z) h = Mul(h1, h2)")
+    )
+    _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
 
 
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:

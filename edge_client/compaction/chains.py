@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 from onnx import NodeProto, helper
 
-from edge_client.compaction.batches import part_batches
+from edge_client.compaction.apart import part_batch
 from edge_client.compaction.moves import PICK, REGROUP, is_move
 from edge_client.compaction.net import Net, drop_unused
 from edge_client.compaction.operators import Array
@@ -23,7 +23,7 @@ _CHAINED = REGROUP | PICK | {"Transpose"}
 
 def straighten(net: Net) -> None:
     """Write every chain of moves of `net` in its plainest form, in place."""
-    part_batches(net)
+    part_batch(net)
     makers = {n.output[0]: n for n in net.nodes}
     users = net.users()
     made: list[NodeProto] = []

@@ -7,16 +7,18 @@ The masked model is `eval.onnx` with the effective values. Its batch-norms are c
 moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
 than the tolerance.
 
-Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. The scale is
-max(1, largest absolute output) of the sample. Probes are random inputs, the samples given, and extreme inputs: zeros,
-ones, large values of both signs, single spikes. The scale of an extreme probe also counts its largest input value,
-because float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the
-masked model itself moves when an extreme input is rounded to the next float (a softmax of scores in the thousands), the
-two may differ by a few times that.
+Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. Probes are random
+inputs, the samples given, and extreme inputs: zeros, ones, large values of both signs, single spikes. The scale of an
+ordinary probe is the larger of the sample's largest absolute output and the standard deviation of all outputs, that of
+an extreme one the largest of 1, the sample's largest output and the probe's largest input.
+
+Float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the masked
+model itself moves when its values are rounded to other floats, the two may differ by a few times that.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +41,11 @@ from edge_client.task import Personal
 
 TOLERANCE = 1e-5
 EVAL = "eval.onnx"
-ROUNDINGS = 4.0  # times what one rounding of the input does, for all the roundings on the way
+ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
+REPORT = "keep the dense model and report the bundle"
+MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
 
@@ -168,14 +172,15 @@ def _prove(
     (x_name,) = (i.name for i in frozen.get_inputs())
     largest = worst = 0.0
     for probe, ordinary, x in _probes(bundle.manifest, samples):
-        expected, found = _run(masked, {**feed, x_name: x}, probe), _run(frozen, {x_name: x}, probe)
+        expected, found = _run(masked, MASKED, {**feed, x_name: x}, probe), _run(frozen, COMPACT, {x_name: x}, probe)
         difference = np.abs(found - expected).max(axis=1)
-        floor = 1.0 if ordinary else max(1.0, float(np.abs(x).max()))
-        scaled = float((difference / np.maximum(floor, np.abs(expected).max(axis=1))).max())
-        if not scaled <= TOLERANCE and not ordinary:
-            rounded = _run(masked, {**feed, x_name: np.nextafter(x, np.float32(np.inf))}, probe)
-            own = np.abs(rounded - expected).max(axis=1) / np.maximum(floor, np.abs(expected).max(axis=1))
-            scaled = scaled if scaled > ROUNDINGS * float(own.max()) else TOLERANCE
+        floor = float(expected.std()) if ordinary else max(1.0, float(np.abs(x).max()))
+        scale = np.maximum(floor, np.abs(expected).max(axis=1))
+        scaled = _largest(difference, scale)
+        if not scaled <= TOLERANCE:
+            rounded = _run(masked, MASKED, _rounded(feed, x_name, x, ordinary), probe)
+            own = _largest(np.abs(rounded - expected).max(axis=1), scale)
+            scaled = TOLERANCE if np.isfinite(scaled) and scaled <= ROUNDINGS * own else scaled
         if not scaled <= TOLERANCE:  # so that NaN fails too
             raise CompactionError(
                 f"on {probe} the compact model's outputs differ from the masked model's by {difference.max():.3g} "
@@ -187,6 +192,23 @@ def _prove(
     return largest, worst
 
 
+def _largest(difference: NDArray[np.float64], scale: NDArray[np.float64]) -> float:
+    """The largest difference in units of its scale; where the scale is 0, any difference is infinite."""
+    return float(np.divide(difference, scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0).max())
+
+
+def _rounded(feed: Mapping[str, NDArray[Any]], name: str, x: NDArray[Any], ordinary: bool) -> dict[str, NDArray[Any]]:
+    """Inputs one rounding away: of an ordinary probe the tensors too, each element up or down at random."""
+    if not ordinary:
+        return {**feed, name: np.nextafter(x, np.float32(np.inf))}
+    random = np.random.default_rng(0)
+    step = np.finfo(np.float32).eps
+    return {
+        k: v * (1 + step * random.choice(np.array([-1, 1], np.float32), v.shape)) if v.dtype == np.float32 else v
+        for k, v in {**feed, name: x}.items()
+    }
+
+
 def _open(model: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -195,15 +217,22 @@ def _open(model: bytes) -> ort.InferenceSession:
         onnx.checker.check_model(model, full_check=True)
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnx and onnxruntime raise a class of their own for every status
-        raise CompactionError(f"the personal model is not valid ONNX: {error}; export the bundle again") from None
+        raise CompactionError(f"compaction made a graph that does not open: {_cause(error)}; {REPORT}") from None
 
 
-def _run(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]], probe: str) -> NDArray[np.float64]:
+def _cause(error: Exception) -> str:
+    """What ONNX Runtime says, without places in its own source."""
+    return re.sub(r"\S+\.(h|cc):\d+ ", "", str(error).rsplit("Status Message: ", 1)[-1]).strip()
+
+
+def _run(
+    session: ort.InferenceSession, what: tuple[str, str], feed: Mapping[str, NDArray[Any]], probe: str
+) -> NDArray[np.float64]:
     """The outputs, one row a sample: a sequence's steps lie side by side."""
     try:
         output = np.asarray(session.run(None, dict(feed))[0], np.float64)
     except Exception as error:  # see _open
-        raise CompactionError(f"the personal model does not run on {probe}: {error}; export the bundle again") from None
+        raise CompactionError(f"the {what[0]} model does not run on {probe}: {_cause(error)}; {what[1]}") from None
     return output.reshape(len(output), -1)
 
 

@@ -57,7 +57,7 @@ def _reaches_softmax(s: Study, value: str) -> bool:
         if user.op_type == "Softmax":
             if settings(user).get("axis", -1) % rank != rank - 1:
                 return False
-        elif user.op_type == "Add" and len(rest) == 1:  # what is added does not mind
+        elif user.op_type == "Add" and len(rest) == 1:  # an addend common to all columns cancels
             if not _reaches_softmax(s, user.output[0]) or len(s.shape(user.output[0])) != rank:
                 return False
         elif user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1:

@@ -171,7 +171,7 @@ class Writer:
         while trimmed and not trimmed[-1]:
             trimmed.pop()
         node = helper.make_node(op, trimmed, [], **attributes)
-        key = ("node", node.SerializeToString(deterministic=True))
+        key = ("node", count, node.SerializeToString(deterministic=True))
         if key not in self._made:
             names = [self.fresh() for _ in range(count)]
             node.output.extend(names)
@@ -270,6 +270,8 @@ class Writer:
             where[own[own >= 0]] = np.flatnonzero(own >= 0)
             zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
             places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
+            if self.net.moving[value][axis] and not np.array_equal(places, np.arange(len(own))):
+                raise Ragged(value, f"value {value!r} holds the batch in an axis that lost channels")
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():

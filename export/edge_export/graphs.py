@@ -27,12 +27,13 @@ from torch.export import ExportedProgram
 from torch.func import functional_call, functionalize, vjp
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export import decompositions
 from edge_export.batch_norm import Statistics
+from edge_export.branches import BatchEnv, refuse_branches
 from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.onnx_layers import layers
@@ -92,13 +93,17 @@ def train_graph(
 
 
 def _traced(function: Callable[..., Any], table: dict[Any, Any], *inputs: Any) -> torch.fx.GraphModule:
-    """`function` of fake tensors as ATen operators, none of which changes a tensor in place."""
+    """`function` of fake tensors as ATen operators, none of which changes a tensor in place.
+
+    Raises ModelError when the operators hold for some numbers of samples only.
+    """
     made: torch.fx.GraphModule = make_fx(function, decomposition_table=table, tracing_mode="symbolic")(*inputs)
     made.graph.eliminate_dead_code()
     if any(_mutates(n) for n in made.graph.nodes):  # traced once more: backward passes of our own do not allow it above
         pure = functionalize(made, remove="mutations")
         made = make_fx(pure, decomposition_table=table, tracing_mode="symbolic")(*inputs)
         made.graph.eliminate_dead_code()
+    refuse_branches(inputs)
     return made
 
 
@@ -123,7 +128,7 @@ def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProt
 
 def _fake(*groups: list[Tensor]) -> list[list[Tensor]]:
     """Tensors without storage, by group; in the third group the first axis is the batch, a symbol."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=BatchEnv(), allow_non_fake_inputs=True)
 
     def fake(t: Tensor, batched: bool) -> Tensor:
         sizes = [DimDynamic.DYNAMIC if batched and i == 0 else DimDynamic.STATIC for i in range(t.ndim)]

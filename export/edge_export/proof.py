@@ -5,8 +5,8 @@ and the outputs in evaluation mode must agree. Values are moved away from their 
 fresh statistics hide what a graph lost. Nothing of the exporter's own forms takes part, dropout's draws excepted.
 
 The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE` at best of a few draws.
-Where PyTorch itself in float32 misses the witness by more, because some of a million activations lie so close to zero
-that a ReLU falls the other way, it may reach a few times PyTorch's error.
+Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
+close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def prove(
     _steady(witness, values, moved, draw(5))
     for n in BATCHES:
         least = dict.fromkeys(names, np.inf)
-        level = 0.0
+        levels = dict.fromkeys(names, 0.0)
         for _ in range(DRAWS):
             x, y = draw(n), _labels(target, n, random)
             feeds = {k: values[k].numpy() for k in parameters} | {k: moved[k].numpy() for k in buffers}
@@ -90,12 +90,12 @@ def prove(
             true, own = (witness.step(values, moved, x, y, wide) for wide in (True, False))
             due = [k for k in names if k in true]
             errors, single = _errors(dict(zip(names, found, strict=True)), true, due), _errors(own, true, due)
-            level = max(level, *single.values())
+            levels = {k: max(levels[k], single[k]) for k in due}
             least = {k: min(least[k], errors[k]) for k in due}
             if max(least.values()) <= TOLERANCE:
                 break
         for name, gap in least.items():
-            if gap > max(TOLERANCE, min(FACTOR * level, MOST)):
+            if gap > max(TOLERANCE, min(FACTOR * levels[name], MOST)):
                 raise ModelError(_complaint(name, n, gap))
             kind = name.partition(":")[0].replace("loss", "new")
             worst[kind] = max(worst[kind], gap)

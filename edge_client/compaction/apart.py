@@ -1,0 +1,165 @@
+"""The batch gets an axis of its own, wherever a reshape has merged it with another one.
+
+An attention may reach its products with batch and heads in one axis. What is known for one sample says nothing of such
+an axis in a batch. So what lies between the reshape that merges and the one that splits is written on the axes apart:
+products, transposes and operators on single elements. Both reshapes then go.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, helper
+
+from edge_client.compaction.net import Net, drop_unused
+from edge_client.compaction.operators import Array, settings
+
+# fmt: off
+_SINGLE = frozenset({
+    "Abs", "Add", "And", "Cast", "Clip", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater", "HardSigmoid",
+    "HardSwish", "IsNaN", "LeakyRelu", "Less", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow",
+    "Reciprocal", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh", "Where",
+})
+# fmt: on
+_ALONG = frozenset({"LayerNormalization", "LogSoftmax", "Softmax"})
+
+
+def part_batch(net: Net) -> None:
+    """Write what `net` computes on axes that merge the batch with others on those axes apart, in place."""
+    apart: dict[str, tuple[str, int]] = {}  # of a value with such an axis: the same on axes apart, and that axis
+    same: dict[str, str] = {}
+    nodes, net.nodes = net.nodes, []
+    for node in nodes:
+        node.input[:] = [same.get(v, v) for v in node.input]
+        out = node.output[0]
+        if out in net.sizes or len([o for o in node.output if o]) != 1 or sum(net.moving[out]) != 1:
+            net.nodes.append(node)
+            continue
+        axis = net.moving[out].index(True)
+        made = _written(net, node, apart, axis)
+        if made is None:
+            net.nodes.append(node)
+        elif net.shapes[out][axis] > 1:
+            apart[out] = (made, axis)
+            net.nodes.append(_reshape(net, made, out, net.shapes[out], axis))
+        elif out != net.output:
+            same[out] = made
+        else:
+            net.nodes.append(helper.make_node("Identity", [made], [out]))
+    drop_unused(net)
+
+
+def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The name of the output of `node` on axes apart, its nodes appended to `net`; None: it stays as it is."""
+    out, name = node.output[0], node.input[0] if node.input else ""
+    shape, op = net.shapes[out], node.op_type
+    data = net.data(node)
+    if op == "Expand" and data == [0] and net.shapes[name] == shape and net.moving[name] == net.moving[out]:
+        return name if shape[axis] == 1 else apart[name][0] if name in apart else None
+    if op in ("Reshape", "Flatten", "Squeeze", "Unsqueeze") and data == [0]:
+        source = apart[name][0] if name in apart else name
+        return _regrouped(net, node, source, axis) if source != name or shape[axis] > 1 else None
+    if not any(node.input[k] in apart for k in data) or shape[axis] == 1:
+        return None
+    if op == "Transpose":
+        order = settings(node).get("perm", list(range(len(shape)))[::-1])
+        at = apart[name][1]
+        perm = [b for a in order for b in ((a, a + 1) if a == at else (a + (a > at),))]
+        return _emit(net, node, [apart[name][0]], axis, given={"perm": perm})
+    right = len(shape) - axis
+    if op == "Gemm":
+        return _layer(net, node, apart, axis)
+    if op not in _SINGLE | _ALONG | {"MatMul"}:
+        return None
+    given = settings(node)
+    if op in _ALONG:
+        low = given.get("axis", -1)
+        given["axis"] = low - len(shape) if low >= 0 else low
+        if given["axis"] <= -right:
+            return None
+    if op == "MatMul" and (right < 2 or any(len(net.shapes[v]) < 2 for v in node.input)):
+        return None
+    inputs = []
+    for k, v in enumerate(node.input):
+        size = net.shapes.get(v, ())
+        rows = op == "MatMul" and right == 2
+        if v in apart and len(size) - apart[v][1] == right and size[-right] == shape[axis] and not (rows and k):
+            inputs.append(apart[v][0])
+        elif not v or ((len(size) < right or (rows and k and len(size) == 2)) and not any(net.moving[v])):
+            inputs.append(v)
+        elif v in net.constants and len(size) >= right and size[-right] == 1 and not rows:
+            inputs.append(_kept(net, v, f"{out}.{k}", np.expand_dims(net.constants[v], len(size) - right)))
+            if v in net.ids:
+                net.ids[inputs[-1]] = net.ids[v].reshape(net.shapes[inputs[-1]])
+        else:
+            return None
+    return _emit(net, node, inputs, axis, given=given)
+
+
+def _regrouped(net: Net, node: NodeProto, source: str, axis: int) -> str | None:
+    """The output of a reshape of `source`, which has the batch in an axis of its own."""
+    out, moving = node.output[0], net.moving[source]
+    if sum(moving) != 1 or net.shapes[source][moving.index(True)] != 1:
+        return None
+    shape = net.shapes[out]
+    if prod(net.shapes[source][: moving.index(True)]) != prod(shape[:axis]):
+        return None
+    whole = (*shape[:axis], 1, *shape[axis:]) if shape[axis] > 1 else shape
+    if whole == net.shapes[source] and moving[axis]:
+        return source
+    name = f"{out}.apart"
+    _declare(net, name, whole, axis, out)
+    net.nodes.append(_reshape(net, source, name, whole, axis))
+    return name
+
+
+def _layer(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """A `Gemm` on merged rows as a product and a sum."""
+    given, out = settings(node), node.output[0]
+    plain = not given.get("transA", 0) and all(given.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+    if axis or not plain or node.input[0] not in apart or any(v and v not in net.constants for v in node.input[1:]):
+        return None
+    bias = node.input[2] if len(node.input) > 2 else ""
+    if bias and prod(net.shapes[bias][:-1]) != 1:
+        return None
+    weight = node.input[1]
+    if given.get("transB", 0):
+        weight = _kept(net, weight, f"{out}.weight", net.constants[weight].T)
+        if node.input[1] in net.ids:
+            net.ids[weight] = net.ids[node.input[1]].T
+    if not bias:
+        return _emit(net, helper.make_node("MatMul", [], [out]), [apart[node.input[0]][0], weight], axis)
+    product = _emit(net, helper.make_node("MatMul", [], [out]), [apart[node.input[0]][0], weight], axis, ".product")
+    return _emit(net, helper.make_node("Add", [], [out]), [product, bias], axis)
+
+
+def _emit(
+    net: Net, node: NodeProto, inputs: list[str], axis: int, tail: str = ".apart", given: dict[str, Any] | None = None
+) -> str:
+    """Append `node` on `inputs`; `axis` of its output becomes two."""
+    out = node.output[0]
+    shape, name = net.shapes[out], f"{out}{tail}"
+    _declare(net, name, (*shape[:axis], 1, *shape[axis:]), axis, out)
+    net.nodes.append(helper.make_node(node.op_type, inputs, [name], **(given or {})))
+    return name
+
+
+def _kept(net: Net, old: str, name: str, value: Array) -> str:
+    """A constant made of another one by moves."""
+    net.constants[name] = np.ascontiguousarray(value)
+    net.shapes[name], net.kinds[name], net.moving[name] = value.shape, value.dtype, (False,) * value.ndim
+    if old in net.origins:
+        net.origins[name] = net.origins[old]
+    return name
+
+
+def _reshape(net: Net, name: str, out: str, shape: tuple[int, ...], axis: int) -> NodeProto:
+    due = np.array([-1 if a == axis else n for a, n in enumerate(shape)], np.int64)
+    return helper.make_node("Reshape", [name, _kept(net, "", f"{out}.sizes", due)], [out])
+
+
+def _declare(net: Net, name: str, shape: tuple[int, ...], axis: int, like: str) -> None:
+    net.shapes[name], net.kinds[name] = shape, net.kinds[like]
+    net.moving[name] = tuple(a == axis for a in range(len(shape)))
