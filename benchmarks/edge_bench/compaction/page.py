@@ -127,7 +127,7 @@ def _beside(path: Path) -> list[str]:
     parts = [
         "",
         "Beside Torch-Pruning at the same kept share, timed in the same turns (`--peers`). It chooses the channels,",
-        "the same ones for all layers under a sum, so its outputs are another model's. `rounded` has its `round_to` 16:",
+        "the same ones for all layers under a sum, so its outputs are not ours. `rounded` has its `round_to` 16:",
         "",
         "| network | kept | ours narrowest | ours auto | Torch-Pruning | rounded |",
         "| --- " * 6 + "|",
