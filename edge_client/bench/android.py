@@ -35,7 +35,7 @@ WHOLE = re.compile(r"executed successfully (\d+) time\(s\) in ([\d.]+) ms")
 
 @dataclass(frozen=True)
 class Turn:
-    """What one start of a runner gave: milliseconds of each run, and where it is told the most memory in MB."""
+    """One start of a runner: milliseconds of each run, and the most memory in MB where the runner reports it."""
 
     ms: F64
     peak_mb: float | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from edge_client.compaction.operators import Array
+from edge_client.compaction.operators import Array, settings
 from edge_client.compaction.study import Study, missing
 from edge_client.errors import CompactionError
 
@@ -215,7 +215,7 @@ class Writer:
                 inputs.append(self.pieces[v].name)
             else:
                 raise missing(node, "takes the size of a value that is gone")
-        made = self.emit_many(node.op_type, inputs, len(node.output), **_settings(node))
+        made = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
         return made[list(node.output).index(name)]
 
     def sized(self, name: str, lengths: Sequence[int], value: str) -> str:
@@ -361,12 +361,8 @@ class Writer:
                 inputs.append(self.known(v))
             else:
                 inputs.append(self.adapted(v, [np.arange(n) for n in self.study.shape(v)], batch=True))
-        outs = self.emit_many(node.op_type, inputs, len(node.output), **_settings(node))
+        outs = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
         for value, name in zip(node.output, outs, strict=True):
             if value:
                 shape = self.study.shape(value)
                 self.put(value, name, np.arange(int(np.prod(shape))).reshape(shape))
-
-
-def _settings(node: NodeProto) -> dict[str, Any]:
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
