@@ -7,6 +7,7 @@ checks who may call what; `live` holds what one federation does.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -149,6 +150,10 @@ class Coordinator:
     def is_operator(self, token: str) -> bool:
         """Whether this is the operator's token."""
         return auth.same(auth.hashed(token), self._operator)
+
+    def session_key(self, role: str) -> bytes | None:
+        """The key that signs dashboard sessions of a role; it changes with the role's token. None without the role."""
+        return hmac.digest(self._operator.encode(), b"dashboard", "sha256") if role == "operator" else None
 
     # --- bundles
 

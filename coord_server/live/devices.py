@@ -24,6 +24,7 @@ from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
 from edge_client.errors import StateError, StorageDamagedError, first_fault
+from edge_client.protocol.cost import Cost, from_header
 from edge_client.protocol.messages import Device, Enrol, Failure, FederationConfig, Report
 
 log = logging.getLogger("maskfleet")
@@ -202,6 +203,11 @@ class Devices:
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
         await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json())
+
+    async def costs(self, round_: int) -> dict[str, Cost]:
+        """What a round cost each device that said it. Raises StateError."""
+        found = await asyncio.to_thread(self._metadata.costs, self.id, round_)
+        return {device: from_header(text) for device, text in found.items()}
 
     async def listed(self) -> list[Device]:
         """Every device that ever enrolled, with what happened since its row was written. Raises StateError."""
