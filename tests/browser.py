@@ -31,12 +31,9 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def tab(browser: Any, width: int, dark: bool = False, script: bool = True) -> Iterator[Any]:
+def tab(browser: Any, width: int, script: bool = True) -> Iterator[Any]:
     """A page of a fresh profile in `browser`; `problems` collects what its console says and requests to elsewhere."""
-    scheme = "dark" if dark else "light"
-    context = browser.new_context(
-        viewport={"width": width, "height": 844}, color_scheme=scheme, java_script_enabled=script
-    )
+    context = browser.new_context(viewport={"width": width, "height": 844}, java_script_enabled=script)
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.problems = []

@@ -25,7 +25,7 @@ class Series:
 
 
 def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers that span low .. high, which differ: at most `most` steps apart by 1, 2 or 5 times a power of ten."""
+    """Round numbers around low < high: about `most` steps of 1, 2 or 5 times a power of ten."""
     span = high - low
     step = 10.0 ** math.floor(math.log10(span / most))
     step *= next(m for m in (1, 2, 5, 10) if span / (m * step) <= most)
