@@ -80,6 +80,7 @@ def open_session(
     backend = backend or enrolled.backend or DEFAULT_BACKEND
     check_parts(backend, manifest)
     trainer = open_trainer(backend, bundle, threads)
+    remote.transport.name_engine(backend)
     course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
     return Session(enrolled, bundle, method, course, trainer, data, identity.secret)
 

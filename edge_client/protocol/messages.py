@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
@@ -116,6 +117,27 @@ class JoinToken(Message):
     token: str
     federation: str
     uses: int
+    expires_at: float
+
+
+class ViewerRequest(Message):
+    """Ask for a viewer's token: it may read everything but secrets, and change nothing."""
+
+    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 30 * 86400.0
+
+
+class ViewerToken(Message):
+    """A viewer's token. Shown once."""
+
+    token: str
+    id: str
+    expires_at: float
+
+
+class Viewer(Message):
+    """A viewer's token as lists show it."""
+
+    id: str
     expires_at: float
 
 
@@ -322,6 +344,13 @@ class Device(Message):
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
+    cost: dict[str, float] = {}
+    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
+    what is left of it in percent."""
+    client: str = ""
+    """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
+    engine: str = ""
+    """Its training engine, as `onnxruntime`; empty when it does not say."""
 
 
 class BundleReceipt(Message):
