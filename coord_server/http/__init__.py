@@ -35,7 +35,7 @@ def create_app(coordinator: Coordinator, places: Places | None = None, body_pati
     problems.install(app)
     app.add_middleware(bodies.BoundedBody, patience=body_patience)
     app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
-    for router in (device.router, operator.router, tokens.router, operator.health):
+    for router in (device.router, tokens.router, operator.router, operator.health):
         app.include_router(router)
     openapi.install(app)
     return app

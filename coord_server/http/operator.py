@@ -16,14 +16,13 @@ from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import (
     BundleReceipt,
+    Change,
     Device,
     Federation,
     FederationConfig,
     Health,
-    JoinToken,
     Name,
     Round,
-    TokenRequest,
 )
 from edge_client.protocol.payload import MEDIA_TYPE
 
@@ -98,10 +97,16 @@ async def show_federation(served: Viewed, federation: FederationId) -> Federatio
     return served.summary(federation)
 
 
-@router.post("/federations/{federation}/tokens", status_code=201)
-async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
-    """The token is shown once; only its digest is kept."""
-    return await served.new_token(federation, request)
+@router.patch("/federations/{federation}", responses=documented("cannot-change", "wrong-phase", "bad-config"))
+async def change_federation(served: Operated, federation: FederationId, change: Change) -> Federation:
+    """`deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
+
+    `cohort` counts from the next attempt and is at most that of the creation, `rounds` from the next round.
+    `min_devices` can change while the federation recruits. Everything else is fixed.
+    """
+    live = await served.find(federation)
+    await live.change(change)
+    return live.summary()
 
 
 @router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))

@@ -6,12 +6,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from coord_server.http.access import Operated
-from edge_client.protocol.messages import TOKEN_ID, Viewer, ViewerRequest, ViewerToken
+from coord_server.http.access import FederationId, Operated
+from edge_client.protocol.messages import TOKEN_ID, JoinToken, TokenRequest, Viewer, ViewerRequest, ViewerToken
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 
 TokenId = Annotated[str, Path(pattern=TOKEN_ID, description="The token's id, from the list.")]
+
+
+@router.post("/federations/{federation}/tokens", status_code=201)
+async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
+    """The token is shown once; only its digest is kept."""
+    return await served.new_token(federation, request)
 
 
 @router.post("/viewers", status_code=201)

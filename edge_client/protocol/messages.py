@@ -30,6 +30,9 @@ Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
 
 
+Deadline = Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)]
+
+
 class Message(BaseModel):
     """Base: unknown fields are refused, values are immutable."""
 
@@ -60,7 +63,7 @@ class FederationConfig(Message):
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Devices = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)] = 3600.0
+    deadline_seconds: Deadline = 3600.0
     """An attempt is journalled when it opens: more than two a second only wear the disk out."""
     seed: Seed = 0
     backend: Name | None = None
@@ -77,6 +80,31 @@ class FederationConfig(Message):
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates {self.min_updates} is more than the cohort of {self.cohort}; lower it")
         return self
+
+
+class Change(Message):
+    """New values of settings, before or while the federation runs; what is left out stays."""
+
+    deadline_seconds: Deadline | None = None
+    """Of the attempt under way too: its deadline moves by the difference."""
+    rounds: Rounds | None = None
+    """In force from the next round, hence more than the rounds that have begun."""
+    cohort: Devices | None = None
+    """From the next attempt; at most as many as at the creation."""
+    min_devices: Devices | None = None
+    """Only while the federation recruits."""
+    min_updates: Devices | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_that_is_fixed(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in FederationConfig.model_fields and name not in cls.model_fields:
+                can = ", ".join(cls.model_fields)
+                raise ValueError(
+                    f"{name} is fixed at the creation, what can change is {can}; create another federation"
+                )
+        return given
 
 
 Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
@@ -177,6 +205,8 @@ class Train(Message):
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
+    rounds: Rounds | None = None
+    """The federation's rounds as they stand, which the operator can change; None: as at the enrolment."""
     place: Annotated[int, Field(strict=True, ge=0, lt=MAX_DEVICES)]
     """The device's place in the round's cohort, from 0: methods with shared randomness use it."""
     downlink: Sha256
