@@ -285,10 +285,11 @@ class _Run:
             downlink = self._downlink(session, work)
             if downlink is None:
                 return None
-            text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
+            rounds = work.rounds or session.enrolled.rounds
+            text = f"round {work.round} of {rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
-            task, content = session.task(work.round, work.place), decode(downlink)
+            task, content = session.task(work.round, work.place, work.rounds), decode(downlink)
             return self.cost.of(lambda: run_round(session.method, task, kept, content))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
@@ -363,7 +364,7 @@ class _Run:
         if downlink is None:
             return None
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
-        task = session.task(work.round)
+        task = session.task(work.round, rounds=work.round - 1)
         try:
             model = personal(session.method, task, self.journal.kept(before=work.round), decode(downlink))
         except LostError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_client.backends import DEFAULT_BACKEND, check_parts
@@ -31,9 +31,10 @@ class Session:
     data: DeviceData
     secret: int
 
-    def task(self, round_: int, place: int = 0) -> Task:
-        """The task of a round in which the device has that place."""
-        return Task(Assignment(self.course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret)
+    def task(self, round_: int, place: int = 0, rounds: int | None = None) -> Task:
+        """The task of a round in which the device has that place, of a federation that has `rounds` by now."""
+        course = replace(self.course, rounds=rounds or self.course.rounds)
+        return Task(Assignment(course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret)
 
 
 def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:
@@ -80,6 +81,7 @@ def open_session(
     backend = backend or enrolled.backend or DEFAULT_BACKEND
     check_parts(backend, manifest)
     trainer = open_trainer(backend, bundle, threads)
+    remote.transport.name_engine(backend)
     course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
     return Session(enrolled, bundle, method, course, trainer, data, identity.secret)
 

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, until
 
-from coord_server.coordinator import Coordinator
+from coord_server import auth
+from coord_server.coordinator import Coordinator, Role
 from coord_server.dashboard import answers, session, view
 from coord_server.http import create_app
 
@@ -170,13 +171,12 @@ def test_a_cookie_that_was_not_made_here_is_worth_nothing(tmp_path: Path) -> Non
     async def script(fleet: Fleet) -> None:
         await log_in(fleet)
         (good,) = fleet.http.cookies.jar
-        role, expires, nonce, mac = str(good.value).split(".")
-        wrong = session.begin(b"another key", "operator", 2e9)
+        id_, expires, nonce, mac = str(good.value).split(".")
         for cookie in (
-            f"{role}.{int(expires) + 1}.{nonce}.{mac}",
-            f"viewer.{expires}.{nonce}.{mac}",
-            f"{role}.{expires}.{nonce}.",
-            wrong,
+            f"{id_}.{int(expires) + 1}.{nonce}.{mac}",
+            f"{id_}.{expires}.{nonce}.",
+            f"{'0' * 16}.{expires}.{nonce}.{mac}",
+            session.begin("another token", 2e9),
             "...",
             "",
             "x" * 5000,
@@ -188,12 +188,27 @@ def test_a_cookie_that_was_not_made_here_is_worth_nothing(tmp_path: Path) -> Non
     play(tmp_path, script)
 
 
-def test_a_session_ends_and_another_token_ends_it_at_once() -> None:
-    cookie = session.begin(b"key", "viewer", 1000.0)
-    assert session.read(cookie, lambda _: b"key", 1000.0 + session.LASTS - 1) is not None
-    assert session.read(cookie, lambda _: b"key", 1000.0 + session.LASTS) is None
-    assert session.read(cookie, lambda _: b"new", 1000.0) is None
+def test_a_session_ends() -> None:
+    cookie, digest = session.begin("token", 1000.0), auth.hashed("token")
+
+    def known(id_: str) -> tuple[Role, str] | None:
+        return ("viewer", digest) if id_ == auth.token_id(digest) else None
+
+    assert session.read(cookie, known, 1000.0 + session.LASTS - 1) is not None
+    assert session.read(cookie, known, 1000.0 + session.LASTS) is None
     assert session.read(cookie, lambda _: None, 1000.0) is None
+    assert session.read(cookie, lambda _: ("operator", auth.hashed("other")), 1000.0) is None
+
+
+def test_a_viewers_session_ends_when_the_token_is_revoked(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        made = (await fleet.operator("POST", "/v1/viewers", json={})).json()
+        await log_in(fleet, made["token"])
+        assert "viewer" in said(await fleet.http.get("/"))
+        assert (await fleet.operator("DELETE", f"/v1/viewers/{made['id']}")).status_code == 204
+        assert (await fleet.http.get("/")).status_code == 303
+
+    play(tmp_path, script)
 
 
 def test_the_cookie_is_no_credential_of_the_api(tmp_path: Path) -> None:
@@ -302,19 +317,19 @@ def test_only_commands_that_the_phase_takes_are_offered(tmp_path: Path) -> None:
     }
 
 
-def test_a_viewer_sees_everything_and_can_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Coordinator, "session_key", lambda self, role: role.encode())
-
+def test_a_viewer_sees_everything_and_can_change_nothing(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
-        cookie = session.begin(b"viewer", "viewer", 2e9)
-        fleet.http.cookies.set("maskfleet", cookie)
+        token = (await fleet.operator("POST", "/v1/viewers", json={})).json()["token"]
+        await log_in(fleet, token)
         shown = await fleet.http.get(PAGE)
         assert shown.status_code == 200
         assert Reader(shown.text).forms == ["/logout"]
         assert "Pause" not in shown.text
         assert Reader((await fleet.http.get(f"{PAGE}/stop")).text).forms == ["/logout"]
-        known = session.read(cookie, lambda _: b"viewer", 2e9)
+        digest = auth.hashed(token)
+        (cookie,) = fleet.http.cookies.jar
+        known = session.read(str(cookie.value), lambda _: ("viewer", digest), 0.0)
         assert known is not None
         for action in ("pause", "stop", "tokens"):
             answer = await send(fleet, action, form=known.form, uses="1", expires_in="60")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from coord_server import engine
 from coord_server.dashboard import devices, plots, words
 from coord_server.live.status import progress
-from edge_client.protocol.cost import Cost
 from edge_client.protocol.messages import Device, Failure, FederationConfig, Report
 
 NOW = 1000.0
@@ -72,23 +71,31 @@ def test_a_device_is_late_after_an_attempt_or_after_thrice_the_usual_time() -> N
 )
 def test_a_device_has_one_state(given: dict[str, object], asked: str | None, state: str) -> None:
     under_way = progress(engine.State(), NOW)
-    (row,) = devices.rows([device("a", **given)], CONFIG, under_way, {} if asked is None else {"a": asked}, {})
+    (row,) = devices.rows([device("a", **given)], CONFIG, under_way, {} if asked is None else {"a": asked})
     assert row.state == state
 
 
 def test_those_in_trouble_come_first() -> None:
     under_way = progress(engine.State(), NOW)
     asked = {"a": "reported", "b": "training", "y": "late", "z": "failed"}
-    found = devices.rows([device(n) for n in "abcyz"], CONFIG, under_way, asked, {})
+    found = devices.rows([device(n) for n in "abcyz"], CONFIG, under_way, asked)
     assert [row.name for row in found] == ["z", "y", "b", "a", "c"]
     assert devices.counts(found) == {"failed": 1, "late": 1, "training": 1, "reported": 1, "ready": 1}
 
 
 def test_a_row_tells_cost_power_and_why_it_failed() -> None:
     under_way = progress(engine.State(), NOW)
-    cost = Cost(seconds=20.0, joules=45.0, celsius=51.0)
-    failed = device("a", failure=Failure(kind="data", reason="no samples"), report=REPORT, last_seen_at=NOW + 5)
-    (row,) = devices.rows([failed], CONFIG, under_way, {}, {"a": cost})
+    cost = {"seconds": 20.0, "joules": 45.0, "celsius": 51.0, "battery": 80.4}
+    failed = device(
+        "a",
+        cost=cost,
+        engine="onnxruntime",
+        failure=Failure(kind="data", reason="no samples"),
+        report=REPORT,
+        last_seen_at=NOW + 5,
+    )
+    (row,) = devices.rows([failed], CONFIG, under_way, {})
+    assert (row.engine, row.battery) == ("onnxruntime", 80.4)
     assert (row.cost, row.watts, row.seen) == ("20 s, 45 J, 51 °C", f"2.25{words.SPACE}W", 0.0)
     assert (row.note, row.smaller) == ("data: no samples", "40 of 100 parameters")
 
@@ -96,7 +103,7 @@ def test_a_row_tells_cost_power_and_why_it_failed() -> None:
 @given(st.integers(0, 300), st.integers(1, 20))
 def test_the_parts_of_a_list_hold_every_row_once(many: int, beyond: int) -> None:
     under_way = progress(engine.State(), NOW)
-    rows = devices.rows([device(f"d{i:03}") for i in range(many)], CONFIG, under_way, {}, {})
+    rows = devices.rows([device(f"d{i:03}") for i in range(many)], CONFIG, under_way, {})
     first = devices.part(rows, "", "", 1)
     every = [r for page in range(1, first.pages + 1) for r in devices.part(rows, "", "", page).rows]
     assert every == rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coord_server.dashboard import words
 from coord_server.live.status import Progress
-from edge_client.protocol.cost import Cost, in_words
+from edge_client.protocol.cost import in_words
 from edge_client.protocol.messages import Device, FederationConfig
 
 STATES = {
@@ -38,8 +38,13 @@ class Row:
     updates: int
     up: int
     down: int
+    engine: str
+    client: str
     cost: str
+    """Of its last update, in words."""
     watts: str
+    battery: float | None
+    """Percent."""
     score: float | None
     smaller: str
     note: str
@@ -62,15 +67,14 @@ def rows(
     config: FederationConfig,
     progress: Progress,
     asked: Mapping[str, str],
-    costs: Mapping[str, Cost],
 ) -> list[Row]:
     """A row for every device, those in trouble first, then by name. `asked` is what `states` returns."""
     order = {state: at for at, state in enumerate(STATES)}
-    found = [_row(d, config, progress.now, asked.get(d.device), costs.get(d.device)) for d in devices]
+    found = [_row(d, config, progress.now, asked.get(d.device)) for d in devices]
     return sorted(found, key=lambda row: (order[row.state], row.name))
 
 
-def _row(d: Device, config: FederationConfig, now: float, asked: str | None, cost: Cost | None) -> Row:
+def _row(d: Device, config: FederationConfig, now: float, asked: str | None) -> Row:
     seen = max(now - d.last_seen_at, 0.0)
     state = asked or ("ready" if seen <= config.presence_seconds else "silent")
     if d.removed:
@@ -83,14 +87,14 @@ def _row(d: Device, config: FederationConfig, now: float, asked: str | None, cos
     smaller = ""
     if report is not None and report.parameters_dense:
         smaller = f"{report.parameters_compact:,} of {report.parameters_dense:,} parameters"
-    figures = {} if cost is None else {k: v for k, v in vars(cost).items() if v is not None}
     watts = ""
-    if cost is not None and cost.joules is not None and cost.seconds:
-        watts = f"{cost.joules / cost.seconds:.2f}{words.SPACE}W"
+    if "joules" in d.cost and d.cost.get("seconds"):
+        watts = f"{d.cost['joules'] / d.cost['seconds']:.2f}{words.SPACE}W"
     note = "" if d.failure is None else f"{d.failure.kind}: {d.failure.reason}"
     if not note and report is not None and report.uncompacted:
         note = f"not compacted: {report.uncompacted}"
-    return Row(d.device, state, seen, d.updates, d.bytes_up, d.bytes_down, in_words(figures), watts,
+    return Row(d.device, state, seen, d.updates, d.bytes_up, d.bytes_down, d.engine, d.client, in_words(d.cost), watts,
+               d.cost.get("battery"),
                None if report is None else report.score, smaller, note)  # fmt: skip
 
 

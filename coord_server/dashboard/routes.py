@@ -15,11 +15,12 @@ from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from coord_server import auth
 from coord_server.dashboard import answers, devices, reference, session, view
 from coord_server.dashboard.answers import SignIn, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
-from coord_server.http.access import CALL, Call, FederationId, Served
+from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
 from edge_client.protocol.messages import TokenRequest
@@ -43,13 +44,15 @@ router = APIRouter()
 
 
 async def _known(request: Request, served: Served) -> Session | None:
-    """The session of the request's cookie, which also makes it an operator's or viewer's request."""
-    cookie = request.cookies.get(session.COOKIE, "")
-    found = session.read(cookie, served.session_key, time.time())
+    """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
+    found = session.read(request.cookies.get(session.COOKIE, ""), served.token, time.time())
     request.state.session = found
-    if found is not None and found.operates:
+    if found is not None:
         call: Call = request.scope[CALL]
-        call.of_operator()
+        if found.operates:
+            call.of_operator()
+        elif not call.of_viewer(found.digest):
+            raise HTTPException(429, f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers")
     return found
 
 
@@ -94,7 +97,7 @@ async def _command(request: Request, known: Seen) -> dict[str, str]:
     fields = await _form(request)
     if not known.operates:
         raise HTTPException(403, "a viewer changes nothing; log in with the operator's token")
-    if not session.same_form(known, fields.get("form", "")):
+    if not auth.same(known.form, fields.get("form", "")):
         raise HTTPException(403, "the form is from another session; go back, load the page again and repeat it")
     return fields
 
@@ -118,13 +121,11 @@ def _local(address: str) -> str:
 async def log_in(request: Request, served: Served) -> Response:
     """Begin a session."""
     fields = await _form(request)
-    role: session.Role | None = "operator" if served.is_operator(fields.get("token", "").strip()) else None
-    key = None if role is None else served.session_key(role)
-    to = _local(fields.get("next", "/"))
-    if role is None or key is None:
+    token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
+    if served.role(token) is None:
         return page(request, "login", 401, next=to, wrong=True)
     answer = _see(to)
-    _set(answer, request, session.begin(key, role, time.time()), session.LASTS)
+    _set(answer, request, session.begin(token, time.time()), session.LASTS)
     return answer
 
 
@@ -201,7 +202,7 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
-    return page(request, "federation", v=shown, config=live.config, state=chosen, name=name, meaning=devices.STATES,
+    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, meaning=devices.STATES,
                 allowed=view.allowed(phase), refresh=view.refresh(phase), lasts=LASTS)  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Who is signed in: a signed cookie that holds no secret, and the token that a page's forms carry.
+"""Who is logged in: a signed cookie that holds no secret, and the token that a page's forms carry.
 
-A cookie reads ROLE.EXPIRES.NONCE.MAC. The key of the MAC is derived from the digest of the role's token, so that every
-coordinator on one data folder accepts it, and a new token ends all sessions of the old one.
+A cookie reads ID.EXPIRES.NONCE.MAC. ID names the token that was shown (`auth.token_id`), and the key of the MAC is
+derived from the token's digest. So every coordinator on one data folder accepts it, and a token that is revoked or
+replaced ends its sessions.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-Role = Literal["operator", "viewer"]
+from coord_server import auth
+from coord_server.coordinator import Role
 
 COOKIE = "maskfleet"
 LASTS = 12 * 3600  # seconds
-ROLES: tuple[Role, ...] = ("operator", "viewer")
+
+Known = Callable[[str], tuple[Role, str] | None]
+"""The role and the digest of the token with this id, None when there is none: `Coordinator.token`."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Somebody who has shown a token. `form` is what each form of a page sends back."""
+    """A browser that has shown a token, with this digest. `form` is what each form of a page sends back."""
 
     role: Role
+    digest: str
     form: str
 
     @property
@@ -32,27 +36,23 @@ class Session:
         return self.role == "operator"
 
 
-def _mac(key: bytes, text: str) -> str:
-    return hmac.digest(key, text.encode(), "sha256").hex()
+def _mac(digest: str, text: str) -> str:
+    return hmac.digest(digest.encode(), f"dashboard {text}".encode(), "sha256").hex()
 
 
-def begin(key: bytes, role: Role, now: float) -> str:
-    """A fresh cookie of `role`, signed with the role's key."""
-    text = f"{role}.{int(now) + LASTS}.{secrets.token_hex(16)}"
-    return f"{text}.{_mac(key, text)}"
+def begin(token: str, now: float) -> str:
+    """A fresh cookie for the browser that has shown `token`."""
+    digest = auth.hashed(token)
+    text = f"{auth.token_id(digest)}.{int(now) + LASTS}.{secrets.token_hex(16)}"
+    return f"{text}.{_mac(digest, text)}"
 
 
-def read(cookie: str, key_of: Callable[[Role], bytes | None], now: float) -> Session | None:
+def read(cookie: str, known: Known, now: float) -> Session | None:
     """The session of a cookie; None when it is forged, has expired, or its token is no longer valid."""
     text, _, mac = cookie.rpartition(".")
-    parts = text.split(".")
-    role = next((r for r in ROLES if r == parts[0]), None)
-    key = None if role is None else key_of(role)
-    if role is None or key is None or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
+    id_, _, rest = text.partition(".")
+    found = known(id_)
+    if found is None or not auth.same(_mac(found[1], text), mac):
         return None
-    return Session(role, _mac(key, f"form {text}")) if now < int(parts[1]) else None
-
-
-def same_form(session: Session, sent: str) -> bool:
-    """Whether a form came from a page of this session."""
-    return hmac.compare_digest(session.form.encode(), sent.encode())
+    role, digest = found
+    return Session(role, digest, _mac(digest, f"form {text}")) if now < int(rest.partition(".")[0]) else None

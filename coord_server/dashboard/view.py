@@ -92,10 +92,9 @@ async def federation(live: LiveFederation, histories: Histories, state: str, nam
     """
     rounds, listed = await histories.of(live), await live.devices.listed()
     found, progress = live.summary(), live.progress()
-    costs = await live.devices.costs(progress.closed) if progress.closed else {}
     usual = median(r.seconds for r in rounds) if rounds else None
     asked = devices.states(progress, usual) if found.phase in ("running", "paused") else {}
-    rows = devices.rows(listed, live.config, progress, asked, costs)
+    rows = devices.rows(listed, found.config or live.config, progress, asked)
     groups = _groups(asked, progress)
     reports = [d.report for d in listed if d.report is not None]
     every = over_rounds([dict(r.cost) for r in rounds])

@@ -16,7 +16,7 @@ def summary(config: FederationConfig, state: engine.State, devices: int, now: fl
     """The federation as it stands at `now`."""
     return Federation(
         id=config.name,
-        config=config,
+        config=config if state.next_rounds is None else config.model_copy(update={"rounds": state.next_rounds}),
         phase=state.phase,
         round=state.round,
         devices=devices,

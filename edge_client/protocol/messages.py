@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
@@ -27,6 +28,9 @@ Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
 Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
+
+
+Deadline = Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Message(BaseModel):
@@ -59,7 +63,7 @@ class FederationConfig(Message):
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Devices = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)] = 3600.0
+    deadline_seconds: Deadline = 3600.0
     """An attempt is journalled when it opens: more than two a second only wear the disk out."""
     seed: Seed = 0
     backend: Name | None = None
@@ -76,6 +80,31 @@ class FederationConfig(Message):
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates {self.min_updates} is more than the cohort of {self.cohort}; lower it")
         return self
+
+
+class Change(Message):
+    """New values of settings, before or while the federation runs; what is left out stays."""
+
+    deadline_seconds: Deadline | None = None
+    """Of the attempt under way too: its deadline moves by the difference."""
+    rounds: Rounds | None = None
+    """In force from the next round, hence more than the rounds that have begun."""
+    cohort: Devices | None = None
+    """From the next attempt; at most as many as at the creation."""
+    min_devices: Devices | None = None
+    """Only while the federation recruits."""
+    min_updates: Devices | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_that_is_fixed(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in FederationConfig.model_fields and name not in cls.model_fields:
+                can = ", ".join(cls.model_fields)
+                raise ValueError(
+                    f"{name} is fixed at the creation, what can change is {can}; create another federation"
+                )
+        return given
 
 
 Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
@@ -119,6 +148,27 @@ class JoinToken(Message):
     expires_at: float
 
 
+class ViewerRequest(Message):
+    """Ask for a viewer's token: it may read everything but secrets, and change nothing."""
+
+    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 30 * 86400.0
+
+
+class ViewerToken(Message):
+    """A viewer's token. Shown once."""
+
+    token: str
+    id: str
+    expires_at: float
+
+
+class Viewer(Message):
+    """A viewer's token as lists show it."""
+
+    id: str
+    expires_at: float
+
+
 class Enrol(Message):
     """A device presents a join token and the credential it made for itself (256 random bits, hex).
 
@@ -155,6 +205,8 @@ class Train(Message):
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
+    rounds: Rounds | None = None
+    """The federation's rounds as they stand, which the operator can change; None: as at the enrolment."""
     place: Annotated[int, Field(strict=True, ge=0, lt=MAX_DEVICES)]
     """The device's place in the round's cohort, from 0: methods with shared randomness use it."""
     downlink: Sha256
@@ -322,6 +374,13 @@ class Device(Message):
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
+    cost: dict[str, float] = {}
+    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
+    what is left of it in percent."""
+    client: str = ""
+    """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
+    engine: str = ""
+    """Its training engine, as `onnxruntime`; empty when it does not say."""
 
 
 class BundleReceipt(Message):
