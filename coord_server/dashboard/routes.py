@@ -202,8 +202,8 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
-    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, meaning=devices.STATES,
-                allowed=view.allowed(phase), refresh=view.refresh(phase), lasts=LASTS)  # fmt: skip
+    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=view.refresh(phase))  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
