@@ -203,7 +203,7 @@ async def show_federation(
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
     return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
-                meaning=devices.STATES, allowed=view.allowed(phase), refresh=view.refresh(phase))  # fmt: skip
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=view.refresh(phase, sum(shown.states.values())))  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
