@@ -202,8 +202,9 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
+    again = view.refresh(phase, sum(shown.states.values()))
     return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
-                meaning=devices.STATES, allowed=view.allowed(phase), refresh=view.refresh(phase, sum(shown.states.values())))  # fmt: skip
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again)  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
