@@ -151,7 +151,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
 ) -> None:
     ended: dict[str, Personal] = {}
 
-    def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int, align: Any) -> Report:
+    def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, *_: Any) -> Report:
         """The end of a device without compaction and measurement, which need seconds."""
         ended[task.assignment.device] = personal
         write_whole(path, b"a model")

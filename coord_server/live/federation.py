@@ -139,7 +139,7 @@ class LiveFederation:
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
-            cohort=c.cohort, seed=c.seed, backend=c.backend,
+            cohort=c.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise, licence=c.licence,
         )  # fmt: skip
 
     def fetched(self, device: str, down: Downlink, size: int) -> None:

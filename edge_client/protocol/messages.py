@@ -44,6 +44,10 @@ class Problem(BaseModel):
     detail: str
 
 
+Personalise = Literal["best", "global", "local"]
+Source = Literal["global", "local", "last"]
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -70,6 +74,11 @@ class FederationConfig(Message):
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
+    personalise: Personalise = "best"
+    """The model a device ends with: from the last downlink alone, after one more round's local epochs, or the best on
+    its validation samples of these two and the one it trained last."""
+    licence: Annotated[str, Field(max_length=4096)] = ""
+    """Terms of use, written into every personal model."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
@@ -142,6 +151,8 @@ class Enrolled(Message):
     """Devices asked in each round."""
     seed: Seed
     backend: Name | None = None
+    personalise: Personalise = "best"
+    licence: Annotated[str, Field(max_length=4096)] = ""
 
     @property
     def path(self) -> str:
@@ -214,6 +225,8 @@ class Report(Message):
     max_abs_diff: FiniteFloat | None = None
     uncompacted: Annotated[str, Field(max_length=1000)] | None = None
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
+    source: Source = "global"
+    """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
 
 
 FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
