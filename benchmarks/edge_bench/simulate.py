@@ -30,12 +30,11 @@ from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
 from edge_client.methods import Method, make_method
+from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
-
-BUNDLES = Path(__file__).parent / "bundles"
 
 
 class SimulationConfig(BaseModel):
@@ -106,24 +105,14 @@ def read_config(data: Mapping[str, Any]) -> SimulationConfig:
         raise ConfigError(f"simulation setting {fault}") from None
 
 
-def find_bundle(name: str) -> Bundle:
+def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
 
     Raises BundleError; ConfigError or DataError when it cannot be built.
     """
-    packaged = BUNDLES / name
-    if (packaged / MANIFEST).is_file():
-        return Bundle.open(packaged)
-    if name in NAMES:
+    if name in NAMES and name not in packaged():
         return open_named(name)
-    folder = Path(name)
-    if not (folder / MANIFEST).is_file():
-        names = [*sorted(path.parent.name for path in BUNDLES.glob(f"*/{MANIFEST}")), *NAMES]
-        raise BundleError(
-            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(names)}{suggestion(name, names)}"
-        )
-    return Bundle.open(folder)
+    return Bundle.open(bundle_folder(name, beside, *NAMES))
 
 
 @dataclass(frozen=True)
