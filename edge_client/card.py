@@ -60,8 +60,8 @@ def read(entries: Mapping[str, str], where: str) -> Card:
     lacks = [name for name in ("input", "target") if PREFIX + name not in entries]
     if lacks:
         raise BundleError(
-            f"{where} has no entry {PREFIX}{lacks[0]} in its metadata; name a personal.onnx that `maskfleet join` wrote, "
-            "or an export of `maskfleet federation export --onnx`"
+            f"{where} has no entry {PREFIX}{lacks[0]} in its metadata; name a file that `maskfleet join` or "
+            "`maskfleet federation export --onnx` wrote"
         )
     try:
         return Card(

@@ -102,13 +102,13 @@ class Client:
     `data` is the path of an .npz file (see `edge_client.data`) or a DeviceData. `state` is the folder of the
     journal; a run that was interrupted there is resumed. `backend` None takes the federation's choice, else ONNX
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
-    UnreachableError; `poll` the longest it may hold a request for work; `out` where the personal model is written, a file
-    if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` says which
-    model the device keeps, None: as the federation asks (`local.personal`). A model with more than `max_parameters` parameters and statistics is
-    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `align`
-    says how wide the personal model's layers are (`edge_client.compaction.tuning`); "auto" measures here. `secret`
-    fixes the device's own randomness, for experiments that must be repeatable; None draws it at the enrolment.
-    `transport` is httpx's, a seam for tests.
+    UnreachableError; `poll` the longest it may hold a request for work. `out` says where the personal model is written:
+    a file if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` says
+    which model the device keeps (`local.personal`), None: as the federation asks. A model with more than
+    `max_parameters` parameters and statistics is refused before memory is taken for it. `meter` measures a round's
+    energy (`edge_client.measure.meters`). `align` says how wide the personal model's layers are
+    (`edge_client.compaction.tuning`); "auto" measures here. `secret` fixes the device's own randomness, for experiments
+    that must be repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
     """
 
     url: str = field(kw_only=False)

@@ -97,7 +97,7 @@ def split(
     return ~gone, gone
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
     advice = "write x and y with numpy.savez(path, x=..., y=...)"
     try:
@@ -130,7 +130,7 @@ class DataFile:
 
 def read(path: Path) -> DataFile:
     """Read a device's file, and check what needs no bundle. Raises DataError with what is wrong."""
-    arrays = _arrays(path)
+    arrays = arrays_of(path)
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise DataError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}")

@@ -28,10 +28,10 @@ from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
+from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
 from edge_client.named_bundles import bundle_folder, packaged
-from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores
+from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
@@ -89,6 +89,8 @@ class Simulated:
     state_sha256: str
     personal_sha256: str
     seconds: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
 
@@ -271,6 +273,7 @@ def run(
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
         seconds=time.perf_counter() - started,
+        sources={d: e.source for d, e in last.items()},
     )
 
 

@@ -21,7 +21,9 @@ from rich.text import Text
 from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator.client import Operator
+from coord_server.operator.export import export_onnx
 from edge_client.errors import ConfigError, first_fault
+from edge_client.files import write_whole
 from edge_client.methods import below, make_method
 from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.cost import UNITS, in_words, over_rounds
@@ -343,15 +345,27 @@ for _action, _help in {
 @app.command()
 def export(
     id_: Id,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the method's state here, as safetensors.")
+    ] = None,
+    onnx: Annotated[Path | None, typer.Option(help="Write the global model here, ready to run.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An .npz file: verify the model on its x too; a model of integers needs it."),
+    ] = None,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
-    """Write the global state after the last closed round as a safetensors file."""
+    """Write the global model as ONNX, or the method's state, after the last closed round.
+
+    The model is verified before it is written: it is run against the masked network on random inputs.
+    """
+    if output is None and onnx is None:
+        raise ConfigError("nothing to write; give --onnx FILE for the model, or --output FILE for the method's state")
     with _operator(url, token_file) as operator:
-        data = operator.state(id_)
-    try:
-        output.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    print(f"{output}: {len(data)} bytes")
+        if output is not None:
+            written = operator.state(id_)
+            write_whole(output, written, mode=0o666, elsewhere="choose another --output")
+            print(f"{output}: {len(written)} bytes")
+        if onnx is not None:
+            print(export_onnx(operator, id_, onnx, data))
