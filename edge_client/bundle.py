@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from edge_kernels import counter
@@ -197,8 +197,11 @@ class Manifest(_Data):
         return {t.name: t for t in (*self.parameters, *self.buffers)}
 
     def to_bytes(self) -> bytes:
-        """The manifest's canonical JSON."""
-        return (self.model_dump_json(indent=1) + "\n").encode()
+        """The manifest's canonical JSON; what need not be said is left out where nothing is."""
+        silent: dict[str, Any] = {} if self.class_names else {"class_names": True}
+        if self.input.normalisation is None:
+            silent["input"] = {"normalisation"}
+        return (self.model_dump_json(indent=1, exclude=silent) + "\n").encode()
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,8 @@ def test_steps_and_numbers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     steps = model(tmp_path / "s.onnx", Sequence(steps=1, classes=2), ("a", "b"))
     predict(steps, data(tmp_path / "s.npz", x=X, y=np.array([[1], [0], [1]])), out=tmp_path / "s.csv")
     assert "score 1.0000 on 3 samples" in capsys.readouterr().out
-    assert (tmp_path / "s.csv").read_text().splitlines()[:2] == [
-        "sample,step,class,name,probability",
     lines = (tmp_path / "s.csv").read_text().splitlines()
     assert lines[:2] == ["sample,step,class,name,probability", "0,0,1,b,0.952574"]
-    ]
     predict(steps, tmp_path / "s.npz")
     assert capsys.readouterr().out.startswith("0: b (mean probability 0.953)")
     numbers = model(tmp_path / "r.onnx", Regression(outputs=2))

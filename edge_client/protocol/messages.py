@@ -20,6 +20,7 @@ MAX_ROUNDS = 1_000_000
 MAX_DEVICES = 1_000_000
 MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
+WAITS_SHOWN = 10
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
@@ -104,6 +105,8 @@ class Federation(Message):
     """Updates acknowledged in the round under way."""
     expected: int = 0
     """Devices of the cohort the round still waits for."""
+    waits_for: list[str] = []
+    """The first of them by name, at most `WAITS_SHOWN`."""
     attempt: int = 0
     """How many cohorts the round under way has asked; more than 1 when too few reported in time."""
     deadline_in: float | None = None
