@@ -140,13 +140,16 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
     return shares
 
 
-def load(config: DataConfig, seed: int, manifest: Manifest) -> dict[str, DeviceData]:
-    """Every device's data by its name, in the shape and dtype of the bundle's input.
+def load(
+    config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None
+) -> dict[str, DeviceData]:
+    """Every device's data by its name, in the shape and dtype of the bundle's input; `found` is what `read` gave.
 
     Features of HAR are standardised with the mean and deviation of all devices' training samples together.
     Raises DataError or ConfigError.
     """
-    found = read(config, manifest.input.shape)
+    if found is None:
+        found = read(config, manifest.input.shape)
     if isinstance(found, Fleet):
         return _fitted(config, found, seed, manifest)
     s, shares = divide(config, seed, found)
