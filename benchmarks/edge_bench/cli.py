@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from edge_bench import curves, datasets, histogram, provenance, report, result
+from edge_bench.bundles import NAMES
 from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
@@ -36,6 +37,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import make_method
+from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Round
 from edge_client.targets import Classification, Sequence
 from edge_client.training import open_trainer
@@ -94,7 +96,7 @@ def open_simulation(
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
-        content["bundle"] = given if given in packaged() else str(Path(given).resolve())
+        content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
         content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):

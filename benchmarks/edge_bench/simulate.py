@@ -33,14 +33,13 @@ from edge_client.authored import described, is_place, place_of
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
+from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
+from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import FederationConfig, Round, Scores
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
-
-BUNDLES = Path(__file__).parent / "bundles"
 
 
 class SimulationConfig(BaseModel):
@@ -115,7 +114,8 @@ def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationCon
     config = _checked(SimulationConfig, {**data, **checked}, "simulation")
     if config.export.model_fields_set and not is_place(config.bundle):
         raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
-    bundle = config.bundle if config.bundle in packaged() else str(folder / config.bundle)
+    named = config.bundle in (*packaged(), *NAMES)
+    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
     return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
 
 
@@ -129,29 +129,14 @@ def _checked(model: type[_M], table: Any, called: str) -> _M:
         raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
 
 
-def packaged() -> list[str]:
-    """The bundles that come with the package, or are built under their name."""
-    return [*sorted(path.parent.name for path in BUNDLES.glob(f"*/{MANIFEST}")), *NAMES]
-
-
-def find_bundle(name: str) -> Bundle:
+def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
 
     Raises BundleError; ConfigError or DataError when it cannot be built.
     """
-    folder = BUNDLES / name
-    if (folder / MANIFEST).is_file():
-        return Bundle.open(folder)
-    if name in NAMES:
+    if name in NAMES and name not in packaged():
         return open_named(name)
-    folder = Path(name)
-    if not (folder / MANIFEST).is_file():
-        names = packaged()
-        raise BundleError(
-            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(names)}{suggestion(folder.name, names)}"
-        )
-    return Bundle.open(folder)
+    return Bundle.open(bundle_folder(name, beside, *NAMES))
 
 
 def prepare(config: SimulationConfig) -> tuple[Bundle, dict[str, DeviceData]]:

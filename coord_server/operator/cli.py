@@ -23,6 +23,7 @@ from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import below, make_method
+from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.cost import UNITS, in_words, over_rounds
 from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Phase, Round, TokenRequest
 
@@ -149,20 +150,14 @@ def create(
 ) -> None:
     """Upload the bundle and create the federation; prints its id.
 
-    `bundle` in the file is a folder (relative to the file) or the digest of a bundle that is there already.
+    `bundle` in the file is the name of a packaged bundle ("digits"), a folder relative to the file, or the digest of a
+    bundle that the coordinator has.
     """
     settings = read_settings(file)
     folder = bundle
     named = settings.get("bundle")
-    if folder is None and isinstance(named, str):
-        there = file.parent / named
-        if there.is_dir():
-            folder = there
-        elif not DIGEST.fullmatch(named):
-            raise ConfigError(
-                f"{file}, bundle = {named!r}: there is no folder {there.resolve()}; give a bundle's folder (relative "
-                "to the file) or the digest of an uploaded one"
-            )
+    if folder is None and isinstance(named, str) and not DIGEST.fullmatch(named):
+        folder = bundle_folder(named, file.parent)
     # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
     with _operator(url, token_file) as operator:
