@@ -25,7 +25,6 @@ from edge_bench.simulate import (
     RoundRow,
     SimulationConfig,
     find_bundle,
-    packaged,
     prepare,
     read_config,
     run_all,
