@@ -6,6 +6,9 @@ functions on its own methods, codecs, engines and meters. docs/extending.md has 
 
 from __future__ import annotations
 
+from edge_bench.testing.codecs import check_codec as check_codec
+from edge_bench.testing.meters import check_meter as check_meter
 from edge_bench.testing.methods import Ground as Ground
 from edge_bench.testing.methods import check_method as check_method
 from edge_bench.testing.methods import digits as digits
+from edge_bench.testing.trainers import check_trainer as check_trainer
