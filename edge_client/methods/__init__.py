@@ -55,6 +55,19 @@ ValueCodecName = Annotated[str, AfterValidator(lambda name: values.codec(name).n
 
 
 @dataclass(frozen=True)
+class Range:
+    """Values of a numeric setting worth trying, from `low` to `high`: whole numbers when both are. `log`: by ratios."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Search = Mapping[str, Range | tuple[Any, ...]]
+"""By setting the values that `maskfleet tune` tries: a range, or each of a tuple."""
+
+
+@dataclass(frozen=True)
 class Influence:
     """What an update could do to the global value.
 
@@ -72,12 +85,13 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
-    ends badly, the likeliest first.
+    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     hint: ClassVar[str] = "lr, then more rounds"
+    search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
     kept_type: ClassVar[type[Any] | None] = None

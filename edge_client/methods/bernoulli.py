@@ -37,7 +37,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
 from edge_client.parts import Part, tensors
@@ -117,6 +117,12 @@ class BernoulliMasks(Method):
     state_type: ClassVar[type[Any]] = State
     kept_type: ClassVar[type[Any]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    search: ClassVar[Search] = {
+        "lr": Range(0.01, 1.0, log=True),
+        "epochs": Range(1, 5),
+        "theta0": (0.5, 0.8, 0.95),
+        "head": ("auto", "probe", "mask"),
+    }
 
     layers: tuple[str, ...] = ()
     """Masked layers by name or dotted prefix; empty: all but a head that is not masked, of a pre-trained bundle only

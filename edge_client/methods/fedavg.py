@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Influence, Method, ValueCodecName
+from edge_client.methods import Influence, Method, Range, Search, ValueCodecName
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -86,6 +86,7 @@ class FedAvg(Method):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Any] | None] = Kept
 

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import Mean, State, added, distance, toward, train
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
@@ -90,6 +90,7 @@ class FedCode(Method):
     """Local SGD, then k-means; codebooks in most rounds."""
 
     name: ClassVar[str] = "fedcode"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "broadcast_every": Range(2, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import State as Weights
 from edge_client.methods.fedavg import Total, Update, added, influence, limited, train
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
@@ -62,6 +62,7 @@ class FederatedPruning(Method):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds

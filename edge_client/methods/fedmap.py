@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.pruned import (
     MASK,
@@ -146,6 +146,7 @@ class FedMap(Method):
     """Iterative magnitude pruning of the global model, derived alike by all devices."""
 
     name: ClassVar[str] = "fedmap"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "batch": (16, 32, 64, 128)}
     hint: ClassVar[str] = "a larger floor, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record

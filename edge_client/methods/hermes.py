@@ -29,7 +29,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence, Method
+from edge_client.methods import ALL, Influence, Method, Range, Search
 from edge_client.methods.fedavg import distance, toward
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, shrunk, strongest, unpacked, whole
 from edge_client.protocol.payload import Arrays, Payload, allow_only, vector
@@ -93,6 +93,7 @@ class Hermes(Method):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger target, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure

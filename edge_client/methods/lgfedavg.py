@@ -21,7 +21,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state, train
 from edge_client.parts import Part, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -50,6 +50,7 @@ class LGFedAvg(Method):
     """Federated averaging first; then the last layers are averaged and the others stay on the device."""
 
     name: ClassVar[str] = "lgfedavg"
+    search: ClassVar[Search] = {"lr": Range(0.003, 0.5, log=True), "num_layers": Range(1, 3)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -51,6 +51,7 @@ class LinearProbing(Method):
     """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "linear_probing"
+    search: ClassVar[Search] = {"lr": Range(0.003, 1.0, log=True)}
     hint: ClassVar[str] = "lattice or another method that trains every layer"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Kept]] = Kept

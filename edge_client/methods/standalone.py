@@ -14,7 +14,7 @@ from pydantic import Field
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Method
+from edge_client.methods import Method, Range, Search
 from edge_client.methods.fedavg import State as Weights
 from edge_client.methods.fedavg import train
 from edge_client.protocol.payload import Payload
@@ -30,6 +30,7 @@ class Standalone(Method):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[Nothing]] = Nothing
     kept_type: ClassVar[type[Weights]] = Weights
 

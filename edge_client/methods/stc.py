@@ -36,7 +36,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Method, Range, Search
 from edge_client.methods.fedavg import Mean, train
 from edge_client.methods.fedavg import State as Weights
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -109,6 +109,7 @@ class STC(Method):
     """Ternary changes up and down, with a residual on either side."""
 
     name: ClassVar[str] = "stc"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "keep": Range(0.001, 0.1, log=True)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
