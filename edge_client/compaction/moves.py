@@ -270,7 +270,7 @@ def _pick(w: Writer, node: NodeProto) -> None:
             continue
         held = own[own >= 0]
         count = np.bincount(given, minlength=size)
-        if free[axis] and (count[held] == 1).all():
+        if free[axis] and (count[held] == 1).all() and len(own) <= len(given):
             place = np.full(size, -1)
             place[given] = np.arange(len(given))
             kept.append(np.where(own >= 0, place[np.maximum(own, 0)], own))
