@@ -23,6 +23,7 @@ from rich.table import Table
 from edge_bench import datasets, provenance, report, reproduction, results_page, small
 from edge_bench.cli import plain_console
 from edge_bench.curves import mean, shown
+from edge_bench.data_table import OWN
 from edge_bench.progress import Steps
 from edge_bench.reproduction import Cell, Reproduction
 from edge_bench.simulate import RoundRow, find_bundle, run_all
@@ -42,6 +43,9 @@ AVERAGED = (
     "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
 )  # fmt: skip
 
+_NOT_KEYED: dict[str, Any] = {"methods": True, "bundle": True, "processes": True, "export": True, "data": OWN}
+"""What no cell depends on, or no reproduction uses."""
+
 Run = dict[str, Any]
 
 
@@ -55,7 +59,7 @@ def key(cell: Cell, bundle: Bundle) -> str:
     """The digest of everything that a cell's figures depend on, except the code: all settings with their defaults."""
     method = method_of(cell)
     content = {
-        "config": cell.config.model_dump(mode="json", exclude={"methods", "bundle", "processes"}),
+        "config": cell.config.model_dump(mode="json", exclude=_NOT_KEYED),
         "method": {"name": method.name, **method.model_dump(mode="json")},
         "manifest": digest(bundle.manifest.to_bytes()),
     }

@@ -7,19 +7,21 @@ from contextlib import contextmanager
 
 from coord_server import engine
 from edge_client.errors import StateError
-from edge_client.protocol.messages import Federation, FederationConfig
+from edge_client.protocol.messages import WAITS_SHOWN, Federation, FederationConfig
 
 
 def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:
     """The federation as it stands at `now`."""
+    missing = engine.missing(state) if state.stage == "collecting" else ()
     return Federation(
         id=config.name,
-        config=config,
+        config=config if state.next_rounds is None else config.model_copy(update={"rounds": state.next_rounds}),
         phase=state.phase,
         round=state.round,
         devices=devices,
         updates=len(engine.usable(state)),
-        expected=len(engine.missing(state)) if state.stage == "collecting" else 0,
+        expected=len(missing),
+        waits_for=sorted(missing)[:WAITS_SHOWN],
         attempt=state.attempt,
         deadline_in=engine.left(config, state, now),
         fault=fault,

@@ -100,6 +100,10 @@ class Method(BaseModel):
         """What the devices of one audience receive at the start of a round; `record` is that of any of them."""
         ...
 
+    def stays(self, course: Course) -> str | None:
+        """What of a trained model never leaves the devices, as a sentence's part; None when the state holds a model."""
+        return None
+
     @abstractmethod
     def exchanged(self, model: Model) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""

@@ -100,6 +100,9 @@ class LGFedAvg(Method):
             return Payload(head)
         return Payload({**head, "body": self.body(model).gather(state.parameters), "statistics": state.buffers})
 
+    def stays(self, course: Course) -> str | None:
+        return None if self.whole(course.rounds) else "only the last layers are shared, the rest stays on the devices"
+
     def exchanged(self, model: Model) -> int:
         return model.manifest.d if self.global_rounds else self.head(model).size
 

@@ -47,6 +47,9 @@ class Standalone(Method):
         """Nothing but the call to train."""
         return Payload()
 
+    def stays(self, course: Course) -> str:
+        return "every device trains a model of its own"
+
     def exchanged(self, model: Model) -> int:
         """All parameters could be; none are."""
         return model.manifest.d
