@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
 from edge_client.errors import BundleError, ConfigError
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 from edge_client.runtimes.executorch import Pte, open_pte
 from edge_client.training import Gradient, Trainer
 from edge_client.training.narrowed import Embedded, Narrowed
@@ -83,7 +83,7 @@ class ExecuTorchTrainer:
         made: F32 = np.concatenate(parts)
         return made
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
-from edge_client.narrow import Kept, content, cuts, narrow
+from edge_client.narrow import Channels, content, cuts, narrow
 from edge_client.training import Gradient, Trainer
 
 MOST = 8
@@ -23,7 +23,7 @@ class Narrowed:
     def __init__(self) -> None:
         self._made: OrderedDict[bytes, Trainer] = OrderedDict()
 
-    def get(self, whole: Trainer, kept: Kept, make: Callable[[], Trainer]) -> Trainer:
+    def get(self, whole: Trainer, kept: Channels, make: Callable[[], Trainer]) -> Trainer:
         """The trainer for the channels `kept`, made when it is not held; `whole` itself when nothing goes.
 
         Raises ConfigError when the channels cannot be cut.
@@ -44,7 +44,7 @@ class Embedded:
     See :class:`edge_client.training.Trainer`.
     """
 
-    def __init__(self, whole: Trainer, kept: Kept) -> None:
+    def __init__(self, whole: Trainer, kept: Channels) -> None:
         self._whole, self._narrow = whole, narrow(whole.manifest, kept)
         self.manifest = self._narrow.manifest
         self._parameters: F32 = np.zeros(whole.manifest.d, np.float32)
@@ -64,5 +64,5 @@ class Embedded:
         self._fill(parameters, buffers)
         return self._whole.logits(self._parameters, self._buffers, x)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

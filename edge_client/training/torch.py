@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from edge_client.bundle import F32, Bundle, Manifest, views
 from edge_client.errors import BundleError
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 from edge_client.training import Gradient, Trainer
 from edge_client.training.narrowed import Embedded, Narrowed
 
@@ -99,5 +99,5 @@ class TorchTrainer:
             made: F32 = functional_call(self._eval, {**values, **stats}, (torch.from_numpy(x),)).numpy()
         return made
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
