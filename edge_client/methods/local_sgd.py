@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import Method
+from edge_client.methods import Method, pretrained
 from edge_client.task import EpochLoss, Task
 from edge_client.training.sgd import Sgd
 
@@ -44,7 +44,7 @@ class LocalSgd(Method):
         """The rate of the local epochs."""
         if self.lr is not None:
             return self.lr
-        return self.usual_lr * (CAREFUL if model.manifest.seed is None and model.manifest.buffers_d else 1)
+        return self.usual_lr * (CAREFUL if pretrained(model) and model.manifest.buffers_d else 1)
 
     def descend(
         self,
