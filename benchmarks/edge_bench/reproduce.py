@@ -20,7 +20,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import datasets, provenance, report, reproduction, results_page, small
-from edge_bench.cli import plain_console
+from edge_bench.cli import plain_console, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.progress import Steps
 from edge_bench.reproduction import Cell, Reproduction
@@ -28,13 +28,11 @@ from edge_bench.simulate import RoundRow, find_bundle, run_all
 from edge_client.bundle import Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.files import disk, write_whole
 from edge_client.methods import Method, make_method
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
 PAUSE = 20.0  # seconds between two lines of a log
-ELSEWHERE = "give another --out"
 LATE = 10
 """So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
 
@@ -115,13 +113,6 @@ def _rounded(value: Any) -> Any:
 # --- files
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file's content at once. Raises StateError when it cannot be written."""
-    with disk(path, ELSEWHERE):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.encode(), mode=0o644, elsewhere=ELSEWHERE)
-
-
 def known(out: Path) -> dict[str, Run]:
     """The finished cells of an output folder by digest: those of its cell files and those of its result."""
     found: dict[str, Run] = {}
@@ -140,7 +131,7 @@ def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     found = {sha: run for sha, run in runs if stands(run, missing[sha])}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
-        write(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+        write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
     return found
 
 
@@ -303,7 +294,7 @@ def reproduce(
             run |= {"cell": sha, "validation": validation}
             if validation:
                 run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
-            write(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+            write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
             done[sha] = run
             steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
             for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}):
@@ -332,6 +323,6 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
     result = merge(name, r, command, current, tried, full)
-    write(folder / "result.json", one_line_each(result))
-    write(folder / "table.md", results_page.tables(result))
+    write_text(folder / "result.json", one_line_each(result))
+    write_text(folder / "table.md", results_page.tables(result))
     results_page.draw(result, folder)
