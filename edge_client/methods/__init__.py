@@ -194,6 +194,11 @@ def below(label: str, score: float, base: float, than: str, hint: str) -> str | 
     return f"{label} ends at {score:.3f}, below {than} ({base:.3f}); what most often helps: {hint}"
 
 
+def pretrained(model: Model) -> bool:
+    """Whether the bundle's weights come from a file; a seed's are random."""
+    return model.manifest.seed is None
+
+
 def bits_digest(packed: NDArray[np.uint8]) -> str:
     """The 64-bit name of packed bits (a structure, a reference mask): the first 16 hex digits of their SHA-256."""
     return digest(packed.tobytes())[:16]
