@@ -163,6 +163,14 @@ class Coordinator:
             return "operator"
         return "viewer" if self._clock() < self._viewers.get(digest, 0.0) else None
 
+    def token(self, id_: str) -> tuple[Role, str] | None:
+        """The role and the SHA-256 of the operator's or a viewer's token with this id; None when none is valid."""
+        if id_ == auth.token_id(self._operator):
+            return "operator", self._operator
+        valid = (d for d, expires in self._viewers.items() if auth.token_id(d) == id_ and self._clock() < expires)
+        digest = next(valid, None)
+        return None if digest is None else ("viewer", digest)
+
     async def new_viewer(self, request: ViewerRequest) -> ViewerToken:
         """A fresh token that may read; only its digest is stored. Raises StateError."""
         token, expires = auth.new_secret(), self._clock() + request.expires_in

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from coord_server import dashboard
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
 from coord_server.http import access, bodies, device, openapi, operator, problems, tokens
@@ -30,7 +31,7 @@ def create_app(coordinator: Coordinator, places: Places | None = None, body_pati
             await coordinator.close()
 
     app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
-                  lifespan=lifespan, redirect_slashes=False)  # fmt: skip
+                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)  # fmt: skip
     app.state.coordinator, app.state.places = coordinator, places or Places()
     problems.install(app)
     app.add_middleware(bodies.BoundedBody, patience=body_patience)
@@ -38,4 +39,5 @@ def create_app(coordinator: Coordinator, places: Places | None = None, body_pati
     for router in (device.router, tokens.router, operator.router, operator.health):
         app.include_router(router)
     openapi.install(app)
+    dashboard.install(app)
     return app

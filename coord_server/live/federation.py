@@ -25,7 +25,7 @@ from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.status import Faults, reason, summary
+from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -305,6 +305,10 @@ class LiveFederation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
         return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+
+    def progress(self) -> Progress:
+        """The round under way, by device."""
+        return progress(self._commits.state, self._clock())
 
     async def rounds(self) -> list[str]:
         """The records of the closed rounds as JSON, in order. Raises StateError."""
