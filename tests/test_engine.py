@@ -431,7 +431,7 @@ def test_a_new_number_of_rounds_is_in_force_from_the_next_round() -> None:
     state, _ = changed(c, opened(c), rounds=3)
     assert (engine.in_force(c, state).rounds, state.next_rounds) == (2, 3)
     closes = [updated(c, state, d) for d in state.cohort]
-    state, said = run(c, *closes, Aggregated(6.0, 1, 1), state=state, present="abc")
+    state, _ = run(c, *closes, Aggregated(6.0, 1, 1), state=state, present="abc")
     assert (engine.in_force(c, state).rounds, state.next_rounds, state.round) == (3, None, 2)
     less, _ = changed(c, state, rounds=4)
     assert engine.in_force(c, less).rounds == 3

@@ -145,7 +145,8 @@ class LiveFederation:
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
-            cohort=self._commits.created.cohort, seed=c.seed, backend=c.backend,
+            cohort=self._commits.created.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise,
+            licence=c.licence,
         )  # fmt: skip
 
     def fetched(self, device: str, down: Downlink, size: int) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from coord_server import engine
 from coord_server.state import Stage
 from edge_client.errors import StateError
-from edge_client.protocol.messages import Failure, Federation, FederationConfig
+from edge_client.protocol.messages import WAITS_SHOWN, Failure, Federation, FederationConfig
 
 
 def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:
     """The federation as it stands at `now`."""
+    missing = engine.missing(state) if state.stage == "collecting" else ()
     return Federation(
         id=config.name,
         config=config if state.next_rounds is None else config.model_copy(update={"rounds": state.next_rounds}),
@@ -21,7 +22,8 @@ def summary(config: FederationConfig, state: engine.State, devices: int, now: fl
         round=state.round,
         devices=devices,
         updates=len(engine.usable(state)),
-        expected=len(engine.missing(state)) if state.stage == "collecting" else 0,
+        expected=len(missing),
+        waits_for=sorted(missing)[:WAITS_SHOWN],
         attempt=state.attempt,
         deadline_in=engine.left(config, state, now),
         fault=fault,

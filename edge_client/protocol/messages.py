@@ -21,6 +21,7 @@ MAX_ROUNDS = 1_000_000
 MAX_DEVICES = 1_000_000
 MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
+WAITS_SHOWN = 10
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
@@ -46,6 +47,10 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
+
+
+Personalise = Literal["best", "global", "local"]
+Source = Literal["global", "local", "last"]
 
 
 class FederationConfig(Message):
@@ -74,6 +79,11 @@ class FederationConfig(Message):
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
+    personalise: Personalise = "best"
+    """The model a device ends with: from the last downlink alone, after one more round's local epochs, or the best on
+    its validation samples of these two and the one it trained last."""
+    licence: Annotated[str, Field(max_length=4096)] = ""
+    """Terms of use, written into every personal model."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
@@ -124,6 +134,8 @@ class Federation(Message):
     """Updates acknowledged in the round under way."""
     expected: int = 0
     """Devices of the cohort the round still waits for."""
+    waits_for: list[str] = []
+    """The first of them by name, at most `WAITS_SHOWN`."""
     attempt: int = 0
     """How many cohorts the round under way has asked; more than 1 when too few reported in time."""
     deadline_in: float | None = None
@@ -192,6 +204,8 @@ class Enrolled(Message):
     """Devices asked in each round."""
     seed: Seed
     backend: Name | None = None
+    personalise: Personalise = "best"
+    licence: Annotated[str, Field(max_length=4096)] = ""
 
     @property
     def path(self) -> str:
@@ -266,6 +280,8 @@ class Report(Message):
     max_abs_diff: FiniteFloat | None = None
     uncompacted: Annotated[str, Field(max_length=1000)] | None = None
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
+    source: Source = "global"
+    """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
 
 
 FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
