@@ -81,7 +81,7 @@ class Commits:
         clock: Callable[[], float],
     ) -> None:
         self.id, self.created = id_, config
-        self.version, self.state = head.version, engine.load(head.state)
+        self.version, self.first, self.state = head.version, head.first, engine.load(head.state)
         self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
         self._memory = asyncio.Lock()  # held while the state and its version change
@@ -209,6 +209,8 @@ class Commits:
     async def _reload(self) -> bool:
         """Load the database's state when its version differs; whether it did. Raises StateError."""
         head = await asyncio.to_thread(self._metadata.head, self.id)
+        if head.first != self.first:
+            raise Refusal("not-found", f"federation {self.id!r} was deleted; another one has its name now")
         if head.version == self.version:
             return False
         before, self.state = self.state, engine.load(head.state)

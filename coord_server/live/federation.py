@@ -33,6 +33,7 @@ from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
+    MAX_ROUNDS,
     Change,
     Enrol,
     Enrolled,
@@ -62,7 +63,7 @@ class LiveFederation:
         self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float] = time.time
     ) -> None:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
-        self.id = id_
+        self.id, self.first, self.created_at = id_, head.first, head.created_at
         self._store, self._clock, self._faults = store, clock, Faults()
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
         followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
@@ -85,12 +86,15 @@ class LiveFederation:
         self._rounds.begin()
         self._commits.begin()
 
-    async def close(self) -> None:
-        """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
+    async def close(self, deleted: bool = False) -> None:
+        """Stop timers and tasks and write down which devices made requests. What is not committed is done again.
+
+        Of a federation that was `deleted` nothing is written.
+        """
         self.answer_polls()
         await self._commits.close()
         await self._rounds.close()
-        await self.devices.close()
+        await self.devices.close(deleted)
 
     def answer_polls(self) -> None:
         """Answer every long poll now: the coordinator is about to go down."""
@@ -289,6 +293,13 @@ class LiveFederation:
             await self._commits.submit(events.Changed(self._clock(), new))
             await self._call()  # fewer devices may now be enough to start
 
+    async def delete(self) -> None:
+        """Delete the federation and all its rows; its blobs stay. Raises Refusal, StateError."""
+        await self._commits.submit(
+            events.Deleted(self._clock()), lambda rows: rows.delete_federation(self._commits.version + 1)
+        )
+        log.info("%s: deleted by the operator", self.id)
+
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
@@ -303,24 +314,21 @@ class LiveFederation:
     def summary(self) -> Federation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
-        return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+        found = summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+        return found.model_copy(update={"created_at": self.created_at})
 
-    async def rounds(self) -> list[str]:
-        """The records of the closed rounds as JSON, in order. Raises StateError."""
-        return await self._records()
+    async def rounds(self, first: int = 1, last: int = MAX_ROUNDS, limit: int | None = None) -> list[str]:
+        """The records of the closed rounds `first` .. `last` as JSON, in order. Raises StateError.
 
-    async def round(self, round_: int) -> str | None:
-        """The record of one closed round as JSON, None while it is not closed. Raises StateError."""
-        return next(iter(await self._records(round_)), None)
-
-    async def _records(self, round_: int | None = None) -> list[str]:
-        """Records of closed rounds; the last round's with what was fetched after it was written."""
-        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, round_)
-        if self._commits.state.phase == "finished" and round_ in (None, self.config.rounds):
-            last = Round.model_validate_json(found[-1])
-            traffic = last.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
-            found[-1] = last.model_copy(update={"traffic": traffic}).model_dump_json()
-        return found
+        The last round's with what was fetched after it was written.
+        """
+        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, first, last, limit)
+        end = self.config.rounds
+        if self._commits.state.phase == "finished" and end in found:
+            last_one = Round.model_validate_json(found[end])
+            traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
+            found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()
+        return list(found.values())
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""

@@ -130,6 +130,7 @@ class Federation(Message):
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
     """What keeps the federation from going on by itself (a full disk), None when nothing does."""
+    created_at: float = 0.0
 
 
 class TokenRequest(Message):
@@ -143,8 +144,18 @@ class JoinToken(Message):
     """A token a device enrols with. Shown once."""
 
     token: str
+    id: str
+    """Its name in lists, and for revoking it."""
     federation: str
     uses: int
+    expires_at: float
+
+
+class TokenSummary(Message):
+    """A join token as lists show it."""
+
+    id: str
+    uses_left: int
     expires_at: float
 
 
@@ -352,6 +363,9 @@ class Round(Message):
     """Why devices that were asked could not do the round."""
 
 
+DeviceState = Literal["new", "ready", "failed", "removed"]
+
+
 class Device(Message):
     """A device as the operator sees it.
 
@@ -369,6 +383,8 @@ class Device(Message):
     messages_up: dict[str, int] = {}
     messages_down: dict[str, int] = {}
     removed: bool = False
+    state: DeviceState = "ready"
+    """"new": it has only enrolled; "failed": `failure` says why, it may be drawn again; "removed" by the operator."""
     ready: bool = True
     """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
@@ -389,6 +405,41 @@ class BundleReceipt(Message):
     digest: Sha256
     name: str
     missing: list[str]
+
+
+class BundleSummary(Message):
+    """A bundle in figures: what its manifest says, what is missing, who uses it."""
+
+    digest: Sha256
+    name: str
+    added_at: float
+    missing: list[str]
+    federations: list[str]
+    """Those that use it; while there is one, the bundle cannot be deleted."""
+    input: list[int]
+    """The shape of a sample."""
+    target: str
+    parameters: int
+    statistics: int
+    """Values of batch normalisation."""
+    layers: int
+    groups: int
+    """Groups of channels that can be pruned together."""
+    seed: int | None
+    """What the weights are drawn from; null when they are stored."""
+    parts: dict[str, int]
+    """Bytes of each part."""
+
+
+class MethodSummary(Message):
+    """A method that federations can run."""
+
+    name: str
+    description: str
+    defaults: dict[str, Any]
+    """Of every setting that has one."""
+    settings: dict[str, Any]
+    """The JSON Schema of its settings, those of `method` beside `name` in a federation's configuration."""
 
 
 class Health(Message):
