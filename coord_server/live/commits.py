@@ -46,6 +46,8 @@ class Followers:
     """Begin what a commit of this process decided."""
     reloaded: Callable[[Head], None]
     """Another process has committed; called before `moved`."""
+    committed: Callable[[engine.State], None] = lambda before: None
+    """Memory holds a new version; the argument is the state before, which may be the same."""
 
 
 @dataclass
@@ -229,6 +231,7 @@ class Commits:
         self._arm()
         if before != self.state:
             self._followers.moved(before)
+        self._followers.committed(before)
 
     def _arm(self, look: float | None = None) -> None:
         """Set the timer to the state's deadline; in stage drawing to `look` seconds, by default LOOK_DRAWING."""

@@ -5,6 +5,7 @@ uploads        updates on their way in: HTTP calls this room itself
 rounds         the fold of a round, and the sweep after it
 method_state   the method's global state and records
 downlinks      what devices fetch, by audience
+feed           what happened, for those who watch
 devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
 status         its state in words, and what keeps it from going on
 
@@ -23,6 +24,7 @@ from coord_server import engine, events
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
+from coord_server.live.feed import Feed
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
 from coord_server.live.status import Faults, reason, summary
@@ -45,6 +47,7 @@ from edge_client.protocol.messages import (
     Round,
     Stopped,
     Train,
+    UpdateRefused,
     Wait,
     Work,
 )
@@ -66,7 +69,8 @@ class LiveFederation:
         self.id, self.first, self.created_at = id_, head.first, head.created_at
         self._store, self._clock, self._faults = store, clock, Faults()
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
-        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
+        self.feed = Feed(head.version, head.ready)
+        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded, self._committed)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
@@ -97,8 +101,9 @@ class LiveFederation:
         await self.devices.close(deleted)
 
     def answer_polls(self) -> None:
-        """Answer every long poll now: the coordinator is about to go down."""
+        """Answer every long poll now and end streams: the coordinator is about to go down."""
         self._closing = True
+        self.feed.close()
         self.devices.wake()
 
     # --- what follows from a commit
@@ -111,6 +116,9 @@ class LiveFederation:
             self.devices.wake()
         elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
             self.devices.wake(engine.missing(now))
+
+    def _committed(self, before: engine.State) -> None:
+        self.feed.committed(self._commits.version, before, self._commits.state, self.devices.ready_count)
 
     def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
         for decision in decisions:
@@ -131,6 +139,10 @@ class LiveFederation:
         for decision in engine.pending(self._commits.state):
             if isinstance(decision, events.Aggregate):
                 self._rounds.fold(decision, OTHERS_FOLD)
+
+    async def refresh(self) -> None:
+        """Bring memory up to date. Raises Refusal, StateError."""
+        await self._commits.refresh()
 
     async def look(self, version: int) -> None:
         """Reload when the database has another version than memory. Raises Refusal, StateError."""
@@ -253,6 +265,11 @@ class LiveFederation:
                 if not await self._commits.refresh(version):
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
+
+    def refused(self, round_: int, device: str, error: Refusal) -> None:
+        """An update was refused."""
+        log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error)
+        self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
 
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Repeating it is harmless. Raises Refusal, StateError."""
