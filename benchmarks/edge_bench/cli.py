@@ -35,6 +35,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Round
@@ -69,12 +70,17 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--json {path} cannot be written: permission denied; name another file")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a result file at once, in a folder that is made. Raises StateError when it cannot be written."""
+    elsewhere = "name another place"
+    with disk(path, elsewhere):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file. Raises ConfigError when it cannot be written."""
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    """Write a result file. Raises StateError when it cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def plain_console(least: int = 80) -> Console:

@@ -36,7 +36,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
 from edge_client.named_bundles import bundle_folder, packaged
-from edge_client.protocol.messages import FederationConfig, Round, Scores
+from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
@@ -63,6 +63,8 @@ class SimulationConfig(BaseModel):
     once a method's remaining work is worth their start."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
+    personalise: Personalise = "best"
+    """Which model a device ends with, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
     final_epochs: bool = True
@@ -84,9 +86,9 @@ class Simulated:
     rows: tuple[RoundRow, ...]
     devices: int
     final: Scores | None
-    """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
+    """The model that every device ends with, on its own test samples; None when no device has any."""
     final_after: Scores | None
-    """The same after local epochs from there."""
+    """Every device's score after the local epochs of one more round."""
     kept_share: float
     """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
@@ -94,6 +96,8 @@ class Simulated:
     state_sha256: str
     personal_sha256: str
     seconds: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
 
@@ -290,11 +294,12 @@ def run(
     opener = partial(open_trainer, config.backend or DEFAULT_BACKEND, bundle)
     looks = len(names) * ((config.rounds // evaluate_every if evaluate_every else 0) + 1 + final_epochs)
     expected = config.rounds * min(config.cohort, len(names)) + looks
-    with Workers(Site(method, course, parts, opener), trainer, processes, expected) as workers:
+    with Workers(Site(method, course, parts, opener, config.personalise), trainer, processes, expected) as workers:
         sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
         rows = _rounds(sim, names, evaluate_every, progress)
         sim.lose(config.rounds + 1, names)
-        last = sim.evaluate(config.rounds + 1, Evaluation(epochs=final_epochs, models=models))
+        what = Evaluation(final_epochs, models, config.personalise)
+        last = sim.evaluate(config.rounds + 1, what)
     rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     after = [e.after for e in last.values() if e.after is not None]
     return Simulated(
@@ -307,6 +312,7 @@ def run(
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
         seconds=time.perf_counter() - started,
+        sources={d: e.source for d, e in last.items()},
     )
 
 
@@ -390,6 +396,7 @@ def run_all(
             seed=config.seed,
             backend=config.backend,
             guard=config.guard,
+            personalise=config.personalise,
         )
         shown, often = partial(progress, label), config.evaluate_every
         try:
