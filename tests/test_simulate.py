@@ -170,6 +170,7 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     start = written["idle"]["score_start"]
     assert start == written["standalone"]["score_start"] == pytest.approx(written["idle"]["score_mean"])
     assert f"warning: idle ends at {start:.3f}, below training alone (" in said
+    assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
 
 
