@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -33,12 +34,16 @@ from edge_client.protocol.messages import (
     FederationConfig,
     JoinToken,
     TokenRequest,
+    Viewer,
+    ViewerRequest,
+    ViewerToken,
 )
 from edge_client.task import Course
 
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 log = logging.getLogger("maskfleet")
 
+Role = Literal["operator", "viewer"]
 WATCH = 0.3  # seconds between looks at what other coordinators have committed
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
@@ -60,6 +65,7 @@ class Coordinator:
         self._max_parameters = max_parameters
         self.store = store
         self._operator = auth.hashed(operator)
+        self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
         self._unloaded: dict[str, Federation] = {}
@@ -91,6 +97,7 @@ class Coordinator:
 
     async def _look(self) -> None:
         """Bring every federation up to date, and load those that are new. Raises StateError."""
+        await self._look_at_viewers()
         for id_, version in (await asyncio.to_thread(self.store.metadata.versions)).items():
             live = self._federations.get(id_)
             if live is not None:
@@ -146,9 +153,44 @@ class Coordinator:
 
     # --- who
 
-    def is_operator(self, token: str) -> bool:
-        """Whether this is the operator's token."""
-        return auth.same(auth.hashed(token), self._operator)
+    def role(self, token: str) -> Role | None:
+        """Whose token this is: the operator's, a viewer's, or of neither.
+
+        A token made or revoked at another coordinator of the data folder counts here after WATCH seconds.
+        """
+        digest = auth.hashed(token)
+        if auth.same(digest, self._operator):
+            return "operator"
+        return "viewer" if self._clock() < self._viewers.get(digest, 0.0) else None
+
+    def token(self, id_: str) -> tuple[Role, str] | None:
+        """The role and the SHA-256 of the operator's or a viewer's token with this id; None when none is valid."""
+        if id_ == auth.token_id(self._operator):
+            return "operator", self._operator
+        valid = (d for d, expires in self._viewers.items() if auth.token_id(d) == id_ and self._clock() < expires)
+        digest = next(valid, None)
+        return None if digest is None else ("viewer", digest)
+
+    async def new_viewer(self, request: ViewerRequest) -> ViewerToken:
+        """A fresh token that may read; only its digest is stored. Raises StateError."""
+        token, expires = auth.new_secret(), self._clock() + request.expires_in
+        await asyncio.to_thread(self.store.metadata.add_viewer, auth.hashed(token), expires)
+        await self._look_at_viewers()
+        return ViewerToken(token=token, id=auth.token_id(auth.hashed(token)), expires_at=expires)
+
+    async def viewers(self) -> list[Viewer]:
+        """Every viewer's token that was not revoked, in the order of ids. Raises StateError."""
+        found = await asyncio.to_thread(self.store.metadata.viewers)
+        return [Viewer(id=auth.token_id(token), expires_at=expires) for token, expires in found.items()]
+
+    async def remove_viewer(self, id_: str) -> None:
+        """Revoke a viewer's token. Raises Refusal, StateError."""
+        if not await asyncio.to_thread(self.store.metadata.remove_viewer, id_):
+            raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
+        await self._look_at_viewers()
+
+    async def _look_at_viewers(self) -> None:
+        self._viewers = await asyncio.to_thread(self.store.metadata.viewers)
 
     # --- bundles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edge_client.protocol.messages import FailureKind
@@ -85,6 +86,13 @@ class Paused(Event):
 
 class Resumed(Event):
     """The operator resumed the federation."""
+
+
+@dataclass(frozen=True)
+class Changed(Event):
+    """The operator changed settings: fields of `messages.Change`, by name."""
+
+    settings: Mapping[str, float]
 
 
 class Stopped(Event):

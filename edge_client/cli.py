@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -52,8 +52,13 @@ def join(
     patience: Annotated[
         float, typer.Option(min=0.0, help="Seconds without a usable answer before giving up.")
     ] = 3600.0,
-    personal: Annotated[
-        Path | None, typer.Option(help="Where the personal model goes. [default: personal.onnx in the state folder]")
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the personal model goes: an .onnx file, or a folder. [default: the state folder]"),
+    ] = None,
+    personalise: Annotated[
+        Literal["best", "global", "local"] | None,
+        typer.Option(help="The model to keep; best: on the validation samples. [default: the federation's choice]"),
     ] = None,
     max_parameters: Annotated[
         int, typer.Option(min=1, help="Most parameters of a model; a larger one is refused before it takes memory.")
@@ -87,7 +92,8 @@ def join(
         threads=threads,
         patience=patience,
         poll=poll,
-        personal=personal,
+        out=out,
+        personalise=personalise,
         max_parameters=max_parameters,
         align=align_of(align),
         secret=secret,

@@ -5,6 +5,8 @@ Keys: `x` [n, *input.shape] and `y` [n, ...], labels as the bundle's target has 
 tenth for validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording,
 a writer's page) never fall on both sides of a cut.
 
+Where the bundle says how raw samples are normalised, `fit` does that, unless the file says ``normalised = True``.
+
 `read` checks what needs no bundle, before a device joins; `fit` checks the rest.
 """
 
@@ -20,10 +22,11 @@ import numpy as np
 from edge_kernels import counter
 from numpy.typing import NDArray
 
-from edge_client.bundle import Manifest
+from edge_client.bundle import Input, Manifest
 from edge_client.errors import DataError
 
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
+SAMPLES = ("x", "x_val", "x_test")
 FEWEST = 20  # training samples below which none are kept for validation
 
 
@@ -94,7 +97,7 @@ def split(
     return ~gone, gone
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
     advice = "write x and y with numpy.savez(path, x=..., y=...)"
     try:
@@ -127,7 +130,7 @@ class DataFile:
 
 def read(path: Path) -> DataFile:
     """Read a device's file, and check what needs no bundle. Raises DataError with what is wrong."""
-    return checked(str(path), _arrays(path))
+    return checked(str(path), arrays_of(path))
 
 
 def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
@@ -153,13 +156,22 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
     return DataFile(what, arrays)
 
 
+def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a file with its samples as the model takes them; those that do not fit stay as they are."""
+    how = takes.normalisation
+    if how is None or bool(np.all(arrays.get("normalised", False))):
+        return arrays
+    raw = {n: a for n, a in arrays.items() if n in SAMPLES and a.shape[1:] == takes.shape and a.dtype.kind in "fiub"}
+    return {**arrays, **{name: how.apply(array) for name, array in raw.items()}}
+
+
 def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     """A file's samples as the bundle takes them. Raises DataError with what is wrong and what the bundle takes.
 
     A file without a test part gives up a fifth of its samples for one. A file without a validation part then gives up
     a tenth of the remaining training samples, unless they are fewer than `FEWEST` or no group is that small.
     """
-    what, arrays = found.what, found.arrays
+    what, arrays = found.what, normalised(found.arrays, manifest.input)
     x, y = check(manifest, arrays["x"], arrays["y"], what)
     group = arrays.get("group", np.arange(len(y)))
     if "x_test" in arrays:

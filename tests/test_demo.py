@@ -21,9 +21,8 @@ from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
 from edge_bench.report import warnings
-from edge_bench.simulate import BUNDLES
+from edge_bench.simulate import find_bundle
 
-from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
@@ -88,7 +87,7 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
 def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_model_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = Bundle.open(BUNDLES / "digits")
+    bundle = find_bundle("digits")
     names = ("a", "b", "c")
     reports = [
         Report(score=0.5, test_samples=4, parameters_dense=6570, parameters_compact=size, max_abs_diff=size / 1e9)

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from edge_bench.processes import children, coordinator
 from edge_bench.simulate import Simulated
@@ -20,12 +21,20 @@ from edge_bench.testing import digits, methods
 from edge_kernels import counter
 
 from coord_server.operator.client import Operator
+from edge_client import local
 from edge_client.bundle import Bundle, digest
 from edge_client.client import Client
+from edge_client.compaction.personal import write_personal
+from edge_client.errors import ConfigError
 from edge_client.files import write_whole
+from edge_client.flat import from_arrays
+from edge_client.global_model import global_model
 from edge_client.methods import Method, make_method
+from edge_client.protocol import payload
 from edge_client.protocol.messages import Report, TokenRequest
+from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal, Task
+from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
 NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
@@ -39,6 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
 }
+WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "standalone"}
+PRUNED = {"federated_pruning", "federated_pruning_lamp", "fedmap", "fedmask", "hermes", "hidenseek", "lattice-pruned"}
 every_method = pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 
 
@@ -103,7 +114,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
 ) -> None:
     ended: dict[str, Personal] = {}
 
-    def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int, align: Any) -> Report:
+    def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, *_: Any) -> Report:
         """The end of a device without compaction and measurement, which need seconds."""
         ended[task.assignment.device] = personal
         write_whole(path, b"a model")
@@ -127,9 +138,56 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(take_part, digits().devices)) == ["finished"] * 3
     expected = first(name)
+    assert {d.device: d.report.source for d in client.devices(id_) if d.report} == expected.sources
     assert digest(client.state(id_)) == expected.state_sha256
     for device, model in expected.personal.items():
         assert (ended[device].parameters == model.parameters).all()
         assert (ended[device].buffers == model.buffers).all()
     for real, row in zip(client.rounds(id_), expected.rows, strict=True):
         assert real.model_dump(exclude={"seconds", "cost"}) == row.record.model_dump(exclude={"seconds", "cost"})
+
+
+# --- models to run
+
+
+@every_method
+def test_each_model_that_a_device_may_end_with_becomes_a_file(name: str, tmp_path: Path) -> None:
+    there, device = methods.middle(made(name), digits(), 2), min(digits().devices)
+    turns, downlinks = there.sim.turns(3, {device: 0})
+    task = there.sim.workers._bench.task(3, turns[0])
+    content, how = payload.decode(downlinks[turns[0].audience]), there.sim.method
+    sizes = {}
+    for source in ("global", "local"):
+        chosen = local.personal(how, task, turns[0].kept, content, source)
+        assert chosen.source == source
+        sizes[source] = write_personal(digits().bundle, chosen.personal, tmp_path / f"{source}.onnx").parameters_compact
+    assert sizes["local"] <= 1.1 * sizes["global"] or name not in PRUNED
+    best = local.personal(how, task, turns[0].kept, content, "best")
+    last = from_arrays(Personal, {k[len(local.TRAINED) :]: a for k, a in turns[0].kept.items() if "/" in k})
+    held = [local.personal(how, task, turns[0].kept, content, source).personal for source in ("global", "local")]
+    assert task.score(best.personal, "validation") == max(task.score(m, "validation") for m in (*held, last))
+
+
+@every_method
+def test_the_global_model_of_a_state_runs_as_a_file_or_the_method_says_why_there_is_none(
+    name: str, tmp_path: Path
+) -> None:
+    there = methods.middle(made(name), digits(), 2)
+    there.through_bytes()
+    course, state = there.sim.course, there.sim.state
+    if name in WITHOUT_GLOBAL:
+        with pytest.raises(ConfigError, match=r"no global model to export: .*(own|layer)"):
+            global_model(there.sim.method, course, state, 2)
+        return
+    model = global_model(there.sim.method, course, state, 2)
+    write_personal(digits().bundle, model, tmp_path / "global.onnx")
+    x = np.random.default_rng(0).standard_normal((16, *digits().bundle.manifest.input.shape), np.float32)
+    (found,) = open_onnx(tmp_path / "global.onnx").run(None, {"x": x})
+    np.testing.assert_allclose(
+        found,
+        open_trainer("onnxruntime", digits().bundle).logits(model.parameters, model.buffers, x),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    if name in ("fedavg", "fedprox", "perfedavg"):
+        assert np.array_equal(model.parameters, state.parameters)

@@ -13,12 +13,12 @@ import pytest
 
 from edge_client.bundle import Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.named_bundles import packaged
 from edge_client.targets import Classification, Regression, Sequence, Target
 from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
-from edge_bench.simulate import BUNDLES  # noqa: E402
 from edge_bench.testing import trainers  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from exported import SHARED, spread  # noqa: E402
@@ -260,7 +260,7 @@ def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytes
         return open_session(graph, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
-    bundle = Bundle.open(BUNDLES / "digits")
+    bundle = Bundle.open(packaged()["digits"])
     x = np.zeros((1, *bundle.manifest.input.shape), np.float32)
     start = bundle.model()
     try:

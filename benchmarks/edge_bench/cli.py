@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from edge_bench import curves, datasets, demo_report, histogram, provenance, report, result
+from edge_bench.bundles import NAMES
 from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
@@ -24,7 +25,6 @@ from edge_bench.simulate import (
     RoundRow,
     SimulationConfig,
     find_bundle,
-    packaged,
     prepare,
     read_config,
     run_all,
@@ -35,7 +35,9 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
+from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Round
 from edge_client.targets import Classification, Sequence
 from edge_client.training import open_trainer
@@ -68,12 +70,17 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--json {path} cannot be written: permission denied; name another file")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a result file at once, in a folder that is made. Raises StateError when it cannot be written."""
+    elsewhere = "name another place"
+    with disk(path, elsewhere):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file. Raises ConfigError when it cannot be written."""
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    """Write a result file. Raises StateError when it cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def plain_console(least: int = 80) -> Console:
@@ -94,7 +101,7 @@ def open_simulation(
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
-        content["bundle"] = given if given in packaged() else str(Path(given).resolve())
+        content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
         content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):

@@ -250,5 +250,5 @@ def write(devices: Mapping[str, DeviceData], folder: Path) -> dict[str, Path]:
     paths = {}
     for name, data in devices.items():
         paths[name] = folder / f"{name}.npz"
-        np.savez(paths[name], **vars(data))
+        np.savez(paths[name], **vars(data), normalised=np.True_)
     return paths

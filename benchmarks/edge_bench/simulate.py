@@ -33,14 +33,13 @@ from edge_client.authored import described, is_place, place_of
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
+from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import FederationConfig, Round, Scores
+from edge_client.named_bundles import bundle_folder, packaged
+from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
-
-BUNDLES = Path(__file__).parent / "bundles"
 
 
 class SimulationConfig(BaseModel):
@@ -64,6 +63,8 @@ class SimulationConfig(BaseModel):
     once a method's remaining work is worth their start."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
+    personalise: Personalise = "best"
+    """Which model a device ends with, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
     final_epochs: bool = True
@@ -85,9 +86,9 @@ class Simulated:
     rows: tuple[RoundRow, ...]
     devices: int
     final: Scores | None
-    """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
+    """The model that every device ends with, on its own test samples; None when no device has any."""
     final_after: Scores | None
-    """The same after local epochs from there."""
+    """Every device's score after the local epochs of one more round."""
     kept_share: float
     """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
@@ -95,6 +96,8 @@ class Simulated:
     state_sha256: str
     personal_sha256: str
     seconds: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
 
@@ -115,7 +118,8 @@ def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationCon
     config = _checked(SimulationConfig, {**data, **checked}, "simulation")
     if config.export.model_fields_set and not is_place(config.bundle):
         raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
-    bundle = config.bundle if config.bundle in packaged() else str(folder / config.bundle)
+    named = config.bundle in (*packaged(), *NAMES)
+    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
     return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
 
 
@@ -129,29 +133,14 @@ def _checked(model: type[_M], table: Any, called: str) -> _M:
         raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
 
 
-def packaged() -> list[str]:
-    """The bundles that come with the package, or are built under their name."""
-    return [*sorted(path.parent.name for path in BUNDLES.glob(f"*/{MANIFEST}")), *NAMES]
-
-
-def find_bundle(name: str) -> Bundle:
+def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
 
     Raises BundleError; ConfigError or DataError when it cannot be built.
     """
-    folder = BUNDLES / name
-    if (folder / MANIFEST).is_file():
-        return Bundle.open(folder)
-    if name in NAMES:
+    if name in NAMES and name not in packaged():
         return open_named(name)
-    folder = Path(name)
-    if not (folder / MANIFEST).is_file():
-        names = packaged()
-        raise BundleError(
-            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(names)}{suggestion(folder.name, names)}"
-        )
-    return Bundle.open(folder)
+    return Bundle.open(bundle_folder(name, beside, *NAMES))
 
 
 def prepare(config: SimulationConfig) -> tuple[Bundle, dict[str, DeviceData]]:
@@ -305,11 +294,12 @@ def run(
     opener = partial(open_trainer, config.backend or DEFAULT_BACKEND, bundle)
     looks = len(names) * ((config.rounds // evaluate_every if evaluate_every else 0) + 1 + final_epochs)
     expected = config.rounds * min(config.cohort, len(names)) + looks
-    with Workers(Site(method, course, parts, opener), trainer, processes, expected) as workers:
+    with Workers(Site(method, course, parts, opener, config.personalise), trainer, processes, expected) as workers:
         sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
         rows = _rounds(sim, names, evaluate_every, progress)
         sim.lose(config.rounds + 1, names)
-        last = sim.evaluate(config.rounds + 1, Evaluation(epochs=final_epochs, models=models))
+        what = Evaluation(final_epochs, models, config.personalise)
+        last = sim.evaluate(config.rounds + 1, what)
     rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     after = [e.after for e in last.values() if e.after is not None]
     return Simulated(
@@ -322,6 +312,7 @@ def run(
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
         seconds=time.perf_counter() - started,
+        sources={d: e.source for d, e in last.items()},
     )
 
 
@@ -405,6 +396,7 @@ def run_all(
             seed=config.seed,
             backend=config.backend,
             guard=config.guard,
+            personalise=config.personalise,
         )
         shown, often = partial(progress, label), config.evaluate_every
         try:

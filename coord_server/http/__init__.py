@@ -8,9 +8,10 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from coord_server import dashboard
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
-from coord_server.http import access, bodies, device, openapi, operator, problems
+from coord_server.http import access, bodies, device, openapi, operator, problems, tokens
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
 digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
@@ -30,12 +31,13 @@ def create_app(coordinator: Coordinator, places: Places | None = None, body_pati
             await coordinator.close()
 
     app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
-                  lifespan=lifespan, redirect_slashes=False)  # fmt: skip
+                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)  # fmt: skip
     app.state.coordinator, app.state.places = coordinator, places or Places()
     problems.install(app)
     app.add_middleware(bodies.BoundedBody, patience=body_patience)
     app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
-    for router in (device.router, operator.router, operator.health):
+    for router in (device.router, tokens.router, operator.router, operator.health):
         app.include_router(router)
     openapi.install(app)
+    dashboard.install(app)
     return app

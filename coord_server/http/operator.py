@@ -10,20 +10,19 @@ from fastapi import APIRouter, Request, Response
 
 from coord_server import events
 from coord_server.http import bodies
-from coord_server.http.access import BundleDigest, FederationId, Operated, RoundNumber, Served
+from coord_server.http.access import BundleDigest, FederationId, Operated, RoundNumber, Served, Viewed
 from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import (
     BundleReceipt,
+    Change,
     Device,
     Federation,
     FederationConfig,
     Health,
-    JoinToken,
     Name,
     Round,
-    TokenRequest,
 )
 from edge_client.protocol.payload import MEDIA_TYPE
 
@@ -85,23 +84,29 @@ async def create_federation(served: Operated, response: Response, config: Federa
 
 
 @router.get("/federations")
-async def list_federations(served: Operated) -> list[Federation]:
+async def list_federations(served: Viewed) -> list[Federation]:
     """All federations, oldest first; those that could not be loaded come last, with their `fault`."""
     return served.summaries()
 
 
 @router.get("/federations/{federation}")
-async def show_federation(served: Operated, federation: FederationId) -> Federation:
+async def show_federation(served: Viewed, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
     with suppress(Refusal):  # a federation that could not be loaded has a summary too
         await served.find(federation)
     return served.summary(federation)
 
 
-@router.post("/federations/{federation}/tokens", status_code=201)
-async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
-    """The token is shown once; only its digest is kept."""
-    return await served.new_token(federation, request)
+@router.patch("/federations/{federation}", responses=documented("cannot-change", "wrong-phase", "bad-config"))
+async def change_federation(served: Operated, federation: FederationId, change: Change) -> Federation:
+    """`deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
+
+    `cohort` counts from the next attempt and is at most that of the creation, `rounds` from the next round.
+    `min_devices` can change while the federation recruits. Everything else is fixed.
+    """
+    live = await served.find(federation)
+    await live.change(change)
+    return live.summary()
 
 
 @router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))
@@ -120,7 +125,7 @@ async def operate_federation(
 
 
 @router.get("/federations/{federation}/devices")
-async def list_devices(served: Operated, federation: FederationId) -> list[Device]:
+async def list_devices(served: Viewed, federation: FederationId) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes, its last failure and its report."""
     return await (await served.find(federation)).devices.listed()
 
@@ -132,7 +137,7 @@ async def remove_device(served: Operated, federation: FederationId, device: Name
 
 
 @router.get("/federations/{federation}/rounds", response_model=list[Round])
-async def list_rounds(served: Operated, federation: FederationId) -> Any:
+async def list_rounds(served: Viewed, federation: FederationId) -> Any:
     """Traffic, bits per parameter, loss, scores, failures and guarded updates of every closed round.
 
     The last round's `traffic.last_down` grows as devices fetch the downlink after it.
@@ -142,7 +147,7 @@ async def list_rounds(served: Operated, federation: FederationId) -> Any:
 
 
 @router.get("/federations/{federation}/rounds/{round}", response_model=Round)
-async def show_round(served: Operated, federation: FederationId, round_: RoundNumber) -> Any:
+async def show_round(served: Viewed, federation: FederationId, round_: RoundNumber) -> Any:
     """One closed round's record."""
     record = await (await served.find(federation)).round(round_)
     if record is None:
@@ -151,6 +156,6 @@ async def show_round(served: Operated, federation: FederationId, round_: RoundNu
 
 
 @router.get("/federations/{federation}/state", response_class=Response, responses=_STATE)
-async def export_state(served: Operated, federation: FederationId) -> Response:
+async def export_state(served: Viewed, federation: FederationId) -> Response:
     """The same seed and updates give the same bytes, here and in the simulator."""
     return Response(await (await served.find(federation)).exported(), media_type=MEDIA_TYPE)

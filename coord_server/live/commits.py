@@ -80,7 +80,7 @@ class Commits:
         faults: Faults,
         clock: Callable[[], float],
     ) -> None:
-        self.id, self.config = id_, config
+        self.id, self.created = id_, config
         self.version, self.state = head.version, engine.load(head.state)
         self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
@@ -90,6 +90,11 @@ class Commits:
         self._timer: asyncio.TimerHandle | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def config(self) -> FederationConfig:
+        """The settings in force: `created` with what the operator has changed since."""
+        return engine.in_force(self.created, self.state)
 
     # --- events
 
@@ -126,9 +131,9 @@ class Commits:
 
     async def ask(self, event: Event) -> Decision | None:
         """The engine's first decision about `event`, without applying it. Raises Refusal, StateError."""
-        _, decisions = engine.apply(self.config, self.state, event)
+        _, decisions = engine.apply(self.created, self.state, event)
         if decisions and isinstance(decisions[0], Refuse) and await self.refresh():
-            _, decisions = engine.apply(self.config, self.state, event)
+            _, decisions = engine.apply(self.created, self.state, event)
         first = decisions[0] if decisions else None
         if isinstance(first, Refuse):
             raise Refusal(first.kind, first.detail)
@@ -175,10 +180,10 @@ class Commits:
 
     async def _apply(self, state: engine.State, event: Event) -> tuple[engine.State, Answer]:
         """Apply an event; a Draw is answered at once."""
-        state, decisions = engine.apply(self.config, state, event)
+        state, decisions = engine.apply(self.created, state, event)
         if any(isinstance(d, Draw) for d in decisions):
             now = self.clock()
-            state, more = engine.apply(self.config, state, Present(now, await self._followers.present(now)))
+            state, more = engine.apply(self.created, state, Present(now, await self._followers.present(now)))
             decisions = (*decisions, *more)
         return state, decisions
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
-from edge_client.errors import StateError, StorageDamagedError, first_fault
+from edge_client.errors import PayloadError, StateError, StorageDamagedError, first_fault
+from edge_client.protocol.cost import from_header
 from edge_client.protocol.messages import Device, Enrol, Failure, FederationConfig, Report
 
 log = logging.getLogger("maskfleet")
@@ -31,6 +33,7 @@ log = logging.getLogger("maskfleet")
 RECENT = 2.0  # seconds between reads of the devices that are present at other processes
 FLUSH = 10.0  # seconds between writes, at most
 _KINDS = TypeAdapter(dict[str, int])
+_AGENT = re.compile(r"([\w.+-]+/[\w.+-]+)(?: \(([\w.+-]+)\))?")  # as `maskfleet/1.2.0 (onnxruntime)`
 
 
 class Devices:
@@ -51,6 +54,7 @@ class Devices:
         self._ready: set[str] = set()
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
         self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
+        self._agents: dict[str, str] = {}  # what each device said last that it is
         self._unwritten: dict[str, Seen] = {}
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,6 +111,11 @@ class Devices:
     def note(self, device: str) -> None:
         """A device has made a request."""
         self._last[device] = self._change(device).at = self._clock()
+
+    def introduces(self, device: str, agent: str) -> None:
+        """A device says what it is, as its User-Agent."""
+        if self._agents.get(device) != agent:
+            self._agents[device] = self._change(device).agent = agent
 
     def arrives(self, device: str) -> bool:
         """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
@@ -229,10 +238,13 @@ class Devices:
                 ready=row.ready,
                 report=None if row.report is None else Report.model_validate_json(row.report),
                 failure=None if row.failure is None else Failure.model_validate_json(row.failure),
+                cost={} if row.cost is None else from_header(row.cost).model_dump(exclude_none=True),
+                **_said(u.agent or row.agent or ""),
             )
-        except ValidationError as error:
+        except (ValidationError, PayloadError) as error:
+            why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
             raise StorageDamagedError(
-                f"the row of device {row.device!r} is damaged: {first_fault(error, 'row')}; restore the database"
+                f"the row of device {row.device!r} is damaged: {why}; restore the database"
             ) from None
 
     async def close(self) -> None:
@@ -243,3 +255,9 @@ class Devices:
         if self._flushing is not None:
             await asyncio.wait([self._flushing])
         await self._flush_logged()
+
+
+def _said(agent: str) -> dict[str, str]:
+    """Client, version and training engine in a device's User-Agent; nothing when it is of another form."""
+    found = _AGENT.fullmatch(agent)
+    return {} if found is None else {"client": found[1], "engine": found[2] or ""}

@@ -25,7 +25,7 @@ from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.status import Faults, reason, summary
+from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -33,6 +33,7 @@ from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
+    Change,
     Enrol,
     Enrolled,
     Failure,
@@ -61,7 +62,7 @@ class LiveFederation:
         self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float] = time.time
     ) -> None:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
-        self.id, self.config = id_, config
+        self.id = id_
         self._store, self._clock, self._faults = store, clock, Faults()
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
         followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
@@ -71,6 +72,11 @@ class LiveFederation:
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
         self.uploads = Uploads(store, self._commits, self._values, self._rounds)
         self._closing = False
+
+    @property
+    def config(self) -> FederationConfig:
+        """The settings in force."""
+        return self._commits.config
 
     # --- life
 
@@ -139,7 +145,8 @@ class LiveFederation:
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
-            cohort=c.cohort, seed=c.seed, backend=c.backend,
+            cohort=self._commits.created.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise,
+            licence=c.licence,
         )  # fmt: skip
 
     def fetched(self, device: str, down: Downlink, size: int) -> None:
@@ -219,6 +226,7 @@ class LiveFederation:
             return Train(
                 round=round_,
                 lease=engine.lease(self.config, round_, device),
+                rounds=self.config.rounds,
                 place=s.asked[device],
                 downlink=down.sha256,
                 downlink_size=down.size,
@@ -273,6 +281,15 @@ class LiveFederation:
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
 
+    async def change(self, change: Change) -> None:
+        """Change settings. Raises Refusal, StateError."""
+        new = change.model_dump(exclude_none=True)
+        if change.rounds is not None:
+            await self._values.check_rounds(change.rounds)
+        if new:
+            await self._commits.submit(events.Changed(self._clock(), new))
+            await self._call()  # fewer devices may now be enough to start
+
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
@@ -288,6 +305,10 @@ class LiveFederation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
         return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+
+    def progress(self) -> Progress:
+        """The round under way, by device."""
+        return progress(self._commits.state, self._clock())
 
     async def rounds(self) -> list[str]:
         """The records of the closed rounds as JSON, in order. Raises StateError."""

@@ -6,7 +6,7 @@ One `Operator` speaks to one coordinator by httpx. Every refusal is a ServerErro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.protocol.messages import (
     BundleReceipt,
@@ -97,6 +97,14 @@ class Operator:
                 headers={"Content-Length": str(path.stat().st_size)},
             )
         return digest(manifest)
+
+    def fetch_bundle(self, address: str, folder: Path, parts: Sequence[str]) -> Bundle:
+        """Those of the `parts` that the bundle has, and its manifest, in an empty `folder`. Raises BundleError."""
+        manifest = self._send("GET", f"/v1/bundles/{address}")
+        (folder / MANIFEST).write_bytes(manifest)
+        for name in parse_manifest(manifest).parts.keys() & set(parts):
+            (folder / name).write_bytes(self._send("GET", f"/v1/bundles/{address}/parts/{name}"))
+        return Bundle.open(folder)
 
     def create(self, config: FederationConfig) -> Federation:
         """Create a federation from a bundle that is there."""

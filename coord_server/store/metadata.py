@@ -41,6 +41,7 @@ from coord_server.store.tables import (
     store,
     tokens,
     updates,
+    viewers,
 )
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
@@ -66,6 +67,7 @@ _COUNT_UPDATE = (
         last_seen_at=_LAST_SEEN,
         updates=devices.c.updates + 1,
         bytes_up=devices.c.bytes_up + bindparam("b_size"),
+        cost=bindparam("b_cost"),
         failure=None,
     )
 )
@@ -76,6 +78,7 @@ _SAVE_SEEN = (
         last_seen_at=_LAST_SEEN,
         bytes_down=devices.c.bytes_down + bindparam("b_down"),
         last_down=func.coalesce(bindparam("b_last"), devices.c.last_down),
+        agent=func.coalesce(bindparam("b_agent"), devices.c.agent),
         **{name: devices.c[name] + bindparam(f"b_{name}") for name in MESSAGES},
     )
 )
@@ -106,7 +109,7 @@ class Rows:
                "size": size, "received_at": at, "content": content.data, "cost": cost}  # fmt: skip
         figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
         self._c.execute(_ADD_UPDATE, {**row, **figures})
-        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size}
+        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size, "b_cost": cost}
         self._c.execute(_COUNT_UPDATE, named)
 
     def add_failure(self, device: str, failure: str, forget: bool) -> None:
@@ -283,6 +286,22 @@ class Metadata:
                 add(Rows(c, federation))
             return True
 
+    # --- viewers
+
+    def add_viewer(self, token: str, expires_at: float) -> None:
+        """Store a viewer's token by its SHA-256."""
+        with self.writing() as c:
+            c.execute(insert(viewers).values(token=token, expires_at=expires_at))
+
+    def viewers(self) -> dict[str, float]:
+        """When each viewer's token expires, by its SHA-256, in the order of these."""
+        return {row.token: row.expires_at for row in self._all(select(viewers).order_by(viewers.c.token))}
+
+    def remove_viewer(self, id_: str) -> bool:
+        """Revoke the viewer's token whose SHA-256 begins with `id_`; False when there is none."""
+        with self.writing() as c:
+            return c.execute(delete(viewers).where(viewers.c.token.startswith(id_, autoescape=True))).rowcount > 0
+
     # --- tokens and devices
 
     def add_token(self, token: str, federation: str, uses: int, expires_at: float) -> None:
@@ -346,7 +365,7 @@ class Metadata:
         """Store what happened to devices."""
         rows = [
             {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
-             "b_last": s.last_down, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
+             "b_last": s.last_down, "b_agent": s.agent, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
             for device, s in seen.items()
         ]  # fmt: skip
         with self.writing() as c:

@@ -70,6 +70,8 @@ devices = Table(
     Column("last_down", Text),  # bytes by kind of the downlink after the last round, as JSON, once it is fetched
     Column("report", Text),  # Report as JSON
     Column("failure", Text),  # Failure as JSON, until an update of it is accepted
+    Column("cost", String(64)),  # of its last update, as its header said it; NULL when it said nothing
+    Column("agent", String(64)),  # what it says it is: its User-Agent
     UniqueConstraint("federation", "credential"),
     Index("devices_by_credential", "credential"),
     Index("devices_by_presence", "federation", "last_seen_at"),
@@ -80,6 +82,12 @@ tokens = Table(
     _key("token"),  # SHA-256 of the join token
     _column("federation"),
     _column("uses_left", Integer),
+    _column("expires_at", Float),
+)
+viewers = Table(
+    "viewers",
+    METADATA,
+    _key("token"),  # SHA-256 of a token that may read
     _column("expires_at", Float),
 )
 updates = Table(
@@ -126,13 +134,15 @@ class Head:
 class Seen:
     """What happened to a device since its row was written: its last request, payload bytes fetched, bytes by message.
 
-    `last_down` is the JSON of the downlink after the last round, once the device has fetched it.
+    `last_down` is the JSON of the downlink after the last round, once the device has fetched it; `agent` is its
+    User-Agent.
     """
 
     at: float
     bytes_down: int = 0
     messages: dict[str, int] = field(default_factory=dict)
     last_down: str | None = None
+    agent: str | None = None
 
     def add(self, other: Seen) -> None:
         """Add what happened before or after."""
@@ -141,3 +151,4 @@ class Seen:
         for name, size in other.messages.items():
             self.messages[name] = self.messages.get(name, 0) + size
         self.last_down = other.last_down or self.last_down
+        self.agent = self.agent or other.agent

@@ -114,6 +114,10 @@ class Method(BaseModel):
         """What the devices of one audience receive at the start of a round; `record` is that of any of them."""
         ...
 
+    def stays(self, course: Course) -> str | None:
+        """What of a trained model never leaves the devices, as a sentence's part; None when the state holds a model."""
+        return None
+
     @abstractmethod
     def exchanged(self, model: Model) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""
@@ -188,6 +192,11 @@ def below(label: str, score: float, base: float, than: str, hint: str) -> str | 
     if score >= base:
         return None
     return f"{label} ends at {score:.3f}, below {than} ({base:.3f}); what most often helps: {hint}"
+
+
+def pretrained(model: Model) -> bool:
+    """Whether the bundle's weights come from a file; a seed's are random."""
+    return model.manifest.seed is None
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

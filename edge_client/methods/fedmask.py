@@ -113,6 +113,10 @@ class FedMask(PrunedMasks):
 
     # --- server half
 
+    def stays(self, course: Course) -> str | None:
+        head = self.chosen(course.model).head
+        return 'the last layer stays on the devices (head = "local")' if head == "local" else None
+
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)
         real = self.division(course.model).real.gather(course.model.parameters)

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.methods import Range, Search
-from edge_client.methods.fedavg import FedAvg, State, train
+from edge_client.methods.fedavg import FedAvg, State
 from edge_client.task import Task
 
 
@@ -27,5 +27,5 @@ class FedProx(FedAvg):
 
     def train(self, task: Task, start: State) -> tuple[State, float]:
         """Epochs of SGD on the loss and the proximal term. The loss that is reported is without the term."""
-        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch, self.mu)
+        parameters, buffers, loss = self.descend(task, start, pull=self.mu)
         return State(parameters, buffers), loss

@@ -168,6 +168,9 @@ class SignMasks(Method):
         own: Bits = self.division(model).masked.gather(model.parameters) >= 0
         return own
 
+    def stays(self, course: Course) -> str:
+        return "the last layer is each device's own"
+
     def exchanged(self, model: Model) -> int:
         return self.division(model).masked.size
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
@@ -20,6 +21,7 @@ MAX_ROUNDS = 1_000_000
 MAX_DEVICES = 1_000_000
 MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
+WAITS_SHOWN = 10
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
@@ -27,6 +29,9 @@ Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
 Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
+
+
+Deadline = Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Message(BaseModel):
@@ -44,6 +49,10 @@ class Problem(BaseModel):
     detail: str
 
 
+Personalise = Literal["best", "global", "local"]
+Source = Literal["global", "local", "last"]
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -59,7 +68,7 @@ class FederationConfig(Message):
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Devices = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)] = 3600.0
+    deadline_seconds: Deadline = 3600.0
     """An attempt is journalled when it opens: more than two a second only wear the disk out."""
     seed: Seed = 0
     backend: Name | None = None
@@ -70,12 +79,42 @@ class FederationConfig(Message):
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
+    personalise: Personalise = "best"
+    """The model a device ends with: from the last downlink alone, after one more round's local epochs, or the best on
+    its validation samples of these two and the one it trained last."""
+    licence: Annotated[str, Field(max_length=4096)] = ""
+    """Terms of use, written into every personal model."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates {self.min_updates} is more than the cohort of {self.cohort}; lower it")
         return self
+
+
+class Change(Message):
+    """New values of settings, before or while the federation runs; what is left out stays."""
+
+    deadline_seconds: Deadline | None = None
+    """Of the attempt under way too: its deadline moves by the difference."""
+    rounds: Rounds | None = None
+    """In force from the next round, hence more than the rounds that have begun."""
+    cohort: Devices | None = None
+    """From the next attempt; at most as many as at the creation."""
+    min_devices: Devices | None = None
+    """Only while the federation recruits."""
+    min_updates: Devices | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_that_is_fixed(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in FederationConfig.model_fields and name not in cls.model_fields:
+                can = ", ".join(cls.model_fields)
+                raise ValueError(
+                    f"{name} is fixed at the creation, what can change is {can}; create another federation"
+                )
+        return given
 
 
 Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
@@ -95,6 +134,8 @@ class Federation(Message):
     """Updates acknowledged in the round under way."""
     expected: int = 0
     """Devices of the cohort the round still waits for."""
+    waits_for: list[str] = []
+    """The first of them by name, at most `WAITS_SHOWN`."""
     attempt: int = 0
     """How many cohorts the round under way has asked; more than 1 when too few reported in time."""
     deadline_in: float | None = None
@@ -116,6 +157,27 @@ class JoinToken(Message):
     token: str
     federation: str
     uses: int
+    expires_at: float
+
+
+class ViewerRequest(Message):
+    """Ask for a viewer's token: it may read everything but secrets, and change nothing."""
+
+    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 30 * 86400.0
+
+
+class ViewerToken(Message):
+    """A viewer's token. Shown once."""
+
+    token: str
+    id: str
+    expires_at: float
+
+
+class Viewer(Message):
+    """A viewer's token as lists show it."""
+
+    id: str
     expires_at: float
 
 
@@ -142,6 +204,8 @@ class Enrolled(Message):
     """Devices asked in each round."""
     seed: Seed
     backend: Name | None = None
+    personalise: Personalise = "best"
+    licence: Annotated[str, Field(max_length=4096)] = ""
 
     @property
     def path(self) -> str:
@@ -155,6 +219,8 @@ class Train(Message):
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
+    rounds: Rounds | None = None
+    """The federation's rounds as they stand, which the operator can change; None: as at the enrolment."""
     place: Annotated[int, Field(strict=True, ge=0, lt=MAX_DEVICES)]
     """The device's place in the round's cohort, from 0: methods with shared randomness use it."""
     downlink: Sha256
@@ -214,6 +280,8 @@ class Report(Message):
     max_abs_diff: FiniteFloat | None = None
     uncompacted: Annotated[str, Field(max_length=1000)] | None = None
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
+    source: Source = "global"
+    """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
 
 
 FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
@@ -322,6 +390,13 @@ class Device(Message):
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
+    cost: dict[str, float] = {}
+    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
+    what is left of it in percent."""
+    client: str = ""
+    """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
+    engine: str = ""
+    """Its training engine, as `onnxruntime`; empty when it does not say."""
 
 
 class BundleReceipt(Message):

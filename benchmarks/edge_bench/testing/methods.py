@@ -134,7 +134,7 @@ def survives_lost_state(method: Method, ground: Ground) -> None:
 
 
 @dataclass
-class _Middle:
+class Middle:
     """A federation after `rounds` rounds of all devices."""
 
     sim: _Run
@@ -185,12 +185,12 @@ class _Middle:
         sim.sent.clear()
 
 
-def _middle(method: Method, ground: Ground, rounds: int) -> _Middle:
+def middle(method: Method, ground: Ground, rounds: int) -> Middle:
     config, course = ground.federation(method, 6, 3), Course(ground.bundle.model(), ground.seed, 6, 3)
     opener = partial(open_trainer, ground.backend, ground.bundle)
-    workers = Workers(Site(method, course, ground.devices, opener), opener(), 1, 0)
+    workers = Workers(Site(method, course, ground.devices, opener, config.personalise), opener(), 1, 0)
     sim = _Run(config, method, course, workers, ground.devices, Mishaps(), method.start(course))
-    there = _Middle(sim, 0, sorted(ground.devices))
+    there = Middle(sim, 0, sorted(ground.devices))
     for _ in range(rounds):
         there.go_on()
     return there
@@ -200,7 +200,7 @@ def survives_the_store(method: Method, ground: Ground) -> None:
     """State, records and kept values go on the same after they were bytes."""
     ends = []
     for stored in (False, True):
-        there = _middle(method, ground, 1)
+        there = middle(method, ground, 1)
         for _ in range(2):
             if stored:
                 there.through_bytes()
@@ -218,7 +218,7 @@ def survives_the_store(method: Method, ground: Ground) -> None:
 
 def refuses_what_is_malformed(method: Method, ground: Ground, rounds: int = 0) -> None:
     """After `rounds` rounds a malformed update is refused, and a damaged one raises PayloadError or means something."""
-    there, device, who = _middle(method, ground, rounds), min(ground.devices), method.name
+    there, device, who = middle(method, ground, rounds), min(ground.devices), method.name
     good = there.update(device)
     require(not there.refused(device, good, "as the device sends it"), f"{who}: its own update is refused")
     content = payload.decode(good)
