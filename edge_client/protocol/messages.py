@@ -48,6 +48,13 @@ class Problem(BaseModel):
     detail: str
 
 
+class StartFrom(Message):
+    """Where a federation's first values are from instead of its bundle."""
+
+    federation: Name
+    """Its global model after its last closed round."""
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -74,6 +81,8 @@ class FederationConfig(Message):
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
+    start_from: StartFrom | None = None
+    """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
