@@ -20,7 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coord_server import engine, events
+import numpy as np
+from numpy.typing import NDArray
+
+from coord_server import engine, events, warm
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
@@ -351,6 +354,12 @@ class LiveFederation:
             traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
             found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()
         return list(found.values())
+
+    async def global_values(self) -> dict[str, NDArray[np.float32]]:
+        """The global model after the last closed round, by name. Raises ConfigError, StateError."""
+        values = await self._values.values()
+        model = await asyncio.to_thread(warm.global_model, self._values.method, values.course, values.state)
+        return warm.by_name(values.course.model.manifest, model)
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
