@@ -79,6 +79,9 @@ class Devices:
                 raise Refusal("wrong-phase", f"the federation is stopped; {self.id} enrols no more devices")
             how = "has expired" if now >= expires_at else "has been used up"
             raise Refusal("token-spent", f"this join token {how}; ask the operator for a new one")
+        if found == "new":
+            log.info("%s: %s joined", self.id, name,
+                     extra={"federation": self.id, "device": name, "limited": "joined"})  # fmt: skip
 
     async def device_of(self, credential: str) -> str | None:
         """The device with this credential. Raises Refusal when it was removed, StateError."""

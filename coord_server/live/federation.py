@@ -285,7 +285,9 @@ class LiveFederation:
                 lambda rows: rows.add_failure(device, text, forget=lost),
                 lambda: self._downlinks.forget(device),
             )
-        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason)
+        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason,
+                    extra={"federation": self.id, "device": device, "round": round_, "failure": failure.kind,
+                           "limited": "failed"})  # fmt: skip
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
@@ -294,6 +296,10 @@ class LiveFederation:
                 down = await self._downlinks.get(self.config.rounds + 1, device)
                 self.devices.has_last(device, down.sizes)
             await self.devices.report(device, report)
+        log.info("%s: %s ends with its %s model, score %.3f on %d samples, %d of %d parameters", self.id, device,
+                 report.source, report.score, report.test_samples, report.parameters_compact, report.parameters_dense,
+                 extra={"federation": self.id, "device": device, "score": report.score,
+                        "limited": "reported"})  # fmt: skip
 
     # --- the operator
 
@@ -304,6 +310,8 @@ class LiveFederation:
             await self._commits.refresh()
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
+        log.info("%s: the operator's %s, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
+                 extra={"federation": self.id})  # fmt: skip
 
     async def change(self, change: Change) -> None:
         """Change settings. Raises Refusal, StateError."""
