@@ -12,9 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from coord_server import aggregation
+from coord_server.exports import BUNDLE, ELSEWHERE, FAULT, MODEL, ORDER, RECORD, SAID, STATE, Order
 from edge_client.artifacts import make
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_personal
@@ -22,22 +21,9 @@ from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.files import write_whole
 from edge_client.global_model import global_model
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import FederationConfig
 from edge_client.task import Course, Personal
 
-ORDER, STATE, RECORD, BUNDLE = "order.json", "state", "record", "bundle"
-SAID, MODEL, FAULT = "said", "model", "fault"
-ELSEWHERE = "free space on the coordinator's disk"
 NICE = 10  # rounds come first
-
-
-class Order(BaseModel):
-    """What is asked for: the model after round `closed`, of one device or of all, as `kind`."""
-
-    config: FederationConfig
-    closed: int
-    device: str | None
-    kind: str
 
 
 def personal(method: Method, course: Course, order: Order, folder: Path) -> Personal:
@@ -90,7 +76,7 @@ def main(folder: Path) -> int:
 
 
 def _end_with_the_coordinator() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # unbuffered: a lock that a thread holds at the interpreter's end aborts it
     os._exit(1)
 
 

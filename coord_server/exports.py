@@ -19,16 +19,20 @@ from typing import Literal
 from pydantic import BaseModel
 
 from coord_server.bundles import bundle_shelf, read_manifest
-from coord_server.export_worker import BUNDLE, ELSEWHERE, FAULT, MODEL, ORDER, RECORD, SAID, STATE, Order
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
-from edge_client.compaction.personal import EVAL
 from edge_client.errors import StorageDamagedError
 from edge_client.files import make_folder, write_whole
+from edge_client.protocol.messages import Export, FederationConfig
 
+# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file or a sentence.
+ORDER, STATE, RECORD, BUNDLE = "order.json", "state", "record", "bundle"
+SAID, MODEL, FAULT = "said", "model", "fault"
+READ = ("eval.onnx", WEIGHTS)  # parts of the bundle
+ELSEWHERE = "free space on the coordinator's disk"
 Kind = Literal["onnx", "pte"]
 NEEDS: dict[str, Sequence[str]] = {"onnx": ("onnxruntime", "onnx"), "pte": ("torch", "executorch")}
 """Packages that a worker imports."""
@@ -38,16 +42,13 @@ SECONDS = 1800.0  # that one worker may take
 TRIES = 5  # rounds that may close while a model's values are read
 
 
-class Export(BaseModel):
-    """One file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+class Order(BaseModel):
+    """What is asked for: the model after round `closed`, of one device or of all, as `kind`."""
 
-    id: str
-    kind: Kind
+    config: FederationConfig
+    closed: int
     device: str | None
-    round: int
-    state: Literal["waiting", "running", "ready", "failed"]
-    detail: str = ""
-    size: int | None = None
+    kind: Kind
 
 
 class Exports:
@@ -174,7 +175,7 @@ class Exports:
         make_folder(folder / BUNDLE, ELSEWHERE)
         files = {ORDER: order, STATE: state, **({} if record is None else {RECORD: record})}
         files[f"{BUNDLE}/{MANIFEST}"] = self._store.blobs.read(shelf, live.config.bundle)
-        for name in (EVAL, WEIGHTS):
+        for name in READ:
             if name in manifest.parts:
                 files[f"{BUNDLE}/{name}"] = self._store.blobs.read(shelf, manifest.parts[name].sha256)
         for name, data in files.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import onnxruntime as ort
 import pytest
 from coordination import LIMIT, Fleet, bearer, credential, play, refused, whole
 from edge_bench.workers import Evaluation
-from test_every_method import devices, every_method, middle
+from test_every_method import SETTINGS, devices, every_method, middle
 
 from coord_server import aggregation, exports
 from coord_server.exports import Exports
@@ -165,9 +167,6 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
 
 
 def test_a_worker_ends_with_the_coordinator_that_started_it(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, time; from pathlib import Path; from coord_server import export_worker as w\n"
         "w.work = lambda folder: time.sleep(600)\n"
@@ -180,7 +179,10 @@ def test_a_worker_ends_with_the_coordinator_that_started_it(tmp_path: Path) -> N
 
 
 @every_method
-def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(name: str) -> None:
+def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SETTINGS, "hermes", {"threshold": -1.0})  # so that it prunes at once
     there = middle(name, 2)
     course, method, state = there.sim.course, there.method, there.sim.state
     if method.stays(course) is not None:
@@ -193,4 +195,5 @@ def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(name:
         if model is not None and personal is not None:
             assert model.parameters.tobytes() == personal.parameters.tobytes()
             assert model.buffers.tobytes() == personal.buffers.tobytes()
+            assert (model.parameters.tobytes() != everyone.parameters.tobytes()) == (name == "hermes")
     assert (None in known.values()) == (name in {"fedcode", "fedmask", "signed", "perfedavg", "lattice-pruned"})

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
 
-from coord_server.exports import Export, Exports, Kind
-from coord_server.http.access import Calling, FederationId, Operated
+from coord_server.exports import Exports, Kind
+from coord_server.http.access import Calling, FederationId, Operated, Viewed
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import Name, Sha256
+from edge_client.protocol.messages import Export, ExportRequest, Name, Sha256
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 own = APIRouter(prefix="/v1", tags=["device"])
@@ -25,14 +24,6 @@ _MADE: dict[int | str, dict[str, Any]] = {
     200: {"model": Export, "description": "the file is there already"},
     202: {"model": Export, "description": "the file is being made; Location says where it will be"},
 }
-
-
-class Wanted(BaseModel):
-    """The form of the file, and the device whose own model it holds; null for the model that all share."""
-
-    model_config = ConfigDict(extra="forbid")
-    kind: Kind
-    device: Name | None = None
 
 
 def _exports(request: Request) -> Exports:
@@ -52,7 +43,7 @@ def _answer(found: Export, where: str) -> Response:
     response_model=Export,
     responses={**_MADE, **documented("not-installed", "too-many")},
 )
-async def export_model(served: Operated, request: Request, federation: FederationId, wanted: Wanted) -> Any:
+async def export_model(served: Operated, request: Request, federation: FederationId, wanted: ExportRequest) -> Any:
     """A model after the last closed round, as ONNX or as an ExecuTorch program, compact and proved equal.
 
     It is made in a process of its own while rounds go on. Asking again gives the same file, and starts one that failed.
@@ -63,13 +54,13 @@ async def export_model(served: Operated, request: Request, federation: Federatio
 
 
 @router.get("/federations/{federation}/exports/{export}")
-async def show_export(served: Operated, request: Request, federation: FederationId, id_: ExportId) -> Export:
+async def show_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Export:
     """How far a file is: waiting, running, ready or failed, and the worker's last line."""
     return _exports(request).of(id_, (await served.find(federation)).id)
 
 
 @router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
-async def fetch_export(served: Operated, request: Request, federation: FederationId, id_: ExportId) -> Response:
+async def fetch_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Response:
     """The file, once it is ready."""
     exports = _exports(request)
     exports.of(id_, (await served.find(federation)).id)
