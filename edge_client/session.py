@@ -41,7 +41,8 @@ class Session:
         `watch` is called after every step.
         """
         course = replace(self.course, rounds=rounds or self.course.rounds)
-        return Task(Assignment(course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret, watch)
+        a = Assignment(course, round_, self.enrolled.device, place)
+        return Task(a, self.trainer, self.data, self.secret, watch)
 
 
 def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:

@@ -148,6 +148,9 @@ class FedAvg(LocalSgd):
         parameters, buffers = total
         return State(parameters.value, buffers.value), {}
 
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
+        return everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:

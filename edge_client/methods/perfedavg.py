@@ -26,7 +26,7 @@ from pydantic import Field
 from edge_client.bundle import F32
 from edge_client.methods import Range, Search
 from edge_client.methods.fedavg import FedAvg, Kept, State
-from edge_client.task import Batch, EpochLoss, Local, Personal, Task
+from edge_client.task import Batch, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
 
@@ -83,6 +83,9 @@ class PerFedAvg(FedAvg):
             w -= self.inner(task) * g.parameters
             buffers = g.buffers.copy()
         return Personal(w, buffers)
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> None:
+        """Its personal steps are the device's own."""
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model after the device's personal steps."""

@@ -432,6 +432,26 @@ class BundleReceipt(Message):
     missing: list[str]
 
 
+class ExportRequest(Message):
+    """Ask for a model as a file of this kind; with `device` that device's own, else the one that all share."""
+
+    kind: Literal["onnx", "pte"]
+    device: Name | None = None
+
+
+class Export(Message):
+    """A model's file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+
+    id: Sha256
+    kind: Literal["onnx", "pte"]
+    device: str | None
+    round: int
+    """The last closed round when it was asked for."""
+    state: Literal["waiting", "running", "ready", "failed"]
+    detail: str = ""
+    size: int | None = None
+
+
 class BundleSummary(Message):
     """A bundle in figures: what its manifest says, what is missing, who uses it."""
 
