@@ -45,9 +45,9 @@ class PerFedAvg(FedAvg):
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model; 0: one step on one batch."""
 
-    def inner(self, task: Task) -> np.float32:
-        """The inner rate."""
-        return np.float32(self.alpha or self.learning_rate(task.assignment.model))
+    def inner(self, task: Task) -> F32:
+        """The inner rate, float32[]."""
+        return np.asarray(self.alpha or self.learning_rate(task.assignment.model), np.float32)
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Meta-steps from the global model."""
