@@ -303,11 +303,12 @@ class _Run:
             downlink = self._downlink(session, work)
             if downlink is None:
                 return None
-            text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
+            rounds = work.rounds or session.enrolled.rounds
+            text = f"round {work.round} of {rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
             watch = Watch(work.round, self.say)
-            task, content = session.task(work.round, work.place, watch), decode(downlink)
+            task, content = session.task(work.round, work.place, work.rounds, watch), decode(downlink)
             return self.cost.of(lambda: run_round(session.method, task, kept, content, session.personalise))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
@@ -382,7 +383,7 @@ class _Run:
         if downlink is None:
             return None
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
-        task = session.task(work.round, watch=Watch(work.round, self.say))
+        task = session.task(work.round, rounds=work.round - 1, watch=Watch(work.round, self.say))
         try:
             kept, content = self.journal.kept(before=work.round), decode(downlink)
             chosen = personal(session.method, task, kept, content, session.personalise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_client.backends import DEFAULT_BACKEND, check_parts
@@ -33,9 +33,15 @@ class Session:
     secret: int
     personalise: Personalise
 
-    def task(self, round_: int, place: int = 0, watch: Callable[[Progress], None] | None = None) -> Task:
-        """The task of a round in which the device has that place; `watch` is called after every step."""
-        a = Assignment(self.course, round_, self.enrolled.device, place)
+    def task(
+        self, round_: int, place: int = 0, rounds: int | None = None, watch: Callable[[Progress], None] | None = None
+    ) -> Task:
+        """The task of a round in which the device has that place, of a federation that has `rounds` by now.
+
+        `watch` is called after every step.
+        """
+        course = replace(self.course, rounds=rounds or self.course.rounds)
+        a = Assignment(course, round_, self.enrolled.device, place)
         return Task(a, self.trainer, self.data, self.secret, watch)
 
 
@@ -84,6 +90,7 @@ def open_session(
     backend = backend or enrolled.backend or DEFAULT_BACKEND
     check_parts(backend, manifest)
     trainer = open_trainer(backend, bundle, threads)
+    remote.transport.name_engine(backend)
     course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
     return Session(
         enrolled, bundle, method, course, trainer, data, identity.secret, personalise or enrolled.personalise

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Model
 from edge_client.data import DeviceData
 from edge_client.errors import DivergedError
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.training import Gradient, Trainer
 
@@ -207,7 +207,7 @@ class Task:
         model = self.assignment.model
         return self.score(Personal(model.parameters, model.buffers))
 
-    def narrow(self, kept: Kept) -> Task:
+    def narrow(self, kept: Channels) -> Task:
         """The same device, data and streams with the smaller network of the channels `kept`.
 
         Its manifest and initial values are those of `edge_client.narrow`, also as `assignment.model`.

@@ -241,6 +241,19 @@ MERGED_ROWS = Graph(
     {"a": "ab", "b": "bb"},
 )
 
+FRAMES = Graph(
+    (4, 2, 5, 5),
+    {"a": (8, 2, 3, 3), "ab": (8,), "p": (4, 8, 1, 1), "b": (6, 8, 3, 3), "bb": (6,), "o": (3, 24), "ob": (3,)},
+    "r = Constant <value_ints = [-1, 2, 5, 5]> () s = Constant <value_ints = [-1, 4, 8, 5, 5]> () "
+    "q = Constant <value_ints = [-1, 8, 5, 5]> () x1 = Reshape(x, r) y = Conv <pads = [1, 1, 1, 1]> (x1, a, ab) "
+    "y1 = Reshape(y, s) y2 = Add(y1, p) y3 = Reshape(y2, q) v = Tanh(y3) z = Conv <pads = [1, 1, 1, 1]> (v, b, bb) "
+    "m = GlobalAveragePool(z) f = Constant <value_ints = [-1, 24]> () u = Reshape(m, f) "
+    "logits = Gemm <transB = 1> (u, o, ob)",
+    {"a": (0, 1), "b": (0, 1)},
+    {"a": "ab", "b": "bb"},
+)
+"""Convolutions on the frames of a film: what a pruned channel emits differs from frame to frame."""
+
 
 def masked(graph: Graph, kind: Kind, kept: float, seed: int) -> dict[str, F32]:
     """Random values with the share `kept` of each weight's outputs; the biases of the others are cleared by "act"."""

@@ -51,13 +51,20 @@ def test_a_header_of_a_usual_round_is_short() -> None:
     assert to_header(Cost()) == ""
 
 
+def test_a_device_with_a_battery_adds_what_is_left_of_it() -> None:
+    assert to_header(Cost(seconds=12.3, celsius=51, battery=87)) == "12.3,,,51,87"
+    assert from_header("12.3,,,51,87") == Cost(seconds=12.3, celsius=51, battery=87)
+    assert means([from_header("1,,,,50")]).keys() == {"seconds"}
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "1",
         "1,2,3",
-        "1,2,3,4,5",
+        "1,2,3,4,5,6",
+        "1,2,3,4,101",
         "a,,,",
         "-1,,,",
         "nan,,,",

@@ -142,9 +142,19 @@ def build_backbone(name: str, folder: Path) -> Bundle:
     return _write(net, _image(3, 32), folder, name, Classification(classes=10), free)
 
 
+class _Centred(nn.Module):
+    """Values of 0 .. 1 as -1 .. 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x - 1
+
+
 def build_signs(name: str, folder: Path) -> Bundle:
-    """Write an MLP for MNIST's ten digits with every weight and bias +-e / sqrt(fan_in), as FedPM's code draws them."""
-    net = models.mlp(784, 300, 100, 10)
+    """Write an MLP for MNIST's ten digits with every weight and bias +-e / sqrt(fan_in), as FedPM's code draws them.
+
+    It takes pixels to -1 .. 1 first, as that code does: a black background then adds the noise of all its weights.
+    """
+    net = nn.Sequential(_Centred(), *models.mlp(784, 300, 100, 10))
     for layer in net:
         if isinstance(layer, nn.Linear):
             for part, values in layer.named_parameters():

@@ -18,7 +18,16 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
-    "operator": ("unauthorized", "not-found", "not-loaded", "bad-message", *_STORAGE),
+    "operator": (
+        "unauthorized",
+        "forbidden",
+        "too-many",
+        "too-busy",
+        "not-found",
+        "not-loaded",
+        "bad-message",
+        *_STORAGE,
+    ),
 }
 """What every operation with this tag may answer."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +24,16 @@ from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
-from edge_client.errors import StateError, StorageDamagedError, first_fault
-from edge_client.protocol.messages import Device, Enrol, Failure, FederationConfig, Report
+from edge_client.errors import PayloadError, StateError, StorageDamagedError, first_fault
+from edge_client.protocol.cost import from_header
+from edge_client.protocol.messages import Device, DeviceState, Enrol, Failure, FederationConfig, Report
 
 log = logging.getLogger("maskfleet")
 
 RECENT = 2.0  # seconds between reads of the devices that are present at other processes
 FLUSH = 10.0  # seconds between writes, at most
 _KINDS = TypeAdapter(dict[str, int])
+_AGENT = re.compile(r"([\w.+-]+/[\w.+-]+)(?: \(([\w.+-]+)\))?")  # as `maskfleet/1.2.0 (onnxruntime)`
 
 
 class Devices:
@@ -51,6 +54,7 @@ class Devices:
         self._ready: set[str] = set()
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
         self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
+        self._agents: dict[str, str] = {}  # what each device said last that it is
         self._unwritten: dict[str, Seen] = {}
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +114,11 @@ class Devices:
     def note(self, device: str) -> None:
         """A device has made a request."""
         self._last[device] = self._change(device).at = self._clock()
+
+    def introduces(self, device: str, agent: str) -> None:
+        """A device says what it is, as its User-Agent."""
+        if self._agents.get(device) != agent:
+            self._agents[device] = self._change(device).agent = agent
 
     def arrives(self, device: str) -> bool:
         """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
@@ -206,9 +215,13 @@ class Devices:
         """Store a device's report. Raises StateError."""
         await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json())
 
-    async def listed(self) -> list[Device]:
-        """Every device that ever enrolled, with what happened since its row was written. Raises StateError."""
-        return [self._shown(row) for row in await asyncio.to_thread(self._metadata.devices, self.id)]
+    async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
+        """Every device that ever enrolled, or those in a state, by name beyond `after`. Raises StateError.
+
+        Each with what happened since its row was written.
+        """
+        rows = await asyncio.to_thread(self._metadata.devices, self.id, state, after, limit)
+        return [self._shown(row) for row in rows]
 
     def _shown(self, row: Any) -> Device:
         u = self._unwritten.get(row.device) or Seen(row.last_seen_at)
@@ -229,20 +242,38 @@ class Devices:
                 messages_up=messages("up", UP),
                 messages_down=messages("down", DOWN),
                 removed=row.removed,
+                state=_state(row),
                 ready=row.ready,
                 report=None if row.report is None else Report.model_validate_json(row.report),
                 failure=None if row.failure is None else Failure.model_validate_json(row.failure),
+                cost={} if row.cost is None else from_header(row.cost).model_dump(exclude_none=True),
+                **_said(u.agent or row.agent or ""),
             )
-        except ValidationError as error:
+        except (ValidationError, PayloadError) as error:
+            why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
             raise StorageDamagedError(
-                f"the row of device {row.device!r} is damaged: {first_fault(error, 'row')}; restore the database"
+                f"the row of device {row.device!r} is damaged: {why}; restore the database"
             ) from None
 
-    async def close(self) -> None:
-        """Write what is not written yet and stop."""
+    async def close(self, deleted: bool = False) -> None:
+        """Write what is not written yet and stop; of a federation that was deleted nothing is written."""
         self._closed = True
+        if deleted:
+            self._unwritten.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._flushing is not None:
             await asyncio.wait([self._flushing])
         await self._flush_logged()
+
+
+def _state(row: Any) -> DeviceState:
+    if row.removed:
+        return "removed"
+    return "new" if not row.ready else "ready" if row.failure is None else "failed"
+
+
+def _said(agent: str) -> dict[str, str]:
+    """Client, version and training engine in a device's User-Agent; nothing when it is of another form."""
+    found = _AGENT.fullmatch(agent)
+    return {} if found is None else {"client": found[1], "engine": found[2] or ""}

@@ -218,11 +218,11 @@ class Rounds:
         blobs, closed = self._store.blobs, self._values.closed
         over = self._commits.state.phase in ("finished", "stopped")
         for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
-            for round_ in self._rounds_on(f"{self.id}/{name}"):
+            for round_ in self._rounds_on(f"{self._values.root}/{name}"):
                 if round_ < oldest:
-                    blobs.drop(f"{self.id}/{name}/{round_}")
-        for device in blobs.shelves(f"{self.id}/records") if devices is None else devices:
-            old = [round_ for round_ in self._rounds_on(f"{self.id}/records/{device}") if round_ < closed]
+                    blobs.drop(self._values.shelf(name, round_))
+        for device in blobs.shelves(f"{self._values.root}/records") if devices is None else devices:
+            old = [round_ for round_ in self._rounds_on(f"{self._values.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
                 if found is None or round_ != found[0]:

@@ -311,7 +311,9 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
         return w.sized(name, [len(t) for t in target], node.output[0])
     if k not in found.parameters:
         return w.known(name)
-    value = w.study.net.constants[name]
+    value, net = w.study.net.known(name), w.study.net
+    if any(n > 1 and moves for n, moves in zip(value.shape, net.moving[name], strict=True)):
+        raise CompactionError(f"the constant value {name!r} mixes the batch with another axis")
     for axis, at in enumerate(found.parameters[k]):
         if at is not None and found.apart[at]:
             value = np.take(value, np.maximum(target[at], 0), axis)

@@ -50,6 +50,8 @@ class Net:
     """For a constant that is made of the bundle's tensors by moves alone, the numbers of their elements."""
     growing: set[str] = field(default_factory=set)
     """The sizes that the batch enters."""
+    repeated: set[str] = field(default_factory=set)
+    """Those that are the same for every sample, one sample behind the other along one axis."""
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""
@@ -321,8 +323,15 @@ def _measure(net: Net, probe: Array) -> None:
         if node.op_type in ("Shape", "Size") or not depends:
             net.sizes.update((o, one[o]) for o in node.output if o)
             net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
+            net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))
             if node.op_type == "Expand" and node.input[0] in net.ids:
                 net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
+
+
+def _repeats(one: Array, two: Array) -> bool:
+    """Whether `two` is twice `one` along one axis."""
+    longer = [a for a, (n, m) in enumerate(zip(one.shape, two.shape, strict=True)) if n != m]
+    return len(longer) == 1 and np.array_equal(np.concatenate([one, one], longer[0]), two)
 
 
 def _split_splits(net: Net) -> None:

@@ -236,11 +236,8 @@ class Writer:
 
         Raises CompactionError when the batch is in several.
         """
-        moving = self.net.moving[value]
-        if moving == (True, False) and self.net.moving[before] == (
-            True,
-            *(False,) * (len(self.study.shape(before)) - 1),
-        ):
+        moving, alone = self.net.moving[value], self.study.shape(before)[:1] == (1,)
+        if alone and moving == (True, False) and [i for i, m in enumerate(self.net.moving[before]) if m] == [0]:
             return self.emit("Flatten", [name], axis=1)
         if sum(moving) > 1:
             raise CompactionError(f"two axes of value {value!r} depend on the batch")

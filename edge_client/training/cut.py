@@ -25,7 +25,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
-from edge_client.narrow import Axes, Kept, cuts, narrow, taken
+from edge_client.narrow import Axes, Channels, cuts, narrow, taken
 
 PROBE = 2  # samples of the batch for which shapes are inferred
 POINTWISE = re.compile(
@@ -481,7 +481,7 @@ class CutGraphs:
         return self.graphs[name]
 
 
-def cut_graphs(bundle: Bundle | CutGraphs, kept: Kept, parts: Iterable[str]) -> CutGraphs:
+def cut_graphs(bundle: Bundle | CutGraphs, kept: Channels, parts: Iterable[str]) -> CutGraphs:
     """The graphs `parts` of a bundle with the channels `kept`. Raises ConfigError when they cannot be cut."""
     m, graphs = bundle.manifest, {}
     tensors = cuts(m, kept)

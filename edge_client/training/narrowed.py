@@ -1,4 +1,4 @@
-"""Narrow trainers: the last ones by content, and one for engines that cannot cut their graph."""
+"""What engines share: the vectors they answer in, their last narrow trainers, and one for those that cannot cut."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32
-from edge_client.narrow import Kept, content, cuts, narrow
+from edge_client.bundle import F32, Manifest
+from edge_client.narrow import Channels, content, cuts, narrow
 from edge_client.training import Gradient, Trainer
 
 MOST = 8
@@ -23,7 +23,7 @@ class Narrowed:
     def __init__(self) -> None:
         self._made: OrderedDict[bytes, Trainer] = OrderedDict()
 
-    def get(self, whole: Trainer, kept: Kept, make: Callable[[], Trainer]) -> Trainer:
+    def get(self, whole: Trainer, kept: Channels, make: Callable[[], Trainer]) -> Trainer:
         """The trainer for the channels `kept`, made when it is not held; `whole` itself when nothing goes.
 
         Raises ConfigError when the channels cannot be cut.
@@ -38,13 +38,23 @@ class Narrowed:
         return trainer
 
 
-class Embedded:
-    """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings.
+class Engine(Trainer):
+    """A trainer that answers in vectors of its own, and whose narrow ones run the whole network."""
 
-    See :class:`edge_client.training.Trainer`.
-    """
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._narrowed = Narrowed()
+        self._gradient: F32 = np.zeros(manifest.d, np.float32)
+        self._statistics: F32 = np.zeros(manifest.buffers_d, np.float32)
 
-    def __init__(self, whole: Trainer, kept: Kept) -> None:
+    def narrow(self, kept: Channels) -> Trainer:
+        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
+
+
+class Embedded(Trainer):
+    """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings."""
+
+    def __init__(self, whole: Trainer, kept: Channels) -> None:
         self._whole, self._narrow = whole, narrow(whole.manifest, kept)
         self.manifest = self._narrow.manifest
         self._parameters: F32 = np.zeros(whole.manifest.d, np.float32)
@@ -64,5 +74,5 @@ class Embedded:
         self._fill(parameters, buffers)
         return self._whole.logits(self._parameters, self._buffers, x)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

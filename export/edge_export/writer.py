@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from edge_client import authored
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
@@ -198,7 +199,9 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
         with evaluating(module):
             outputs = module(batch)
     except Exception as error:  # the author's forward may raise anything
-        raise ModelError(f"the module does not run on {batch.dtype} {tuple(batch.shape)}: {error}") from error
+        place = authored.place_of(error) or "the module"
+        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
+        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
     if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
         found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ModelError(f"the module returns {found}; it must return one float32 tensor")
