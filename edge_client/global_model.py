@@ -15,7 +15,7 @@ from edge_client.bundle import Manifest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 from edge_client.methods import Method
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer
@@ -32,7 +32,7 @@ class _Untrained:
 
     logits = gradient
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return _Untrained(narrow(self.manifest, kept).manifest)
 
 
