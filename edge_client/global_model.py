@@ -40,7 +40,12 @@ def global_model(method: Method, course: Course, state: Any, closed: int) -> Per
     """The model that `state` holds after `closed` rounds. Raises ConfigError for a method without a global model."""
     stays = method.stays(course)
     if stays is not None:
-        raise ConfigError(f"method {method.name!r} has no global model to export: {stays}")
+        raise ConfigError(f"method {method.name!r} has no global model: {stays}")
+    return shared_model(method, course, state, closed)
+
+
+def shared_model(method: Method, course: Course, state: Any, closed: int) -> Personal:
+    """What `state` holds of a model after `closed` rounds; what stays on the devices is the bundle's."""
     m = course.model.manifest
     x = np.zeros((0, *m.input.shape), m.input.dtype)
     y = m.target.labels(0)
