@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import uvicorn
@@ -21,6 +21,7 @@ from coord_server.coordinator import MAX_PARAMETERS, Coordinator
 from coord_server.http import create_app
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
+from edge_client.logs import set_up
 
 try:
     import resource
@@ -135,6 +136,9 @@ def serve(
         int, typer.Option(min=1, max=1_000_000, help="Most connections at once; idle ones make room for new ones.")
     ] = MOST,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Lines for people, or JSON for a collector.")
+    ] = "text",
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C; what it has acknowledged is always on disk."""
     if log_level not in ("debug", "info", "warning", "error"):
@@ -144,7 +148,7 @@ def serve(
     for path in (certificate, key):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))
     store = open_store(data, database, init)

@@ -18,9 +18,10 @@ from edge_client.methods import Method
 from edge_client.narrow import Kept, narrow
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.training import Trainer
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Untrained:
     """A trainer that can only become narrower: nothing is computed for a device without samples."""
 
@@ -31,7 +32,7 @@ class _Untrained:
 
     logits = gradient
 
-    def narrow(self, kept: Kept) -> _Untrained:
+    def narrow(self, kept: Kept) -> Trainer:
         return _Untrained(narrow(self.manifest, kept).manifest)
 
 

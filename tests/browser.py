@@ -12,7 +12,7 @@ import pytest
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 60_000.0  # milliseconds
+PATIENCE = 180_000.0  # milliseconds
 
 
 @contextmanager

@@ -18,8 +18,9 @@ import pytest
 from edge_bench import cli, demo
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
+from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
-from edge_bench.report import CHOICE, warnings
+from edge_bench.report import warnings
 from edge_bench.simulate import find_bundle
 
 from edge_client.errors import ConfigError, DataError
@@ -74,7 +75,11 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert "which to choose" in text
     assert "when devices have no network" in text
     times = fedavg["bytes_per_device"] / lattice["bytes_per_device"]
-    assert f"points against fedavg, at 1/{times:,.0f} of its bytes" in text
+    assert f"than fedavg, at 1/{times:,.0f} of its bytes" in text
+    assert text.count(f"1/{times:,.0f}") == 2
+    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
+    assert f"runs {ratio:.1f} times as fast" in text
+    assert f"{compact['parameters_compact']:,.0f}" in text
     bases = lattice["score_start"], written["methods"]["standalone"]["score_mean"]
     assert text.count("warning: lattice") == sum(lattice["score_mean"] < base for base in bases)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edge_bench import curves, datasets, histogram, provenance, report, result
+from edge_bench import curves, datasets, demo_report, histogram, provenance, report, result
 from edge_bench.bundles import NAMES
 from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
@@ -284,23 +284,15 @@ def demo(
             console.print("stopped; every process of the demo has ended")
             raise typer.Exit(130) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
-    console.print("", report.table(records, title), report.choices(made), sep="\n")
-    _warn(console, report.warnings(records, made))
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     first = names[0]
-    if "fedavg" in records and first != "fedavg":
-        console.print("\n" + report.headline(first, records[first], records["fedavg"]))
-    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
-    share = compact["parameters_compact"] / compact["parameters_dense"]
-    console.print(
-        f"{first}'s models on the devices: {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%}, median);\none sample takes "
-        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, the whole network "
-        f"{compact['latency_dense_ms']:.3f} ms:\n{ratio:.1f} times as fast"
-    )
+    console.print("", demo_report.table(records, title), sep="\n")
+    console.print("", demo_report.small_models(first, records[first], compact, records.get("fedavg")), sep="\n")
+    console.print("", demo_report.conclusions(first, records, compact), "", demo_report.choices(made), sep="\n")
+    _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw(lines, plot, title)
         console.print(f"wrote {plot}")

@@ -33,17 +33,6 @@ up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
   rounds and the last downlink, with what is sent only once (bundle apart)"""
 
-CHOICE: Mapping[str, str] = {
-    "lattice": "first: FedAvg's score at few bytes, and small fast models",
-    "fedavg": "when bytes cost nothing, and as the score to compare with",
-    "coupled": "to learn masks of a good pre-trained network in few bytes",
-    "fedmask": "to learn masks of frozen weights, each device its own structure",
-    "hermes": "when each device shall prune as far as its own score allows",
-    "federated_pruning": "for one smaller network of all devices, in float32",
-    "standalone": "when devices have no network; what any other method has to beat",
-}
-"""When to choose a method, in a few words; docs/choosing.md has all."""
-
 
 def traffic(rounds: Sequence[Round], devices: int) -> Record:
     """Bytes per device and round up and down, bits per parameter, what is sent once, and bytes in all.
@@ -159,20 +148,6 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> li
             if score is not None and base is not None:
                 found.append(below(label, score, base, than, hint))
     return [sentence for sentence in found if sentence is not None]
-
-
-def choices(methods: Mapping[str, Method]) -> str:
-    """When to choose each of these methods, a line each."""
-    width = max(map(len, methods))
-    lines = [f"  {label:{width}}  {CHOICE[m.name]}" for label, m in methods.items() if m.name in CHOICE]
-    return "\n".join(["which to choose (docs/choosing.md has all)", *lines])
-
-
-def headline(label: str, r: Record, reference: Record) -> str:
-    """A method beside FedAvg in one sentence."""
-    points = 100 * (r["score_mean"] - reference["score_mean"])
-    share = reference["bytes_per_device"] / r["bytes_per_device"]
-    return f"{label}: {points:+.1f} points against fedavg, at 1/{share:,.0f} of its bytes"
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:

@@ -40,7 +40,7 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if seconds < 10:
         return f"{seconds:.{2 if seconds < 1 else 1}f}".removesuffix(".0").removesuffix(".00") + f"{SPACE}s"
-    left, found = round(seconds), []
+    left, found = round(seconds), list[str]()
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
         if count or found:

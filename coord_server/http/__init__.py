@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from coord_server import dashboard
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
-from coord_server.http import access, bodies, device, openapi, operator, problems, tokens
+from coord_server.exports import Exports
+from coord_server.http import access, artifacts, bodies, bundles, device, openapi, operator, problems, tokens, watch
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
 digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
@@ -28,15 +29,20 @@ def create_app(coordinator: Coordinator, places: Places | None = None, body_pati
         try:
             yield
         finally:
+            await app.state.exports.close()
             await coordinator.close()
 
     app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
                   lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)  # fmt: skip
-    app.state.coordinator, app.state.places = coordinator, places or Places()
+    app.state.coordinator, app.state.places, app.state.streams = coordinator, places or Places(), []
+    app.state.exports = Exports(coordinator.store)
     problems.install(app)
     app.add_middleware(bodies.BoundedBody, patience=body_patience)
     app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
-    for router in (device.router, tokens.router, operator.router, operator.health):
+    for router in (
+        device.router, artifacts.own, bundles.router, tokens.router, watch.router, artifacts.router, operator.router,
+        operator.health,
+    ):  # fmt: skip
         app.include_router(router)
     openapi.install(app)
     dashboard.install(app)

@@ -25,6 +25,7 @@ from coord_server.store.tables import Head
 from coord_server.store.values import Content, put, read
 from edge_client.errors import MaskfleetError, StorageDamagedError
 from edge_client.protocol.cost import from_header, means
+from edge_client.protocol.messages import Round
 
 log = logging.getLogger("maskfleet")
 
@@ -133,6 +134,7 @@ class Rounds:
             lambda rows: rows.close_round(round_, record, content, kept),
             lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
         )
+        _say(self.id, closed.round.model_copy(update=more))
 
     def _close(
         self,
@@ -212,11 +214,11 @@ class Rounds:
         blobs, closed = self._store.blobs, self._values.closed
         over = self._commits.state.phase in ("finished", "stopped")
         for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
-            for round_ in self._rounds_on(f"{self.id}/{name}"):
+            for round_ in self._rounds_on(f"{self._values.root}/{name}"):
                 if round_ < oldest:
-                    blobs.drop(f"{self.id}/{name}/{round_}")
-        for device in blobs.shelves(f"{self.id}/records") if devices is None else devices:
-            old = [round_ for round_ in self._rounds_on(f"{self.id}/records/{device}") if round_ < closed]
+                    blobs.drop(self._values.shelf(name, round_))
+        for device in blobs.shelves(f"{self._values.root}/records") if devices is None else devices:
+            old = [round_ for round_ in self._rounds_on(f"{self._values.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
                 if found is None or round_ != found[0]:
@@ -230,6 +232,18 @@ class Rounds:
             log.warning("%s: folders that are not the coordinator's are left alone: %s", self.id, sorted(foreign))
             self._foreign |= foreign
         return [int(name) for name in names if name.isascii() and name.isdecimal()]
+
+
+def _say(id_: str, r: Round) -> None:
+    """Log how a round ended."""
+    up, down = (sum(side.values()) for side in (r.traffic.up, r.traffic.down))
+    scores = {} if r.score_after is None else r.score_after.model_dump()
+    score = f", score {scores['mean']:.3f} (worst {scores['worst']:.3f})" if scores else ""
+    missing = f"; failed: {', '.join(sorted(r.failed))}" if r.failed else ""
+    log.info("%s: round %d ended: %d devices, %.1f s%s, %d bytes up, %d down%s", id_, r.round, len(r.devices),
+             r.seconds, score, up, down, missing,
+             extra={"federation": id_, "round": r.round, "devices": len(r.devices), "seconds": r.seconds,
+                    "bytes_up": up, "bytes_down": down, "score": scores.get("mean")})  # fmt: skip
 
 
 def _size(value: Any) -> int:
