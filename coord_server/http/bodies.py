@@ -25,8 +25,6 @@ JSON_DEPTH = 201  # levels of nested objects and lists that the parser reads
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
 _COUNT = re.compile(r"^[0-9]{1,18}$")
 _UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/(parts/|weights$)|federations/[^/]+/rounds/[^/]+/updates/)")
-    r"^/v1/(bundles$|bundles/[^/]+/parts/|bundles/[^/]+/weights$|federations/[^/]+/rounds/[^/]+/updates/)"
-)
 
 
 class BoundedBody:
