@@ -19,6 +19,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError
 from edge_client.flat import to_arrays
 from edge_client.methods import Method
+from edge_client.narrow import Kept, narrow
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
 
@@ -30,6 +31,10 @@ class _Untrained:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+
+    def narrow(self, kept: Kept) -> _Untrained:
+        """The same for the smaller network of the channels `kept`."""
+        return _Untrained(narrow(self.manifest, kept).manifest)
 
 
 def global_model(method: Method, course: Course, state: Any) -> Personal:

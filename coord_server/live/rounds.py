@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coord_server import aggregation, engine, events
+from coord_server import aggregation, engine, events, metrics
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
@@ -124,7 +124,8 @@ class Rounds:
             return
         costs = await asyncio.to_thread(self._store.metadata.costs, self.id, round_)
         taken = [from_header(costs[d]) for d in closed.round.devices if d in costs]
-        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed), "cost": means(taken),
+        seconds = max(now - state.opened, 0.0)
+        more = {"seconds": seconds, "failed": dict(state.failed), "cost": means(taken),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
         record = closed.round.model_copy(update=more).model_dump_json()
         content, kept = await asyncio.to_thread(self._written, closed, round_)
@@ -133,6 +134,7 @@ class Rounds:
             lambda rows: rows.close_round(round_, record, content, kept),
             lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
         )
+        metrics.ROUND.observe(seconds)
 
     def _close(
         self,
