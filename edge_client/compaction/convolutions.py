@@ -118,7 +118,7 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     full = [np.arange(n) for n in s.shape(name)]
     attributes = settings(node)
     if groups == 1:
-        order = preferred(w, out)
+        order = preferred(w, out, len(c[0]) * int(np.prod(layer.weight.shape[3:])))
         r = [order] if order is not None else r
         columns = worth(w, lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
         classes = [[0]]

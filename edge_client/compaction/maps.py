@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
+from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array, settings
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
@@ -254,7 +255,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 here.append(own[at])
         same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
         enough = [own for own in here if np.isin(wanted, own).all() and (same or (own >= 0).all())]
-        kept = max(enough, key=len) if enough and (same or axis == rank - 1) else wanted
+        if enough and (same or axis == rank - 1):
+            kept = max(enough, key=len)
+        else:
+            more = extended(w, max(here, key=len), wanted) if here and axis == 1 < rank - 1 else None
+            kept = wanted if more is None else more
         target.append(kept if found.apart[axis] else np.arange(shape[axis]))
     inputs = []
     for k, v in enumerate(node.input):

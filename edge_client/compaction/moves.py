@@ -158,7 +158,9 @@ def _regroup(w: Writer, node: NodeProto) -> None:
     if w.study.merged(out) and not np.isin(np.flatnonzero(live), piece.ids).all():  # constants that a batch repeats
         needed = live.reshape(before)
         others = [tuple(b for b in range(len(before)) if b != a) for a in range(len(before))]
-        lists = [np.union1d(own, np.flatnonzero(needed.any(axis=b))) for own, b in zip(w.lists(name), others, strict=True)]
+        lists = [
+            np.union1d(own, np.flatnonzero(needed.any(axis=b))) for own, b in zip(w.lists(name), others, strict=True)
+        ]
         piece = Piece(w.adapted(name, lists), grid(before, lists))
     for lengths in _lengths(before, after, piece.ids.shape):
         ids = piece.ids.reshape(lengths)
