@@ -17,10 +17,11 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 RESIZING = frozenset({"Expand", "Resize"})
 """Operators with an input that holds the sizes of their output."""
@@ -41,11 +42,17 @@ class Behaviour:
 
 
 def behaviour(s: Study, node: NodeProto) -> Behaviour | None:
-    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart."""
+    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart.
+
+    Places by element, as those of a scatter, make no map: a few entries that stay do not show that all do.
+    """
     net = s.net
     data = net.data(node)
     out = [o for o in node.output if o]
     if len(out) != 1 or not data or not net.is_plain(out[0]):
+        return None
+    known = [v for k, v in enumerate(node.input) if v and k not in data]
+    if any(net.kinds[v].kind in "iu" and len(net.shapes[v]) > 1 for v in known):
         return None
     rank = len(net.shapes[out[0]])
     ranks = [len(net.shapes[node.input[k]]) for k in data]

@@ -34,7 +34,6 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.align import Align
 from edge_client.compaction import convolutions
-from edge_client.compaction.operators import settings
 from edge_client.compaction.smaller import Smaller, cut
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.width import (
@@ -52,6 +51,7 @@ from edge_client.errors import CompactionError
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
+from edge_client.nodes import settings
 
 STEPS = (1, 4, 8, 16)
 RULE = 4  # channels of ONNX Runtime's blocked convolutions

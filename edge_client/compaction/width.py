@@ -20,9 +20,9 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction import convolutions, maps, products
-from edge_client.compaction.operators import settings
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Bools, Rule, Study
+from edge_client.nodes import settings
 
 Forced = Mapping[str, Bools]
 """The channels that come back, bool[channels], by the layer's output."""

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Study, missing
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 Ids = NDArray[np.int64]
 Lists = list[Ids]
