@@ -14,8 +14,18 @@ from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
 from coord_server.exports import Exports
 from coord_server.http import (
-    access, artifacts, bodies, bundles, device, openapi, operator, problems, tokens, tracing, watch,
-)  # fmt: skip
+    access,
+    artifacts,
+    bodies,
+    bundles,
+    device,
+    openapi,
+    operator,
+    problems,
+    tokens,
+    tracing,
+    watch,
+)
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
 digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
