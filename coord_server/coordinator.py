@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from coord_server import aggregation, auth, engine
+from coord_server import aggregation, auth, engine, warm
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import summary
@@ -274,6 +274,22 @@ class Coordinator:
             parts={name: part.size for name, part in manifest.parts.items()},
         )  # fmt: skip
 
+    async def derive(self, digest: str, weights: bytes) -> BundleReceipt:
+        """A bundle with the graphs of another one and the values of a safetensors file. Raises Refusal, StateError."""
+        receipt = await self.bundle(digest)
+        if receipt.missing:
+            raise Refusal("bundle-incomplete", f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them first")
+        try:
+            values = await asyncio.to_thread(warm.read_values, weights)
+            made = await asyncio.to_thread(warm.derive, self.store, digest, values, self._clock())
+        except BundleError as error:
+            raise Refusal("bad-bundle", str(error)) from None
+        return await self.bundle(made)
+
+    async def values_limit(self, digest: str) -> int:
+        """The most bytes that the values of a bundle take as a file. Raises Refusal, StateError."""
+        return warm.limit(await asyncio.to_thread(self._manifest, digest))
+
     async def delete_bundle(self, digest: str) -> None:
         """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
         used = await asyncio.to_thread(self.store.metadata.delete_bundle, digest)
@@ -319,12 +335,23 @@ class Coordinator:
                 f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
                 f"/v1/bundles/{config.bundle}/parts/ first",
             )
+        if config.start_from is not None:
+            config = config.model_copy(update={"bundle": await self._warm(config.bundle, config.start_from.federation)})
         found = await asyncio.to_thread(self._add, config)
         if found == "taken":
             raise taken
         if found == "no-bundle":
             raise Refusal("not-found", f"bundle {config.bundle} was deleted meanwhile; POST its manifest again")
         return await self.find(config.name)
+
+    async def _warm(self, bundle: str, source: str) -> str:
+        """The bundle with the global model of another federation. Raises Refusal, StateError."""
+        live = await self.find(source)
+        try:
+            values = await live.global_values()
+            return await asyncio.to_thread(warm.derive, self.store, bundle, values, self._clock())
+        except (BundleError, ConfigError) as error:
+            raise Refusal("bad-config", f"start_from federation {source!r}: {error}") from None
 
     def _add(self, config: FederationConfig) -> Literal["added", "taken", "no-bundle"]:
         """Check a new federation and store it. Blocks. Raises Refusal, StateError."""

@@ -20,7 +20,7 @@ def dumps(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
 
 def _key(name: str) -> str:
     plain = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
-    return name if plain else json.dumps(name)
+    return name if plain else json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def inline(value: Any) -> str:
@@ -31,4 +31,4 @@ def inline(value: Any) -> str:
         return "[" + ", ".join(map(inline, value)) + "]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -14,6 +14,7 @@ from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import BundleReceipt, BundleSummary, MethodSummary, Name
+from edge_client.protocol.payload import MEDIA_TYPE as PAYLOAD
 
 MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
 
@@ -65,6 +66,21 @@ async def upload_part(request: Request, served: Operated, digest: BundleDigest, 
     if served.store.blobs.size(shelf, sha256) != size:
         await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
     return await served.bundle(digest)
+
+
+@router.post(
+    "/bundles/{digest}/weights",
+    status_code=201,
+    responses=documented("too-large", "bad-bundle", "bundle-incomplete", "too-slow"),
+    openapi_extra={"requestBody": {"required": True, "content": {PAYLOAD: _BINARY}}},
+)
+async def derive_bundle(request: Request, served: Operated, digest: BundleDigest) -> BundleReceipt:
+    """A bundle with the same graphs and other weights, for a warm start; sending it again is harmless.
+
+    The body is a safetensors file with a float32 tensor for every row of the manifest's two tables, by its name.
+    """
+    body = await bodies.read_bounded(request, await served.values_limit(digest), "the values of this bundle")
+    return await served.derive(digest, body)
 
 
 # --- methods

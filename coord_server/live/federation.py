@@ -20,7 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coord_server import engine, events
+import numpy as np
+from numpy.typing import NDArray
+
+from coord_server import engine, events, metrics, warm
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
@@ -270,6 +273,7 @@ class LiveFederation:
     def refused(self, round_: int, device: str, error: Refusal) -> None:
         """An update was refused."""
         log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error)
+        metrics.REFUSED.labels(error.kind).inc()
         self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
 
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
@@ -282,7 +286,9 @@ class LiveFederation:
                 lambda rows: rows.add_failure(device, text, forget=lost),
                 lambda: self._downlinks.forget(device),
             )
-        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason)
+        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason,
+                    extra={"federation": self.id, "device": device, "round": round_, "failure": failure.kind,
+                           "limited": "failed"})  # fmt: skip
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
@@ -291,6 +297,10 @@ class LiveFederation:
                 down = await self._downlinks.get(self.config.rounds + 1, device)
                 self.devices.has_last(device, down.sizes)
             await self.devices.report(device, report)
+        log.info("%s: %s ends with its %s model, score %.3f on %d samples, %d of %d parameters", self.id, device,
+                 report.source, report.score, report.test_samples, report.parameters_compact, report.parameters_dense,
+                 extra={"federation": self.id, "device": device, "score": report.score,
+                        "limited": "reported"})  # fmt: skip
 
     # --- the operator
 
@@ -301,6 +311,8 @@ class LiveFederation:
             await self._commits.refresh()
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
+        log.info("%s: the operator's %s, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
+                 extra={"federation": self.id})  # fmt: skip
 
     async def change(self, change: Change) -> None:
         """Change settings. Raises Refusal, StateError."""
@@ -351,6 +363,12 @@ class LiveFederation:
             traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
             found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()
         return list(found.values())
+
+    async def global_values(self) -> dict[str, NDArray[np.float32]]:
+        """The global model after the last closed round, by name. Raises ConfigError, StateError."""
+        values = await self._values.values()
+        model = await asyncio.to_thread(warm.global_model, self._values.method, values.course, values.state)
+        return warm.by_name(values.course.model.manifest, model)
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""

@@ -153,6 +153,10 @@ class Operator:
         """All bundles."""
         return self._list(BundleSummary, "/v1/bundles")
 
+    def derive(self, digest: str, weights: bytes) -> str:
+        """A bundle with the graphs of another one and the values of a safetensors file; its digest."""
+        return self._ask(BundleReceipt, "POST", f"/v1/bundles/{digest}/weights", content=weights).digest
+
     def delete_bundle(self, digest: str) -> None:
         """Delete a bundle that no federation uses."""
         self._send("DELETE", f"/v1/bundles/{digest}")

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from coord_server.operator.cli import DIGITS, TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _show, _table, app
+from coord_server.operator.cli import TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _print, app
+from coord_server.operator.show import DIGITS
+from coord_server.operator.tables import table_of
 from edge_client.errors import ConfigError
 from edge_client.protocol.messages import BundleSummary, Change, TokenSummary, Viewer, ViewerRequest
 
@@ -51,11 +53,11 @@ def delete(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
 @app.command()
 def tokens(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List a federation's join tokens: id, uses left, when each expires."""
-    _show(lambda operator: operator.tokens(id_), _tokens, url, token_file, as_json)
+    _print(lambda operator: operator.tokens(id_), _tokens, url, token_file, as_json)
 
 
 def _tokens(found: Sequence[TokenSummary]) -> list[Table]:
-    table = _table("id", "uses left", "expires")
+    table = table_of("id", "uses left", "expires")
     for t in found:
         table.add_row(t.id, str(t.uses_left), _at(t.expires_at))
     return [table]
@@ -82,11 +84,11 @@ def viewer(
 @app.command()
 def viewers(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the viewers' tokens: id, when each expires."""
-    _show(lambda operator: operator.viewers(), _viewers, url, token_file, as_json)
+    _print(lambda operator: operator.viewers(), _viewers, url, token_file, as_json)
 
 
 def _viewers(found: Sequence[Viewer]) -> list[Table]:
-    table = _table("id", "expires")
+    table = table_of("id", "expires")
     for v in found:
         table.add_row(v.id, _at(v.expires_at))
     return [table]
@@ -101,11 +103,11 @@ def revoke_viewer(token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_
 
 def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the bundles: name, parameters, missing parts, the federations that use each (--json: whole digests)."""
-    _show(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
+    _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
 
 
 def _bundles(found: Sequence[BundleSummary]) -> list[Table]:
-    table = _table("digest", "name", "parameters", "missing", "used by")
+    table = table_of("digest", "name", "parameters", "missing", "used by")
     for b in found:
         table.add_row(b.digest[:DIGITS], b.name, f"{b.parameters:,}", ", ".join(b.missing), ", ".join(b.federations))
     return [table]

@@ -53,6 +53,13 @@ Personalise = Literal["best", "global", "local"]
 Source = Literal["global", "local", "last"]
 
 
+class StartFrom(Message):
+    """Where a federation's first values are from instead of its bundle."""
+
+    federation: Name
+    """Its global model after its last closed round."""
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -84,6 +91,8 @@ class FederationConfig(Message):
     its validation samples of these two and the one it trained last."""
     licence: Annotated[str, Field(max_length=4096)] = ""
     """Terms of use, written into every personal model."""
+    start_from: StartFrom | None = None
+    """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
@@ -421,6 +430,26 @@ class BundleReceipt(Message):
     digest: Sha256
     name: str
     missing: list[str]
+
+
+class ExportRequest(Message):
+    """Ask for a model as a file of this kind; with `device` that device's own, else the one that all share."""
+
+    kind: Literal["onnx", "pte"]
+    device: Name | None = None
+
+
+class Export(Message):
+    """A model's file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+
+    id: Sha256
+    kind: Literal["onnx", "pte"]
+    device: str | None
+    round: int
+    """The last closed round when it was asked for."""
+    state: Literal["waiting", "running", "ready", "failed"]
+    detail: str = ""
+    size: int | None = None
 
 
 class BundleSummary(Message):
