@@ -14,6 +14,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,6 +108,8 @@ def prepare(fleet: Fleet, devices: int, cohort: int, rounds: int) -> None:
         while due > 0:
             due -= sum(threads.map(fleet.train, names[:cohort]))
             print(f"{max(due, 0)} updates to come ", end="\r", file=sys.stderr, flush=True)
+        while fleet.work(names[0])["status"] != "train":  # until the last round is open
+            time.sleep(0.05)
         list(threads.map(fleet.fail, names[:FAILED]))
         list(threads.map(fleet.train, names[FAILED : cohort // 2]))
         list(threads.map(fleet.work, names[cohort:]))
