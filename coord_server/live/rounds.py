@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coord_server import aggregation, engine, events
+from coord_server import aggregation, engine, events, metrics
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
@@ -125,7 +125,8 @@ class Rounds:
             return
         costs = await asyncio.to_thread(self._store.metadata.costs, self.id, round_)
         taken = [from_header(costs[d]) for d in closed.round.devices if d in costs]
-        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed), "cost": means(taken),
+        seconds = max(now - state.opened, 0.0)
+        more = {"seconds": seconds, "failed": dict(state.failed), "cost": means(taken),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
         ended = closed.round.model_copy(update=more)
         record = ended.model_dump_json()
@@ -135,6 +136,7 @@ class Rounds:
             lambda rows: rows.close_round(round_, record, content, kept),
             lambda: self._ended(ended, Values(values.course, round_, closed.state)),
         )
+        metrics.ROUND.observe(seconds)
 
     def _ended(self, round_: Round, values: Values) -> None:
         self._stand_at(round_.round, values)
