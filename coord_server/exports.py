@@ -91,15 +91,18 @@ class Exports:
             order = Order.model_validate_json((folder / ORDER).read_text("utf-8"))
         except (OSError, ValueError):
             raise Refusal("not-found", f"there is no export {id_}; POST to .../exports for one") from None
-        known = {"id": id_, "kind": order.kind, "device": order.device, "round": order.closed}
-        if (folder / MODEL).is_file():
-            return Export(**known, state="ready", size=(folder / MODEL).stat().st_size)
-        if id_ == self._running:
-            return Export(**known, state="running", detail=_line(folder / SAID) or "the worker starts")
-        if id_ in self._tasks:
-            return Export(**known, state="waiting", detail="other files are made first")
-        stopped = "the worker was stopped before it was done; ask for the file again"
-        return Export(**known, state="failed", detail=_line(folder / FAULT) or stopped)
+        state: Literal["waiting", "running", "ready", "failed"] = "failed"
+        detail = _line(folder / FAULT) or "the worker was stopped before it was done; ask for the file again"
+        size = (folder / MODEL).stat().st_size if (folder / MODEL).is_file() else None
+        if size is not None:
+            state, detail = "ready", ""
+        elif id_ == self._running:
+            state, detail = "running", _line(folder / SAID) or "the worker starts"
+        elif id_ in self._tasks:
+            state, detail = "waiting", "other files are made first"
+        return Export(
+            id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
+        )
 
     def of(self, id_: str, federation: str) -> Export:
         """As `show`, of one federation only. Raises Refusal."""

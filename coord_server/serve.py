@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -97,10 +98,15 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def configured(coordinator: Coordinator, places: Places, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings. They set no limit on connections, because `places` decides which ones are closed."""
+def configured(
+    coordinator: Coordinator, places: Places, application: Mapping[str, Any] | None = None, **more: Any
+) -> uvicorn.Config:
+    """uvicorn's settings. They set no limit on connections, because `places` decides which ones are closed.
+
+    `application` has further arguments of `create_app`.
+    """
     return uvicorn.Config(
-        create_app(coordinator, places),
+        create_app(coordinator, places, **(application or {})),
         http=partial(Connection, places),  # type: ignore[arg-type]
         backlog=SPARE,  # asyncio accepts as many at a time: not more than there are descriptors left
         h11_max_incomplete_event_size=HEAD_LIMIT,
@@ -135,6 +141,13 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Most connections at once; idle ones make room for new ones.")
     ] = MOST,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may call it, as https://fleet.example.org; repeat for more."),
+    ] = None,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Serve /metrics without a token, in a trusted network.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Lines for people, or JSON for a collector.")
@@ -156,7 +169,8 @@ def serve(
         token, where = auth.operator_token(data)
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
-        asyncio.run(_run(coordinator, places, listening, where, certificate, key))
+        application = {"allow_origins": allow_origin or (), "open_metrics": open_metrics}
+        asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
     finally:
         store.close()
 
@@ -168,6 +182,7 @@ async def _run(
     where: Path | None,
     certificate: Path | None,
     key: Path | None,
+    application: Mapping[str, Any],
 ) -> None:
     await coordinator.start()
     sys.setswitchinterval(SWITCH)
@@ -179,7 +194,7 @@ async def _run(
     if certificate is not None:
         tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
         limit_handshakes(asyncio.get_running_loop())
-    config = configured(coordinator, places, lifespan="on", **tls)
+    config = configured(coordinator, places, application, lifespan="on", **tls)
     await _Server(config, coordinator, f"maskfleet coordinator ready at {url} (operator token {source})").serve(
         [listening]
     )

@@ -15,21 +15,13 @@ from safetensors.numpy import load, save
 from coord_server.bundles import bundle_shelf, read_manifest
 from coord_server.store import Store
 from edge_client.bundle import F32, WEIGHTS, Manifest, Part, Tensor, digest, views
-from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError
 from edge_client.flat import to_arrays
+from edge_client.global_model import shared_model
 from edge_client.methods import Method
-from edge_client.protocol.payload import decode, encode
-from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.task import Course, Personal
 
 Values = dict[str, F32]
-
-
-class _Untrained:
-    """The trainer of a device without samples: only its manifest is ever asked for."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
 
 
 def global_model(method: Method, course: Course, state: Any) -> Personal:
@@ -39,12 +31,8 @@ def global_model(method: Method, course: Course, state: Any) -> Personal:
     """
     if not to_arrays(state):
         raise ConfigError(f"{method.name} keeps no global model: its devices share no values; start from another one")
-    a, m = Assignment(course, course.rounds + 1, "global"), course.model.manifest
-    x, y = np.zeros((0, *m.input.shape), m.input.dtype), np.zeros(0, np.int64)
-    task = Task(a, _Untrained(m), DeviceData(x, y, x, y, x, y), 0)  # type: ignore[arg-type]
     try:
-        down = decode(encode(method.downlink(course, a.round, state, None)))
-        model = method.personal(task, None, method.receive(a, None, down))
+        model = shared_model(method, course, state, course.rounds)
     except Exception as error:  # code of another package may fail in any way
         raise ConfigError(f"{method.name} gives no global model ({type(error).__name__}: {error})") from None
     return model

@@ -517,6 +517,25 @@ def test_the_page_says_who_has_reported_who_is_missing_and_why(tmp_path: Path) -
     play(tmp_path, script)
 
 
+def test_a_refused_update_is_shown_with_the_reason(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        await log_in(fleet)
+        work = await fleet.work("a")
+        assert (await fleet.upload("a", work["round"], work["lease"], b"<b>no payload</b>")).status_code == 422
+        assert re.search("round 1 a bad-payload update refused: ", said(await fleet.http.get(PAGE)))
+
+    play(tmp_path, script)
+
+
+def test_the_events_of_a_page_need_its_session(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        assert (await fleet.http.get(f"{PAGE}/events", headers=bearer(OPERATOR))).status_code == 303
+
+    play(tmp_path, script)
+
+
 def test_the_exported_state_is_that_of_the_api(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")

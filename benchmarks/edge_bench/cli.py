@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -261,6 +262,7 @@ def demo(
         f"{rounds} rounds of each method"
     )
     started = time.monotonic()
+    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
     with ExitStack() as stack:
@@ -309,5 +311,5 @@ def demo(
         run |= {"cohort": len(parts), "methods": tables}
         write_json(
             json_file,
-            {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},
+            {**origin, "methods": records, "compaction": compact, "settings": run},
         )

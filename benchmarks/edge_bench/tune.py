@@ -24,14 +24,16 @@ import typer
 from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
+from edge_bench.bundles import NAMES
 from edge_bench.cli import check_writable, plain_console, read_toml, write_json
 from edge_bench.curves import amount
 from edge_bench.progress import Steps
-from edge_bench.simulate import RoundRow, SimulationConfig, packaged, prepare, read_config, run_all
+from edge_bench.simulate import RoundRow, SimulationConfig, prepare, read_config, run_all
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Range, Search, make_method
+from edge_client.named_bundles import packaged
 
 RANDOM = 6  # trials drawn at random before the sampler learns from them
 COMPARED = 4  # trials that end before one can be given up
@@ -233,7 +235,7 @@ def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial
         moved = plan.config.data.model_dump(mode="json", include=set(content["data"]))
         places = {k: str(Path(v).resolve()) for k, v in moved.items() if v != content["data"][k] and k != "evaluate"}
         table["data"] = {**content["data"], **places}
-        if content["bundle"] not in packaged():
+        if content["bundle"] not in (*packaged(), *NAMES):
             table["bundle"] = str(Path(plan.config.bundle).resolve())
     return toml_text.dumps(table)
 
@@ -241,8 +243,9 @@ def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial
 def federation_toml(name: str, plan: Plan, label: str, trial: Trial) -> str:
     """The same method as a file for `maskfleet federation create`."""
     config = plan.config
+    bundle = config.bundle if config.bundle in packaged() else str(plan.bundle.folder.resolve())
     given: Mapping[str, Any] = {
-        "name": name, "bundle": str(plan.bundle.folder.resolve()), "rounds": config.rounds, "cohort": config.cohort,
+        "name": name, "bundle": bundle, "rounds": config.rounds, "cohort": config.cohort,
         "min_devices": len(plan.devices), "seed": config.seed,
         "method": {"name": label, **config.methods[label], **trial.settings},
     }  # fmt: skip

@@ -153,7 +153,7 @@ def _plots(rounds: Sequence[Closed]) -> list[Plot]:
         ], words.size, 0.0),
         ("Time", "of a round", [
             plots.Series("round", [r.seconds for r in rounds]), plots.Series("on a device, mean", seconds),
-        ], words.duration, 0.0),
+        ], words.brief, 0.0),
         ("Energy", "of one device and round, mean", [plots.Series("energy", joules)], words.joules, 0.0),
     ]  # fmt: skip
     found = []

@@ -48,6 +48,14 @@ def duration(seconds: float | None) -> str:
     return " ".join(part for part in found[:2] if not part.startswith("0"))
 
 
+def brief(seconds: float) -> str:
+    """A time in one unit, for an axis."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g}{SPACE}{unit}"
+    return f"{seconds:.3g}{SPACE}s"
+
+
 def ago(seconds: float | None) -> str:
     """How long ago, coarse enough to stand still on a page for a while."""
     if seconds is None:

@@ -1,4 +1,4 @@
-"""Watching under `/v1`: a federation's events as they happen, as server-sent events (WHATWG HTML, 9.2)."""
+"""Watching: a federation's events as server-sent events (WHATWG HTML, 9.2), and `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coord_server import metrics
 from coord_server.connections import Connection
-from coord_server.http.access import CALL, Call, FederationId, Viewed
+from coord_server.http.access import CALL, Call, FederationId, OperatorHeader, Served, Viewed, viewer
 from coord_server.http.openapi import COMPONENTS
 from coord_server.http.problems import documented
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import AnyChange, Faulted, Snapshot
+from edge_client.protocol.messages import AnyChange, Faulted, Federation, Snapshot
 
 MEDIA_TYPE = "text/event-stream"
 HEARTBEAT = 15.0  # seconds without an event until a comment is sent, so that a broken connection is noticed
@@ -24,7 +25,11 @@ SLOW = 20.0  # seconds that a reader has to take what was sent; after that its c
 STREAMS = 64  # streams at a time, at most; and at most a quarter of the connections
 RETRY = 3000  # milliseconds until a reader connects again
 
+TEXT = "text/plain; version=0.0.4"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
 router = APIRouter(prefix="/v1", tags=["operator"])
+figures = APIRouter(tags=["operator"])
 
 KINDS = (Snapshot, *AnyChange.__args__)
 _STREAM: dict[int | str, dict[str, Any]] = {
@@ -100,6 +105,47 @@ async def events(live: LiveFederation, seen: int | None, allowed: Callable[[], b
 def _event(said: Snapshot | AnyChange, version: int | None) -> str:
     id_ = "" if version is None else f"id: {version}\n"
     return f"event: {said.kind}\n{id_}data: {said.model_dump_json()}\n\n"
+
+
+@figures.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "Prometheus' text format", "content": {TEXT: {"schema": {"type": "string"}}}}},
+)
+async def show_metrics(request: Request, served: Served, _: OperatorHeader) -> Response:
+    """For a viewer's token or the operator's, or without one when the coordinator was started with --open-metrics."""
+    if not request.app.state.open_metrics:
+        await viewer(request, served, None)
+
+    def standing() -> list[tuple[Federation, int]]:
+        present = {live.id: live.devices.present_now() for live in served.federations()}
+        return [(f, present.get(f.id, 0)) for f in served.summaries()]
+
+    return Response(metrics.text(standing), media_type=TEXT)
+
+
+class Counted:
+    """ASGI middleware: counts answers by method, route and status."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if scope["type"] == "http":
+                route = getattr(scope.get("route"), "path", "other")
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                metrics.REQUESTS.labels(method, route, str(status)).inc()
 
 
 class Stream(Response):

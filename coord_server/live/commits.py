@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coord_server import engine
+from coord_server import engine, metrics
 from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Tick
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
@@ -196,7 +196,8 @@ class Commits:
         """
         rows, text = [one.write for one in counted if one.write is not None], engine.dump(state)
         try:
-            written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
+            with metrics.COMMIT.time():
+                written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
         except StateError as error:
             self.faults.set("commits", str(error))
             raise

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from coord_server import auth
+from coord_server import auth, metrics
 from coord_server.aggregation import sum_kinds
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
@@ -143,6 +143,11 @@ class Devices:
             self._queried = now
         return tuple(sorted(d for d in self._ready if d in self._polls or self._last.get(d, since - 1.0) >= since))
 
+    def present_now(self) -> int:
+        """How many devices are present, as far as this process has seen or read it."""
+        since = self._clock() - self._config.presence_seconds
+        return sum(d in self._polls or self._last.get(d, since - 1.0) >= since for d in self._ready)
+
     @contextmanager
     def polling(self, device: str) -> Iterator[asyncio.Event]:
         """A device's long poll is open: the device is present, and `wake` sets the event. A newer poll replaces it."""
@@ -165,12 +170,14 @@ class Devices:
         """A message that is no payload went "up" or "down"; `size` are the bytes of its body."""
         if kind not in {"up": UP, "down": DOWN}[side]:
             raise ValueError(f"there is no message {kind!r} {side}")
+        metrics.BYTES.labels(side, kind).inc(size)
         messages, name = self._change(device).messages, f"{side}_{kind}"
         messages[name] = messages.get(name, 0) + size
 
     def fetched(self, device: str, size: int) -> None:
         """A device has fetched so many bytes of a payload."""
         self.note(device)
+        metrics.BYTES.labels("down", "downlink").inc(size)
         self._change(device).bytes_down += size
 
     def has_last(self, device: str, sizes: Mapping[str, int]) -> None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from coord_server import engine, events, warm
+from coord_server import engine, events, metrics, warm
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
@@ -273,6 +273,7 @@ class LiveFederation:
     def refused(self, round_: int, device: str, error: Refusal) -> None:
         """An update was refused."""
         log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error)
+        metrics.REFUSED.labels(error.kind).inc()
         self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
 
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coord_server import aggregation, engine, events
+from coord_server import aggregation, engine, events, metrics
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
@@ -125,16 +125,22 @@ class Rounds:
             return
         costs = await asyncio.to_thread(self._store.metadata.costs, self.id, round_)
         taken = [from_header(costs[d]) for d in closed.round.devices if d in costs]
-        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed), "cost": means(taken),
+        seconds = max(now - state.opened, 0.0)
+        more = {"seconds": seconds, "failed": dict(state.failed), "cost": means(taken),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
-        record = closed.round.model_copy(update=more).model_dump_json()
+        ended = closed.round.model_copy(update=more)
+        record = ended.model_dump_json()
         content, kept = await asyncio.to_thread(self._written, closed, round_)
         await self._commits.submit(
             events.Aggregated(now, round_, decision.attempt),
             lambda rows: rows.close_round(round_, record, content, kept),
-            lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
+            lambda: self._ended(ended, Values(values.course, round_, closed.state)),
         )
-        _say(self.id, closed.round.model_copy(update=more))
+        metrics.ROUND.observe(seconds)
+
+    def _ended(self, round_: Round, values: Values) -> None:
+        self._stand_at(round_.round, values)
+        _say(self.id, round_)
 
     def _close(
         self,

@@ -73,6 +73,8 @@ def show_live(ask: Callable[[], Look], console: Console) -> None:
                 live.update(Group(*overview(found)), refresh=True)
     except KeyboardInterrupt:
         pass  # rich has restored the terminal
+    if not console.is_terminal:
+        console.print()
 
 
 def overview(found: Look) -> list[Table]:

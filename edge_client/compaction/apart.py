@@ -14,7 +14,8 @@ import numpy as np
 from onnx import NodeProto, helper
 
 from edge_client.compaction.net import Net, drop_unused
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
+from edge_client.nodes import settings
 
 # fmt: off
 _SINGLE = frozenset({

@@ -55,7 +55,7 @@ class Ground:
     ) -> Simulated:  # fmt: skip
         """One federation. Of three devices with a cohort of two, each round misses another; `turned` reverses them."""
         config = self.federation(method, rounds, cohort, least)
-        given = dict(reversed(self.devices.items())) if turned else self.devices
+        given = dict(reversed([*self.devices.items()])) if turned else self.devices
         return run(config, method, self.bundle, open_trainer(self.backend, self.bundle), given, mishaps=mishaps)
 
 
