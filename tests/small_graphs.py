@@ -241,6 +241,18 @@ MERGED_ROWS = Graph(
     {"a": "ab", "b": "bb"},
 )
 
+BY_ELEMENT = Graph(
+    (6,),
+    {"a": (8, 6), "ab": (8,), "b": (8, 8), "bb": (8,), "o": (3, 8), "ob": (3,)},
+    "i = Constant <value_ints = [0, 2, 1, 3, 4, 6, 5, 7]> () n = Shape <start = 0, end = 1> (x) "
+    "c = Constant <value_ints = [8]> () s = Concat <axis = 0> (n, c) e = Expand(i, s) "
+    "u = Gemm <transB = 1> (x, a, ab) v = GatherElements <axis = 1> (u, e) w = Relu(v) "
+    "y = Gemm <transB = 1> (w, b, bb) z = ScatterElements <axis = 1> (y, e, y) t = Tanh(z) "
+    "logits = Gemm <transB = 1> (t, o, ob)",
+    {"a": (0, 1), "b": (0, 1)},
+    {"a": "ab", "b": "bb"},
+)
+"""Units that swap places, but not the first, the last and the middle one."""
 FRAMES = Graph(
     (4, 2, 5, 5),
     {"a": (8, 2, 3, 3), "ab": (8,), "p": (4, 8, 1, 1), "b": (6, 8, 3, 3), "bb": (6,), "o": (3, 24), "ob": (3,)},

@@ -146,23 +146,23 @@ def test_the_cookie_is_secure_under_tls(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize("token", ["", "wrong", OPERATOR[:-1], OPERATOR * 100, "\ud800"])
-def test_a_wrong_token_opens_nothing(tmp_path: Path, token: str) -> None:
+def test_a_wrong_token_opens_nothing(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        body = {"token": token.encode(errors="surrogatepass")}
-        answer = await fleet.http.post("/login", data=body, headers=FORM)
-        assert answer.status_code == 401
-        assert "not a token of this coordinator" in said(answer)
-        assert "set-cookie" not in answer.headers
+        for token in ("", "wrong", OPERATOR[:-1], OPERATOR * 100, "\ud800"):
+            body = {"token": token.encode(errors="surrogatepass")}
+            answer = await fleet.http.post("/login", data=body, headers=FORM)
+            assert answer.status_code == 401, token
+            assert "not a token of this coordinator" in said(answer)
+            assert "set-cookie" not in answer.headers
 
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize("next_", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/\r\nA: b", ""])
-def test_a_login_leads_nowhere_else(tmp_path: Path, next_: str) -> None:
+def test_a_login_leads_nowhere_else(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        answer = await fleet.http.post("/login", data={"token": OPERATOR, "next": next_}, headers=FORM)
-        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        for address in ("//evil.example", "https://evil.example", "/\\evil.example", "x", "/\r\nA: b", ""):
+            answer = await fleet.http.post("/login", data={"token": OPERATOR, "next": address}, headers=FORM)
+            assert (answer.status_code, answer.headers["location"]) == (303, "/"), address
 
     play(tmp_path, script)
 
@@ -234,9 +234,8 @@ def test_another_process_on_the_same_folder_takes_the_session(tmp_path: Path) ->
 # --- forms
 
 
-@pytest.mark.parametrize(
-    ("headers", "form"),
-    [
+def test_a_form_of_another_site_changes_nothing(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, str], str | None]] = [
         (FORM, ""),
         (FORM, "0" * 64),
         ({**HTML, "Origin": "http://evil.example"}, None),
@@ -244,17 +243,17 @@ def test_another_process_on_the_same_folder_takes_the_session(tmp_path: Path) ->
         (HTML, None),
         ({**FORM, "Sec-Fetch-Site": "cross-site"}, None),
         ({**FORM, "Sec-Fetch-Site": "same-site"}, None),
-    ],
-)
-def test_a_form_of_another_site_changes_nothing(tmp_path: Path, headers: dict[str, str], form: str | None) -> None:
+    ]
+
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         await log_in(fleet)
-        fields = {} if form is None else {"form": form}
-        for action in ("pause", "stop", "tokens"):
-            answer = await send(fleet, action, headers, **fields)
-            assert answer.status_code == 403, action
-            assert "form" in said(answer)
+        for headers, form in wrong:
+            fields = {} if form is None else {"form": form}
+            for action in ("pause", "stop", "tokens"):
+                answer = await send(fleet, action, headers, **fields)
+                assert answer.status_code == 403, (headers, form, action)
+                assert "form" in said(answer)
         assert await phase(fleet) == "running"
 
     play(tmp_path, script)
@@ -356,14 +355,14 @@ def test_a_join_token_of_the_page_enrols_a_device(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize(("uses", "lasts"), [("", "1"), ("0", "60"), ("x", "60"), ("1", "nan"), ("1" * 5000, "1")])
-def test_a_wrong_token_form_is_answered_with_what_is_wrong(tmp_path: Path, uses: str, lasts: str) -> None:
+def test_a_wrong_token_form_is_answered_with_what_is_wrong(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
         await log_in(fleet)
-        answer = await send(fleet, "tokens", uses=uses, expires_in=lasts)
-        assert answer.status_code == 422
-        assert "correct" in said(answer)
+        for uses, lasts in (("", "1"), ("0", "60"), ("x", "60"), ("1", "nan"), ("1" * 5000, "1")):
+            answer = await send(fleet, "tokens", uses=uses, expires_in=lasts)
+            assert answer.status_code == 422, (uses, lasts)
+            assert "correct" in said(answer)
 
     play(tmp_path, script)
 
@@ -514,6 +513,25 @@ def test_the_page_says_who_has_reported_who_is_missing_and_why(tmp_path: Path) -
         assert "Score 0.750 worst 0.750" in text
         assert "round 1: mean 0.750, p10 0.750, worst 0.750" in text
         assert re.search(r"attic failed now 1 \d+ B", text)
+
+    play(tmp_path, script)
+
+
+def test_a_refused_update_is_shown_with_the_reason(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        await log_in(fleet)
+        work = await fleet.work("a")
+        assert (await fleet.upload("a", work["round"], work["lease"], b"<b>no payload</b>")).status_code == 422
+        assert re.search("round 1 a bad-payload update refused: ", said(await fleet.http.get(PAGE)))
+
+    play(tmp_path, script)
+
+
+def test_the_events_of_a_page_need_its_session(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        assert (await fleet.http.get(f"{PAGE}/events", headers=bearer(OPERATOR))).status_code == 303
 
     play(tmp_path, script)
 

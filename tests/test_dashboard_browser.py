@@ -116,6 +116,24 @@ def test_a_device_that_fails_is_named_with_its_reason_until_the_operator_stops(b
         assert page.problems == []
 
 
+def test_a_page_follows_the_federations_events(browser: Any, tmp_path: Path) -> None:
+    with Federation(tmp_path) as fed, tab(browser, DESK) as page:
+        create(fed)
+        log_in(page, f"{fed.url}/login?next={PAGE}")
+        page.wait_for_function("stream.readyState === EventSource.OPEN")
+        page.get_by_label("Name").fill("half a na")
+        page.get_by_text("Settings").click()
+        page.evaluate("clearTimeout(timer); wait = 3600; last = -1e9")  # no more looks by the clock
+        fed.ask("POST", "/v1/federations/digits/stop")
+        page.locator("h1 .badge.stopped").wait_for()
+        assert page.get_by_label("Name").input_value() == "half a na"
+        assert page.locator("#config").get_attribute("open") is not None
+        assert page.locator("#stale").is_hidden()
+        fed.coordinator.kill()
+        page.evaluate("update()")
+        page.get_by_text("The coordinator does not answer").wait_for()
+
+
 def test_pages_fit_a_phone_and_have_contrast_in_light_and_dark(browser: Any, tmp_path: Path) -> None:
     with Federation(tmp_path) as fed, tab(browser, PHONE) as page:
         create(fed)

@@ -152,7 +152,7 @@ def test_a_short_demo_prunes_early_enough(rounds: int, after: int) -> None:
 
 
 def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_helps() -> None:
-    methods = {"mine": make_method({"name": "coupled"}), "standalone": make_method({"name": "standalone"})}
+    methods = {"mine": make_method({"name": "coupled", "epochs": 5}), "standalone": make_method({"name": "standalone"})}
     good, bad = {"score_mean": 0.9, "score_start": 0.1}, {"score_mean": 0.05, "score_start": 0.1}
     assert warnings({"mine": {**good, "score_mean": 0.95}, "standalone": good}, methods) == []
     (alone,) = warnings({"mine": {**good, "score_mean": 0.5}, "standalone": good}, methods)

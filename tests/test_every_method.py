@@ -176,7 +176,7 @@ def test_the_global_model_of_a_state_runs_as_a_file_or_the_method_says_why_there
     there.through_bytes()
     course, state = there.sim.course, there.sim.state
     if name in WITHOUT_GLOBAL:
-        with pytest.raises(ConfigError, match=r"no global model to export: .*(own|layer)"):
+        with pytest.raises(ConfigError, match=r"no global model: .*(own|layer)"):
             global_model(there.sim.method, course, state, 2)
         return
     model = global_model(there.sim.method, course, state, 2)

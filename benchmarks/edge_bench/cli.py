@@ -144,7 +144,7 @@ def _labels(
         raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
     console.print(histogram.table(devices, target.classes))
     if plot is not None:
-        histogram.draw(devices, target.classes, plot, f"{config.data.name}, split {config.data.split}")
+        histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
 
 
@@ -190,7 +190,7 @@ def simulate(
     console = plain_console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
-        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
+        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
     )
     if labels:
@@ -210,7 +210,7 @@ def simulate(
     model = opened.model()
     made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
     records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
-    title = f"{checked.data.name}: every device's own model from the final downlink"
+    title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     _warn(console, report.warnings(records, made))
     if plot is not None:

@@ -134,14 +134,19 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> li
 
     Both mappings have the same labels.
     """
-    alone = [r["score_mean"] for label, r in records.items() if methods[label].name == ALONE]
-    bases = {"training alone": alone[0] if alone else None}
+    alone = next((label for label in records if methods[label].name == ALONE), None)
     found = []
     for label, r in records.items():
-        score = r["score_mean"]
-        for than, base in {"the bundle's own start": r["score_start"], **bases}.items():
+        score, bases = r["score_mean"], {"the bundle's own start": r["score_start"]}
+        hint = methods[label].hint
+        if alone is not None and alone != label:
+            bases["training alone"] = records[alone]["score_mean"]
+            fewer, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
+            if fewer is not None and epochs is not None and fewer < epochs:
+                hint = f"epochs = {epochs}, as {alone} has (here {fewer}), then {hint}"
+        for than, base in bases.items():
             if score is not None and base is not None:
-                found.append(below(label, score, base, than, methods[label].hint))
+                found.append(below(label, score, base, than, hint))
     return [sentence for sentence in found if sentence is not None]
 
 

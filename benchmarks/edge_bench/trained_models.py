@@ -161,7 +161,8 @@ def row(cell: Cell, timed: int, runs: int) -> dict[str, Any]:
     start = time.perf_counter()
     result = run_all(cell.config, bundle, devices)[cell.label]
     trained, trainer = time.perf_counter() - start, open_trainer(cell.config.backend, bundle)
-    found, times = [], []
+    found: list[Found] = []
+    times: list[Timed] = []
     with tempfile.TemporaryDirectory() as folder:
         for device, personal in result.personal.items():
             found.append(compare(bundle, trainer, personal, devices[device], Path(folder)))

@@ -16,7 +16,7 @@ from edge_client.protocol.messages import MeanCost, Round, Scores
 
 @dataclass(frozen=True)
 class Trouble:
-    """An update or a device that a round went on without, or changed before it counted."""
+    """An update or a device that a round went on without, or an update that was changed before it counted."""
 
     round: int
     device: str
@@ -74,11 +74,7 @@ class Histories:
         async with self._reading:
             known = self._known.setdefault(live, [])
             due = live.progress().closed
-            if not known and due:
-                records = await live.rounds()
+            if len(known) < due:
+                records = await live.rounds(first=len(known) + 1)
                 known += await asyncio.to_thread(lambda: [closed(r) for r in records])
-            for round_ in range(len(known) + 1, due + 1):
-                record = await live.round(round_)
-                if record is not None:
-                    known.append(closed(record))
             return known

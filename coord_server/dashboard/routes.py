@@ -16,10 +16,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from coord_server import auth
+from coord_server.coordinator import Coordinator
 from coord_server.dashboard import answers, devices, reference, session, view
 from coord_server.dashboard.answers import SignIn, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
+from coord_server.http import watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
@@ -43,9 +45,13 @@ router = APIRouter()
 # --- who
 
 
+def _session(cookie: str, served: Coordinator) -> Session | None:
+    return session.read(cookie, served.token, time.time())
+
+
 async def _known(request: Request, served: Served) -> Session | None:
     """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
-    found = session.read(request.cookies.get(session.COOKIE, ""), served.token, time.time())
+    found = _session(request.cookies.get(session.COOKIE, ""), served)
     request.state.session = found
     if found is not None:
         call: Call = request.scope[CALL]
@@ -202,8 +208,9 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
-    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, meaning=devices.STATES,
-                allowed=view.allowed(phase), refresh=view.refresh(phase), lasts=LASTS)  # fmt: skip
+    again = view.refresh(phase, sum(shown.states.values()))
+    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, kinds=view.KINDS)  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
@@ -213,6 +220,14 @@ async def export_state(served: Served, known: Seen, federation: FederationId) ->
     content, closed = await live.exported(), live.progress().closed
     file = f'attachment; filename="{live.id}-round-{closed}.safetensors"'
     return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
+
+
+@router.get("/federations/{federation}/events")
+async def follow(request: Request, served: Served, known: Seen, federation: FederationId) -> Response:
+    """What happens to a federation, as it happens: the page's script then asks for the page again."""
+    live, cookie = await served.find(federation), request.cookies.get(session.COOKIE, "")
+    seen = request.headers.get("last-event-id", "")
+    return await watch.follow(request, live, seen, lambda: _session(cookie, served) is not None)
 
 
 @router.get("/federations/{federation}/{action}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,6 +12,7 @@ from coord_server import aggregation, engine, events
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import devices, plots, words
 from coord_server.dashboard.history import Closed, Histories, Trouble
+from coord_server.http import watch
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import Progress
 from edge_client.protocol.cost import UNITS, over_rounds
@@ -20,11 +21,13 @@ from edge_client.protocol.messages import Federation, MeanCost, Phase, Scores
 ACTIONS: dict[str, type[events.Event]] = {
     "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
 }  # fmt: skip
+KINDS = [str(kind.model_fields["kind"].default) for kind in watch.KINDS]  # of a federation's events
 NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown
 ROUNDS = 20  # rounds in the table
 REFRESH: dict[Phase | None, int] = {"running": 2, "recruiting": 3, "paused": 5}  # seconds; others: QUIET
 QUIET = 15
+EACH = 400  # devices that add a second: reading 2,000 rows takes 70 ms of a core
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ def allowed(phase: Phase | None) -> list[str]:
     return [] if phase is None else [name for name, event in ACTIONS.items() if event in engine.ACCEPTED[phase]]
 
 
-def refresh(phase: Phase | None) -> int:
-    """Seconds until a page about a federation in this phase is worth asking for again."""
-    return REFRESH.get(phase, QUIET)
+def refresh(phase: Phase | None, devices: int = 0) -> int:
+    """Seconds until a page about a federation in this phase is worth asking for again; more with many devices."""
+    return max(REFRESH.get(phase, QUIET), devices // EACH)
 
 
 async def summaries(served: Coordinator, histories: Histories) -> list[tuple[Federation, Closed | None]]:
@@ -110,8 +113,13 @@ async def federation(live: LiveFederation, histories: Histories, state: str, nam
         rounds=rounds[: -ROUNDS - 1 : -1],
         cost={name: (spent[name], every[name]) for name in UNITS if name in spent},
         final=aggregation.scores([r.score for r in reports], [r.test_samples for r in reports]),
-        troubles=_last([t for r in rounds[-100:] for t in r.troubles]),
+        troubles=_last([*(t for r in rounds[-100:] for t in r.troubles), *_refused(live)]),
     )
+
+
+def _refused(live: LiveFederation) -> Iterator[Trouble]:
+    for u in live.feed.refusals():
+        yield Trouble(u.round, u.device, u.problem, f"update refused: {u.detail}")
 
 
 def _last(troubles: Sequence[Trouble]) -> list[Trouble]:
@@ -145,7 +153,7 @@ def _plots(rounds: Sequence[Closed]) -> list[Plot]:
         ], words.size, 0.0),
         ("Time", "of a round", [
             plots.Series("round", [r.seconds for r in rounds]), plots.Series("on a device, mean", seconds),
-        ], words.duration, 0.0),
+        ], words.brief, 0.0),
         ("Energy", "of one device and round, mean", [plots.Series("energy", joules)], words.joules, 0.0),
     ]  # fmt: skip
     found = []

@@ -40,12 +40,20 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if seconds < 10:
         return f"{seconds:.{2 if seconds < 1 else 1}f}".removesuffix(".0").removesuffix(".00") + f"{SPACE}s"
-    left, found = round(seconds), []
+    left, found = round(seconds), list[str]()
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
         if count or found:
             found.append(f"{count}{SPACE}{unit}")
     return " ".join(part for part in found[:2] if not part.startswith("0"))
+
+
+def brief(seconds: float) -> str:
+    """A time in one unit, for an axis."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g}{SPACE}{unit}"
+    return f"{seconds:.3g}{SPACE}s"
 
 
 def ago(seconds: float | None) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 from onnx import NodeProto, helper
 
 from edge_client.compaction.net import Net, drop_unused
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
+from edge_client.nodes import settings
 
 # fmt: off
 _SINGLE = frozenset({
@@ -126,7 +127,7 @@ def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axi
     else:
         along = given.get("axis", 0) % rank
         index = net.shapes[rest[0]] if rest else (1,)
-        if (rest and not data == [0]) or along == axis or len(index) != 1:
+        if (rest and data != [0]) or along == axis or len(index) != 1:
             return None
         given["axis"] = int(along + (along > axis))
     return _emit(net, node, [*inputs, *rest], axis, given=given)

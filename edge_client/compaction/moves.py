@@ -14,13 +14,14 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Lists, Piece, Ragged, Writer, by_axis, grid
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-PICK = frozenset({"Gather", "GatherND", "Slice"})
+PICK = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
 
 

@@ -169,6 +169,13 @@ class Method(BaseModel):
         """
         ...
 
+    def of_device(self, course: Course, state: Any, record: Any, everyone: Personal) -> Personal | None:
+        """The model of a device with this record, bit for bit; None where a part of it is on the device alone.
+
+        `everyone` is what the same state gives a device of which nothing is known (`global_model`).
+        """
+        return None
+
     # --- client half
 
     @abstractmethod

@@ -265,6 +265,9 @@ class BernoulliMasks(MaskedNetwork):
         net, masks = total.masks.counts().astype(np.int64) - total.reference, total.masks.total
         return replace(state, posterior=self.advanced(course, round_, state.posterior, total.reference, net, masks)), {}
 
+    def of_device(self, course: Course, state: State, record: Any, everyone: Personal) -> Personal | None:
+        return None if course.model.manifest.buffers else everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:

@@ -28,14 +28,17 @@ from pydantic import model_validator
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.local_sgd import Weights as State
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 PLAIN = "float32"
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
+
+
+State = Weights
+"""The global model."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,9 @@ class FedAvg(LocalSgd):
     ) -> tuple[State, Mapping[str, None]]:
         parameters, buffers = total
         return State(parameters.value, buffers.value), {}
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
+        return everyone
 
     # --- client half
 

@@ -41,7 +41,8 @@ class Kept:
 
 def following(kept: Kept, theta: F32, alpha: float) -> F32:
     """y of the next round: ``y + alpha * (theta - x)``."""
-    return kept.y + np.float32(alpha) * (theta - kept.x)
+    moved: F32 = kept.y + np.float32(alpha) * (theta - kept.x)
+    return moved
 
 
 def reflected(x: F32, y: F32) -> F32:

@@ -136,6 +136,9 @@ class FederatedPruning(LocalSgd):
             units = self._choose(course.model, parameters).packed
         return State(parameters, buffers, units), {}
 
+    def of_device(self, course: Course, state: State, record: Holds | None, everyone: Personal) -> Personal | None:
+        return everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Holds | None, downlink: Payload) -> Received:

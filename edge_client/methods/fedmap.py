@@ -281,6 +281,9 @@ class FedMap(LocalSgd):
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
         return State(theta, bitset.pack(mask), statistics, change.value), {}
 
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return None if self.statistics == "local" else everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:

@@ -168,6 +168,13 @@ class Hermes(LocalSgd):
         parameters[held] = total.sum[held] / total.weight[held]
         return State(parameters), {}
 
+    def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
+        return (
+            None
+            if course.model.manifest.buffers
+            else _units(course.model, record).applied(state.parameters, course.model.buffers)
+        )
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:

@@ -319,6 +319,9 @@ class Lattice(Settings):
         change = np.clip(change, -MOST, MOST)
         return change.astype(np.int32), (left - COARSER * change).astype(np.float32)
 
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return None if self.personal_epochs or self.statistics == "local" else everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:

@@ -99,6 +99,9 @@ class LinearProbing(LocalSgd):
     ) -> tuple[State, Mapping[str, None]]:
         return State(total.value), {}
 
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
+        return None if course.model.manifest.buffers else everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:

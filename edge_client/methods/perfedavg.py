@@ -26,7 +26,7 @@ from pydantic import Field
 from edge_client.bundle import F32
 from edge_client.methods import Range, Search
 from edge_client.methods.fedavg import FedAvg, Kept, State
-from edge_client.task import Batch, EpochLoss, Local, Personal, Task
+from edge_client.task import Batch, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
 
@@ -45,9 +45,9 @@ class PerFedAvg(FedAvg):
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model; 0: one step on one batch."""
 
-    def inner(self, task: Task) -> np.float32:
-        """The inner rate."""
-        return np.float32(self.alpha or self.learning_rate(task.assignment.model))
+    def inner(self, task: Task) -> F32:
+        """The inner rate, float32[]."""
+        return np.asarray(self.alpha or self.learning_rate(task.assignment.model), np.float32)
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Meta-steps from the global model."""
@@ -83,6 +83,9 @@ class PerFedAvg(FedAvg):
             w -= self.inner(task) * g.parameters
             buffers = g.buffers.copy()
         return Personal(w, buffers)
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> None:
+        """Its personal steps are the device's own."""
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model after the device's personal steps."""

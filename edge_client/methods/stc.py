@@ -233,6 +233,9 @@ class STC(LocalSgd):
         log_ = np.concatenate([state.log, u8(framed)])
         return State(model, state.version + 1, due, log_[len(log_) - int(lengths.sum()) :], lengths), {}
 
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return everyone
+
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:

@@ -2,8 +2,9 @@
 "use strict";
 
 const sent = new Map();  // what the server last sent of each part, by id
-let wait = Number(document.body.dataset.refresh || 0);
-let timer = 0;
+const QUIET = 15;  // seconds between two looks while a stream tells of every change
+let wait = Number(document.body.dataset.refresh || 0);  // seconds between two looks without one, and at least
+let timer = 0, last = performance.now(), stream = null;
 
 for (const part of document.querySelectorAll("[data-live]")) sent.set(part.id, part.innerHTML);
 
@@ -23,6 +24,7 @@ function where(element, part) {
 }
 
 async function update() {
+  last = performance.now();
   try {
     const answer = await fetch(location.href, { cache: "no-store" });
     if (answer.redirected || answer.status === 404) return location.reload();  // logged out, or gone
@@ -41,12 +43,26 @@ async function update() {
   schedule();
 }
 
-function schedule() {
+function schedule(news = false) {
   clearTimeout(timer);
-  if (wait && !document.hidden) timer = setTimeout(update, 1000 * wait);
+  if (!wait || document.hidden) return;
+  const due = stream?.readyState === EventSource.OPEN && !news ? Math.max(wait, QUIET) : wait;
+  timer = setTimeout(update, Math.max(last + 1000 * due - performance.now(), 100));
 }
 
-document.addEventListener("visibilitychange", () => (document.hidden ? schedule() : wait && update()));
+function listen() {
+  stream?.close();
+  stream = null;
+  if (document.hidden || !document.body.dataset.events) return;
+  stream = new EventSource(document.body.dataset.events);
+  for (const kind of document.body.dataset.kinds.split(" ")) stream.addEventListener(kind, () => schedule(true));
+}
+
+document.addEventListener("visibilitychange", () => {
+  listen();
+  schedule(true);
+});
+listen();
 schedule();
 
 for (const button of document.querySelectorAll("[data-copy]")) {
