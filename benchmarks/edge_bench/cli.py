@@ -291,10 +291,7 @@ def demo(
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
-    first = names[0]
-    console.print("", demo_report.table(records, title), sep="\n")
-    console.print("", demo_report.small_models(first, records[first], compact, records.get("fedavg")), sep="\n")
-    console.print("", demo_report.conclusions(first, records, compact), "", demo_report.choices(made), sep="\n")
+    console.print("", demo_report.end(title, records, compact, made), sep="\n")
     _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw(lines, plot, title)
