@@ -80,9 +80,10 @@ def engines(folder: Path) -> list[str]:
         "## Other engines",
         "",
         *_paragraph(
-            "`python -m edge_bench.compaction.engines` runs the compact models as ExecuTorch programs (XNNPACK, float32) "
-            "and as int8 in ONNX Runtime. Error as above; `class` is the least share of samples whose largest output is "
-            "the masked module's. The suite's weights are random, so int8's accuracy is measured on trained models."
+            "`python -m edge_bench.compaction.engines` runs the compact models as ExecuTorch programs (XNNPACK, "
+            "float32) and as int8 in ONNX Runtime. Error as above; `class` is the least share of samples whose largest "
+            "output is the masked module's. The suite's weights are random, so int8's accuracy is measured on "
+            "trained models."
         ),
         "",
         "| engine | graphs | written | exact | largest error | class |",
