@@ -81,7 +81,8 @@ def gelu(node: Node, x: Value) -> Tensor:
     if text(node.get("approximate", "none")) == "none":
         return functional.gelu(x)
     # Written out: XNNPACK computes the exact function whatever the operator asks for.
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    inner: Tensor = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
+    return x * 0.5 * (torch.tanh(inner) + 1.0)
 
 
 def prelu(_: Node, x: Value, slope: Value) -> Tensor:
