@@ -61,6 +61,7 @@ the row of either is a bug and raises KeyError.
     Resumed     resume, then close, retry or give_up when that is due
     Changed     close, retry or give_up when that is now due, else none
     Stopped     stop
+    Deleted     none; refused while the federation runs or is paused
 """
 
 from __future__ import annotations
@@ -364,14 +365,27 @@ def _stopped(config: FederationConfig, state: State, event: events.Stopped) -> S
     return _move(state, "stop", cohort=(), deadline=None, remaining=None, fault=None), ()
 
 
+def _deleted(config: FederationConfig, state: State, event: events.Deleted) -> Step:
+    why = keeps(state)
+    return (state, ()) if why is None else _refuse(state, "wrong-phase", why)
+
+
+def keeps(state: State) -> str | None:
+    """Why the federation cannot be deleted now, None when it can."""
+    if state.phase not in ("running", "paused"):
+        return None
+    return f"the federation is {state.phase} in round {state.round}; stop it, then delete it"
+
+
 _Handler = Callable[[FederationConfig, State, Any], Step]
 
 _HANDLERS: Mapping[type, _Handler] = {
     events.Present: _present, events.Started: _started, events.Removed: _removed, events.Tick: _tick,
     events.Updated: _updated, events.Failed: _failed, events.Aggregated: _aggregated, events.Unusable: _unusable,
     events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped, events.Changed: _changed,
+    events.Deleted: _deleted,
 }  # fmt: skip
-_ALWAYS = frozenset({events.Present, events.Removed, events.Tick})
+_ALWAYS = frozenset({events.Present, events.Removed, events.Tick, events.Deleted})
 _ROUNDS = _ALWAYS | {events.Updated, events.Failed, events.Aggregated, events.Unusable, events.Stopped, events.Changed}
 ACCEPTED: Mapping[Phase, frozenset[type]] = {
     "recruiting": _ALWAYS | {events.Started, events.Stopped, events.Changed},

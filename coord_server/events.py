@@ -99,6 +99,10 @@ class Stopped(Event):
     """The operator ended the federation."""
 
 
+class Deleted(Event):
+    """The operator deleted the federation; it leaves the database with this commit."""
+
+
 # --- decisions: what the caller has to do
 
 

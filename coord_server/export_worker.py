@@ -16,6 +16,7 @@ from coord_server import aggregation
 from coord_server.exports import BUNDLE, ELSEWHERE, FAULT, MODEL, ORDER, RECORD, SAID, STATE, Order
 from edge_client.artifacts import make
 from edge_client.bundle import Bundle
+from edge_client.card import card, describe
 from edge_client.compaction.personal import write_personal
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.files import write_whole
@@ -56,6 +57,8 @@ def work(folder: Path) -> None:
 
     say("compacting the model")
     write_personal(bundle, personal(method, course, order, folder), compact)
+    facts = {"federation": config.name, "device": order.device or "", "method": method.name, "rounds": order.closed}
+    describe(compact, card(bundle.manifest, **facts, source="global", licence=config.licence))
     if order.kind == "onnx":
         compact.rename(folder / MODEL)
     else:

@@ -94,7 +94,8 @@ class Normalisation(_Data):
         """Raw samples [n, *shape] as the model takes them, computed in float64."""
         shape = (-1, *(1,) * (x.ndim - 2))
         mean, std = (np.array(values).reshape(shape) for values in (self.mean, self.std))
-        return ((x.astype(np.float64) - mean) / std).astype(np.float32)
+        made: F32 = ((x.astype(np.float64) - mean) / std).astype(np.float32)
+        return made
 
 
 class Input(_Data):

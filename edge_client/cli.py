@@ -69,6 +69,12 @@ def join(
     align: Annotated[
         str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
     ] = "auto",
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(
+            help="Print a line for each event, as text or JSON. [default: a live display, text without terminal]"
+        ),
+    ] = None,
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
@@ -80,8 +86,10 @@ def join(
     end_on_signals()
     from edge_client.align import align_of
     from edge_client.client import Client  # numpy and httpx only now: --help stays fast
+    from edge_client.logs import set_up
 
-    say = Terminal() if sys.stdout.isatty() else Log()
+    set_up(log_format or "text", "warning", sys.stdout if log_format else sys.stderr)
+    say = Terminal() if sys.stdout.isatty() and log_format is None else Log(log_format == "json")
     client = Client(
         url,
         token,

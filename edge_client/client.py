@@ -36,7 +36,7 @@ from edge_client.errors import (
     ServerError,
     UnreachableError,
 )
-from edge_client.events import Event, OnEvent
+from edge_client.events import Event, OnEvent, Watch
 from edge_client.journal import Identity, Journal, Pending, Secret
 from edge_client.local import Outcome, failure_of, personal, run_round
 from edge_client.measure.energy import Meter
@@ -307,7 +307,8 @@ class _Run:
             text = f"round {work.round} of {rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
-            task, content = session.task(work.round, work.place, work.rounds), decode(downlink)
+            watch = Watch(work.round, self.say)
+            task, content = session.task(work.round, work.place, work.rounds, watch), decode(downlink)
             return self.cost.of(lambda: run_round(session.method, task, kept, content, session.personalise))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
@@ -382,7 +383,7 @@ class _Run:
         if downlink is None:
             return None
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
-        task = session.task(work.round, rounds=work.round - 1)
+        task = session.task(work.round, rounds=work.round - 1, watch=Watch(work.round, self.say))
         try:
             kept, content = self.journal.kept(before=work.round), decode(downlink)
             chosen = personal(session.method, task, kept, content, session.personalise)

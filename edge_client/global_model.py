@@ -15,12 +15,13 @@ from edge_client.bundle import Manifest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 from edge_client.methods import Method
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.training import Trainer
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Untrained:
     """A trainer that can only become narrower: nothing is computed for a device without samples."""
 
@@ -31,7 +32,7 @@ class _Untrained:
 
     logits = gradient
 
-    def narrow(self, kept: Kept) -> _Untrained:
+    def narrow(self, kept: Channels) -> Trainer:
         return _Untrained(narrow(self.manifest, kept).manifest)
 
 
@@ -39,7 +40,12 @@ def global_model(method: Method, course: Course, state: Any, closed: int) -> Per
     """The model that `state` holds after `closed` rounds. Raises ConfigError for a method without a global model."""
     stays = method.stays(course)
     if stays is not None:
-        raise ConfigError(f"method {method.name!r} has no global model to export: {stays}")
+        raise ConfigError(f"method {method.name!r} has no global model: {stays}")
+    return shared_model(method, course, state, closed)
+
+
+def shared_model(method: Method, course: Course, state: Any, closed: int) -> Personal:
+    """What `state` holds of a model after `closed` rounds; what stays on the devices is the bundle's."""
     m = course.model.manifest
     x = np.zeros((0, *m.input.shape), m.input.dtype)
     y = m.target.labels(0)

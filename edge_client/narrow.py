@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import Manifest, Model, Tensor
 from edge_client.errors import ConfigError
 
-Kept = Mapping[str, NDArray[np.intp]]
+Channels = Mapping[str, NDArray[np.intp]]
 """The channels that stay, ascending, by the name of their group; a group that is not named stays whole."""
 Axes = tuple[NDArray[np.bool_] | None, ...]
 """Of a tensor, the entries of each axis that stay; None: all of them."""
@@ -45,7 +45,7 @@ class Narrow:
         return Model(self.manifest, whole.parameters[self.parameters], whole.buffers[self.buffers])
 
 
-def narrow(manifest: Manifest, kept: Kept) -> Narrow:
+def narrow(manifest: Manifest, kept: Channels) -> Narrow:
     """The tables of the network with the channels `kept`. Raises ConfigError when they cannot be cut."""
     found = cuts(manifest, kept)
     parameters, places = _table(manifest.parameters, found)
@@ -57,7 +57,7 @@ def narrow(manifest: Manifest, kept: Kept) -> Narrow:
     return Narrow(Manifest(**made), places, statistics)
 
 
-def cuts(manifest: Manifest, kept: Kept) -> dict[str, Axes]:
+def cuts(manifest: Manifest, kept: Channels) -> dict[str, Axes]:
     """What stays of each tensor that loses something, by name. Raises ConfigError when the channels cannot be cut."""
     groups = {g.name: g for g in manifest.groups}
     found: dict[str, list[NDArray[np.bool_] | None]] = {}
@@ -99,7 +99,7 @@ def taken(array: NDArray[_Value], axes: Axes) -> NDArray[_Value]:
     return np.ascontiguousarray(array)
 
 
-def content(kept: Kept) -> bytes:
+def content(kept: Channels) -> bytes:
     """A key for the channels `kept`: equal for equal channels."""
     made = hashlib.sha256()
     for name in sorted(kept):

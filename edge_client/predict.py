@@ -158,7 +158,7 @@ def _json(found: Predictions) -> dict[str, Any]:
 
 
 def _npz(found: Predictions) -> bytes:
-    made = {"outputs": found.outputs, "classes": found.classes, "probability": found.probability}
+    made: dict[str, Any] = {"outputs": found.outputs, "classes": found.classes, "probability": found.probability}
     file = io.BytesIO()
     np.savez(file, **{name: array for name, array in made.items() if array is not None})
     return file.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import Enrol, Enrolled, Personalise
 from edge_client.remote import Remote
 from edge_client.remote_bundle import open_remote
-from edge_client.task import Assignment, Course, Task
+from edge_client.task import Assignment, Course, Progress, Task
 from edge_client.training import Trainer, open_trainer
 
 
@@ -32,10 +33,16 @@ class Session:
     secret: int
     personalise: Personalise
 
-    def task(self, round_: int, place: int = 0, rounds: int | None = None) -> Task:
-        """The task of a round in which the device has that place, of a federation that has `rounds` by now."""
+    def task(
+        self, round_: int, place: int = 0, rounds: int | None = None, watch: Callable[[Progress], None] | None = None
+    ) -> Task:
+        """The task of a round in which the device has that place, of a federation that has `rounds` by now.
+
+        `watch` is called after every step.
+        """
         course = replace(self.course, rounds=rounds or self.course.rounds)
-        return Task(Assignment(course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret)
+        a = Assignment(course, round_, self.enrolled.device, place)
+        return Task(a, self.trainer, self.data, self.secret, watch)
 
 
 def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:

@@ -16,7 +16,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import LostError
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_grid import grid, spread
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient
@@ -41,7 +41,7 @@ class Pull:
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         return np.zeros((len(x), 3), np.float32)
 
-    def narrow(self, kept: Kept) -> Pull:
+    def narrow(self, kept: Channels) -> Pull:
         small = narrow(self.manifest, kept)
         return Pull(small.manifest, self.directions[:, small.parameters])
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Init, Input, Layer, Manifest, Model, Tensor, generate, views
 from edge_client.data import DeviceData
-from edge_client.narrow import Kept, narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import Gradient
@@ -91,7 +91,7 @@ class NumpyMlp:
             p = (p @ v[f"{i}.w"]) * (acts[i] > 0)
         return Gradient(loss, flat, buffers)
 
-    def narrow(self, kept: Kept) -> NumpyMlp:
+    def narrow(self, kept: Channels) -> NumpyMlp:
         return NumpyMlp(narrow(self.manifest, kept).manifest)
 
 

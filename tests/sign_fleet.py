@@ -17,7 +17,7 @@ from edge_client import local
 from edge_client.bundle import F32, Manifest, Model, generate
 from edge_client.errors import LostError
 from edge_client.methods.signs import SignMasks, Update
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
@@ -51,7 +51,7 @@ class Fixed:
     def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
         return np.zeros((len(x), 2), np.float32)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return Embedded(self, kept)
 
 

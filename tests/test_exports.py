@@ -16,8 +16,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from coordination import LIMIT, Fleet, bearer, credential, play, refused, whole
+from edge_bench.testing import digits, methods
 from edge_bench.workers import Evaluation
-from test_every_method import SETTINGS, devices, every_method, middle
+from test_every_method import SETTINGS, every_method, made
 
 from coord_server import aggregation, exports
 from coord_server.exports import Exports
@@ -183,12 +184,12 @@ def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SETTINGS, "hermes", {"threshold": -1.0})  # so that it prunes at once
-    there = middle(name, 2)
-    course, method, state = there.sim.course, there.method, there.sim.state
+    there = methods.middle(made(name), digits(), 2)
+    course, method, state = there.sim.course, there.sim.method, there.sim.state
     if method.stays(course) is not None:
         return
     everyone = global_model(method, course, state, 2)
-    known = {d: method.of_device(course, state, there.sim.records.get(d), everyone) for d in devices()}
+    known = {d: method.of_device(course, state, there.sim.records.get(d), everyone) for d in digits().devices}
     actual = there.sim.evaluate(3, Evaluation(models=True))
     for device, model in known.items():
         personal = actual[device].personal

@@ -293,13 +293,6 @@ def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_o
     assert np.abs(rise.astype(np.int64) - (~all_).min(axis=0)).max() <= 8
 
 
-def test_the_default_rate_is_careful_with_trained_weights_and_batch_norm() -> None:
-    trained = NORMED.model_copy(update={"seed": None})
-    assert Lattice().rate(model(M)) == Lattice().rate(model(NORMED)) == 0.01
-    assert Lattice().rate(replace(model(NORMED), manifest=trained)) == 0.003
-    assert Lattice(lr=0.5).rate(replace(model(NORMED), manifest=trained)) == 0.5
-
-
 def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
     fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
     for _ in range(2):

@@ -14,7 +14,7 @@ from numpy_mlp import clusters, mlp, task
 
 from edge_client.bundle import F32, Bundle, Init, Manifest, Tensor, generate, views
 from edge_client.errors import ConfigError
-from edge_client.narrow import Kept, cuts, narrow
+from edge_client.narrow import Channels, cuts, narrow
 from edge_client.targets import Classification
 from edge_client.training import Trainer, open_trainer
 from edge_client.training.cut import cut, cut_graphs
@@ -81,7 +81,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make, bundle
 
 
-def _choice(m: Manifest, name: str) -> Kept:
+def _choice(m: Manifest, name: str) -> Channels:
     first, second = m.groups[:2]
     if name == "only the second layer":
         return {second.name: np.array([0, 2, second.size - 1])}
@@ -283,7 +283,7 @@ def test_a_trainer_holds_only_its_last_narrow_ones(case: tuple[Make, Bundle]) ->
 def test_a_narrow_task_has_the_same_batches_and_the_smaller_model() -> None:
     m = _two_layers()
     t = task(m, data=clusters(m, 1))
-    kept: Kept = {"0": np.array([0, 2])}
+    kept: Channels = {"0": np.array([0, 2])}
     small, places = t.narrow(kept), narrow(m, kept)
     assert small.assignment.model.manifest == small.trainer.manifest == places.manifest
     np.testing.assert_array_equal(small.assignment.model.parameters, t.assignment.model.parameters[places.parameters])

@@ -155,6 +155,25 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
     assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
 
 
+def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_ones_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    (file,) = (out / "cells").iterdir()
+    old = json.loads(file.read_text())
+    del old["settings"]["momentum"]  # as if it had run before there was such a setting
+    file.write_text(json.dumps(old))
+    monkeypatch.setattr(command, "run_cell", lambda *given: pytest.fail("ran a finished cell"))
+    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    old["settings"]["batch"] += 1  # as if the default had been another one
+    file.write_text(json.dumps(old))
+    ran = list[str]()
+    monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or old)
+    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    assert ran == ["digits/fedavg/0"]
+
+
 def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

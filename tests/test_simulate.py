@@ -170,6 +170,7 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     start = written["idle"]["score_start"]
     assert start == written["standalone"]["score_start"] == pytest.approx(written["idle"]["score_mean"])
     assert f"warning: idle ends at {start:.3f}, below training alone (" in said
+    assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
 
 
@@ -288,7 +289,7 @@ def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
     )
     cli.simulate(file, out, method="fedavg,standalone", plot=plot)
     written = json.loads(out.read_text())["methods"]
-    assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": 0.01}
+    assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": None}
     assert plot.read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().out
     assert said.count(" left\n") == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edge_bench import curves, datasets, histogram, provenance, report, result
+from edge_bench import curves, datasets, demo_report, histogram, provenance, report, result
 from edge_bench.bundles import NAMES
 from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
@@ -35,6 +36,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Round
@@ -69,12 +71,17 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--json {path} cannot be written: permission denied; name another file")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a result file at once, in a folder that is made. Raises StateError when it cannot be written."""
+    elsewhere = "name another place"
+    with disk(path, elsewhere):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file. Raises ConfigError when it cannot be written."""
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    """Write a result file. Raises StateError when it cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def plain_console(least: int = 80) -> Console:
@@ -137,7 +144,7 @@ def _labels(
         raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
     console.print(histogram.table(devices, target.classes))
     if plot is not None:
-        histogram.draw(devices, target.classes, plot, f"{config.data.name}, split {config.data.split}")
+        histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
 
 
@@ -183,7 +190,7 @@ def simulate(
     console = plain_console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
-        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
+        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
     )
     if labels:
@@ -203,7 +210,7 @@ def simulate(
     model = opened.model()
     made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
     records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
-    title = f"{checked.data.name}: every device's own model from the final downlink"
+    title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     _warn(console, report.warnings(records, made))
     if plot is not None:
@@ -255,6 +262,7 @@ def demo(
         f"{rounds} rounds of each method"
     )
     started = time.monotonic()
+    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
     with ExitStack() as stack:
@@ -278,23 +286,15 @@ def demo(
             console.print("stopped; every process of the demo has ended")
             raise typer.Exit(130) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
-    console.print("", report.table(records, title), report.choices(made), sep="\n")
-    _warn(console, report.warnings(records, made))
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     first = names[0]
-    if "fedavg" in records and first != "fedavg":
-        console.print("\n" + report.headline(first, records[first], records["fedavg"]))
-    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
-    share = compact["parameters_compact"] / compact["parameters_dense"]
-    console.print(
-        f"{first}'s models on the devices: {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%}, median);\none sample takes "
-        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, the whole network "
-        f"{compact['latency_dense_ms']:.3f} ms:\n{ratio:.1f} times as fast"
-    )
+    console.print("", demo_report.table(records, title), sep="\n")
+    console.print("", demo_report.small_models(first, records[first], compact, records.get("fedavg")), sep="\n")
+    console.print("", demo_report.conclusions(first, records, compact), "", demo_report.choices(made), sep="\n")
+    _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw(lines, plot, title)
         console.print(f"wrote {plot}")
@@ -311,5 +311,5 @@ def demo(
         run |= {"cohort": len(parts), "methods": tables}
         write_json(
             json_file,
-            {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},
+            {**origin, "methods": records, "compaction": compact, "settings": run},
         )

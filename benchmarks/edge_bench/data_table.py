@@ -139,6 +139,13 @@ class DataConfig(BaseModel):
             changes["factory"] = str(folder / self.factory)
         return self.model_copy(update=changes)
 
+    @property
+    def called(self) -> str:
+        """The data set in a heading: its name, or what a user's own data is read from."""
+        if self.factory is not None:
+            return self.factory.rpartition("/")[2]
+        return self.path.name if self.path is not None and "standardise" in source(self.name).keys else self.name
+
     def form(self, shape: Shape) -> images.Form:
         """How images become samples for a model whose input has `shape`."""
         return images.form(shape, self.size, self.colour, self.mean, self.deviation)

@@ -26,7 +26,7 @@ from edge_client.bundle import Manifest
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "divide", "find", "load", "read", "write"]
+__all__ = ["DataConfig", "divide", "find", "load", "read", "undivided", "write"]
 
 _SPARE = 1 << 28  # bytes of memory to leave free
 
@@ -45,6 +45,14 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
     kept = np.flatnonzero(number[y] >= 0)
     names = tuple(s.classes[label] for label in config.labels) if s.classes else ()
     return replace(_chosen(s, kept, number[y[kept]]), classes=names)
+
+
+def undivided(config: DataConfig) -> Samples:
+    """The same of a data set that is not divided yet. Raises DataError for one with every device's own file."""
+    found = read(config)
+    if isinstance(found, Fleet):
+        raise DataError(f"{config.called} is divided over devices already")
+    return found
 
 
 def _chosen(s: Samples, rows: NDArray[np.int64], y: NDArray[Any] | None = None) -> Samples:
@@ -77,11 +85,7 @@ def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple
             f"{dependent} is divided by {source(config.name).maker}; leave out `samples`, `labels`, and `split` or set "
             'it to "natural"'
         )
-    if found is None:
-        made = read(config)
-        assert isinstance(made, Samples), f"{config.name} is divided already"
-        found = made
-    s = found
+    s = undivided(config) if found is None else found
     if natural and s.owner is not None:
         if config.samples is not None or config.labels is not None:
             raise ConfigError(

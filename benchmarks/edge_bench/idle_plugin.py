@@ -16,7 +16,7 @@ from edge_client.bundle import F32, Bundle, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Method
 from edge_client.methods.fedavg import add_weighted
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training import Gradient, Trainer
@@ -127,6 +127,6 @@ class IdleTrainer:
         """Zero."""
         return np.zeros((len(x), *self.manifest.target.output), np.float32)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         """The same answers for fewer values."""
         return Embedded(self, kept)

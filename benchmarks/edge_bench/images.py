@@ -100,12 +100,11 @@ def read_folder(path: Path, wanted: Form) -> Samples:
     files = sorted(f.relative_to(path) for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
     files = [f for f in files if not any(part.startswith(".") for part in f.parts)]
     depths = {len(f.parts) for f in files}
-    if not files or not depths <= {2, 3} or len(depths) > 1:
-        odd = next((f for f in files if len(f.parts) != max(len(g.parts) for g in files)), *files[:1], path)
-        raise DataError(
-            f"{path} holds {len(files)} images, not all of them as CLASS/image or all as DEVICE/CLASS/image"
-            + (f" (see {odd})" if files else f"; images end in {', '.join(sorted(SUFFIXES))}")
-        )
+    if not files:
+        raise DataError(f"{path} holds no images; they end in {', '.join(sorted(SUFFIXES))}")
+    if len(depths) > 1 or not depths <= {2, 3}:
+        odd = next(f for f in files if len(f.parts) != 3 or len(depths) == 1)
+        raise DataError(f"{path}: give all images as CLASS/image, or all as DEVICE/CLASS/image; {odd} is not like that")
     classes, y = np.unique([f.parts[-2] for f in files], return_inverse=True)
     with opened(path / files[0]) as first:
         complete = wanted.of(first)

@@ -191,6 +191,7 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
         import datasets
     except ImportError:
         raise ConfigError('data set "hf" needs Hugging Face\'s datasets; run: pip install datasets') from None
+    datasets.disable_progress_bars()
     parts: dict[str, Any]
     try:
         if path.is_dir() and not list(path.rglob("*.parquet")):
@@ -236,7 +237,7 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
 def _parquet(path: Path) -> dict[str, Any]:
     import datasets
 
-    files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     parts = {}
     for split, chosen in (
         ("train", [f for f in files if not f.stem.startswith("test")]),

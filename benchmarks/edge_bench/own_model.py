@@ -7,6 +7,7 @@ sizes and times), and of the settings. Exporting needs torch, opening what was e
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from hashlib import sha256
@@ -88,7 +89,7 @@ def open_module(
     def build(folder: Path) -> None:
         from edge_export.factories import export_factory
 
-        print(f"exporting {place} ...", file=sys.stderr, flush=True)
+        print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
         export_factory(place, out=folder, name=file.stem, **arguments)
 
     def check() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench import models, sources
-from edge_bench.datasets import DataConfig, read
+from edge_bench.datasets import DataConfig, undivided
 from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
@@ -80,7 +80,7 @@ def _shuffled(x: NDArray[np.float32], y: NDArray[np.int64], samples: int | None 
 def build_mlp(name: str, folder: Path, samples: int | None = None) -> Bundle:
     """Pre-train 784-300-100 on the digits 0-4 and write it with a new head for five classes."""
     torch.manual_seed(SEED)
-    known = read(DataConfig(name="mnist", labels=KNOWN))
+    known = undivided(DataConfig(name="mnist", labels=KNOWN))
     net = models.mlp(784, 300, 100, len(KNOWN))
     right = _trained(net, *_shuffled(known.x, known.y, samples), MLP_EPOCHS)
     print(f"digits 0-4, held out: {right:.2%}")
@@ -142,9 +142,19 @@ def build_backbone(name: str, folder: Path) -> Bundle:
     return _write(net, _image(3, 32), folder, name, Classification(classes=10), free)
 
 
+class _Centred(nn.Module):
+    """Values of 0 .. 1 as -1 .. 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x - 1
+
+
 def build_signs(name: str, folder: Path) -> Bundle:
-    """Write an MLP for MNIST's ten digits with every weight and bias +-e / sqrt(fan_in), as FedPM's code draws them."""
-    net = models.mlp(784, 300, 100, 10)
+    """Write an MLP for MNIST's ten digits with every weight and bias +-e / sqrt(fan_in), as FedPM's code draws them.
+
+    It takes pixels to -1 .. 1 first, as that code does: a black background then adds the noise of all its weights.
+    """
+    net = nn.Sequential(_Centred(), *models.mlp(784, 300, 100, 10))
     for layer in net:
         if isinstance(layer, nn.Linear):
             for part, values in layer.named_parameters():

@@ -2,14 +2,13 @@
 
 A cell (task, method, seed) is written to its own file when it ends, under a digest of its settings; a second start
 runs only what is missing or has other settings now. `result.json` has every cell, means over the seeds, and where the
-figures come from; `table.md` and the PNGs are made from it (`results_page`).
+figures come from; cells are read from it too, so another seed or method costs only itself. `table.md` and the PNGs are
+made from it (`results_page`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
@@ -21,9 +20,8 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import datasets, provenance, report, reproduction, results_page, small
-from edge_bench.cli import plain_console
+from edge_bench.cli import plain_console, write_text
 from edge_bench.curves import mean, shown
-from edge_bench.data_table import OWN
 from edge_bench.progress import Steps
 from edge_bench.reproduction import Cell, Reproduction
 from edge_bench.simulate import RoundRow, find_bundle, run_all
@@ -43,9 +41,6 @@ AVERAGED = (
     "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
 )  # fmt: skip
 
-_NOT_KEYED: dict[str, Any] = {"methods": True, "bundle": True, "processes": True, "export": True, "data": OWN}
-"""What no cell depends on, or no reproduction uses."""
-
 Run = dict[str, Any]
 
 
@@ -55,15 +50,18 @@ def method_of(cell: Cell) -> Method:
     return make_method(table)
 
 
-def key(cell: Cell, bundle: Bundle) -> str:
-    """The digest of everything that a cell's figures depend on, except the code: all settings with their defaults."""
-    method = method_of(cell)
-    content = {
-        "config": cell.config.model_dump(mode="json", exclude=_NOT_KEYED),
-        "method": {"name": method.name, **method.model_dump(mode="json")},
-        "manifest": digest(bundle.manifest.to_bytes()),
-    }
+def key(cell: Cell) -> str:
+    """The digest of what the reproduction's file says about a cell; the method's label does not count."""
+    config = cell.config.model_dump(mode="json", exclude_unset=True, exclude={"processes"})
+    content = {**config, "methods": list(cell.config.methods.values())}
     return digest(json.dumps(content, sort_keys=True).encode())[:16]
+
+
+def stands(run: Run, cell: Cell) -> bool:
+    """Whether a finished cell ran with the settings that its method has now. A setting that is newer than it is not
+    in the file, or the digest would differ; its default is taken for what the method did before."""
+    then = run["settings"]
+    return all(value == then.get(name, value) for name, value in method_of(cell).model_dump(mode="json").items())
 
 
 def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps, compact: bool = False) -> Run:
@@ -115,18 +113,6 @@ def _rounded(value: Any) -> Any:
 # --- files
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content at once. Raises ConfigError when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --out") from None
-
-
 def known(out: Path) -> dict[str, Run]:
     """The finished cells of an output folder by digest: those of its cell files and those of its result."""
     found: dict[str, Run] = {}
@@ -141,10 +127,11 @@ def known(out: Path) -> dict[str, Run]:
 def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
     others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
-    found = {sha: run for other in others for sha, run in known(other).items() if sha in missing}
+    runs = ((sha, run) for other in others for sha, run in known(other).items() if sha in missing)
+    found = {sha: run for sha, run in runs if stands(run, missing[sha])}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
-        write_atomically(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+        write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
     return found
 
 
@@ -213,17 +200,16 @@ def _attempt(run: Run) -> dict[str, Any]:
 # --- the command
 
 
-def prepare(wanted: Iterable[Cell], name: str) -> tuple[dict[str, tuple[Cell, str]], dict[str, Bundle]]:
-    """Every cell's key, by the cell's name, and the bundles. Raises ConfigError when something is not there."""
-    keyed, bundles = {}, dict[str, Bundle]()
+def prepare(wanted: Iterable[Cell], name: str) -> dict[str, tuple[Cell, str]]:
+    """Every cell and its key, by the cell's name. Raises ConfigError when a method is not there."""
+    keyed = {}
     for cell in wanted:
         try:
-            if cell.config.bundle not in bundles:
-                bundles[cell.config.bundle] = find_bundle(cell.config.bundle)
-            keyed[cell.name] = cell, key(cell, bundles[cell.config.bundle])
+            method_of(cell)
         except MaskfleetError as error:
             raise ConfigError(f"reproduction {name!r} cannot run {cell.name}: {error}") from None
-    return keyed, bundles
+        keyed[cell.name] = cell, key(cell)
+    return keyed
 
 
 def named(given: str | None, there: Mapping[str, Any], absent: str) -> frozenset[str] | None:
@@ -282,18 +268,21 @@ def reproduce(
     wanted = list(reproduction.cells(used, chosen, labels, "validation" if validation else "test"))
     wanted = [cell for cell in wanted if there is None or cell.task in there]
     done = known(folder)
-    keyed, bundles = prepare(wanted, name)
+    keyed = prepare(wanted, name)
     failures: dict[str, str] = {}
+    owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], cell)}
     if out is None:
-        done |= taken_over(folder, {sha: cell for cell, sha in keyed.values() if sha not in done})
-    owed = [(cell, sha) for cell, sha in keyed.values() if sha not in done]
+        done |= (others := taken_over(folder, owed))
+        owed = {sha: cell for sha, cell in owed.items() if sha not in others}
+    bundles = dict[str, Bundle]()
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
     data: tuple[Any, dict[str, DeviceData]] = (None, {})
-    with Steps(console, sum(cell.config.rounds for cell, _ in owed), PAUSE) as steps:
-        for cell, sha in owed:
-            bundle = bundles[cell.config.bundle]
+    with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
+        for sha, cell in owed.items():
             config = cell.config.model_copy(update={"processes": processes})
             try:
+                bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
+                bundles[config.bundle] = bundle
                 if data[0] != (cell.task, config.seed):
                     devices = datasets.load(config.data, config.seed, bundle.manifest)
                     data = (cell.task, config.seed), devices
@@ -305,7 +294,7 @@ def reproduce(
             run |= {"cell": sha, "validation": validation}
             if validation:
                 run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
-            write_atomically(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+            write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
             done[sha] = run
             steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
             for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}):
@@ -324,19 +313,16 @@ def reproduce(
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
     """Write the result of all cells that belong to the file as it is, whatever this start was asked to run."""
     current, seeds = {}, tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
-    ran = {run["task"] for run in done.values()}
     for cell in reproduction.cells(r, seeds):
-        if cell.task not in ran:  # its bundle may not be built
-            continue
         try:
-            sha = key(cell, find_bundle(cell.config.bundle))
-        except MaskfleetError:  # a method or a bundle of another cell is not there
+            run = done.get(key(cell))
+            if run is not None and stands(run, cell):
+                current[cell.name] = {**run, "label": cell.label}  # the file may have renamed its method
+        except MaskfleetError:  # the method of another cell is not there
             continue
-        if sha in done:
-            current[cell.name] = {**done[sha], "label": cell.label}  # the file may have renamed its method
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
     result = merge(name, r, command, current, tried, full)
-    write_atomically(folder / "result.json", one_line_each(result))
-    write_atomically(folder / "table.md", results_page.tables(result))
+    write_text(folder / "result.json", one_line_each(result))
+    write_text(folder / "table.md", results_page.tables(result))
     results_page.draw(result, folder)

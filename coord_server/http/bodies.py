@@ -24,7 +24,7 @@ DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long re
 JSON_DEPTH = 201  # levels of nested objects and lists that the parser reads
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
 _COUNT = re.compile(r"^[0-9]{1,18}$")
-_UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
+_UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/(parts/|weights$)|federations/[^/]+/rounds/[^/]+/updates/)")
 
 
 class BoundedBody:

@@ -187,15 +187,21 @@ async def upload_update(
             from_header(maskfleet_cost)
         except PayloadError as error:
             raise Refusal("bad-message", str(error)) from None
-    known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
+    uploads = calling.live.uploads
+    try:
+        known = received = await uploads.admit(round_, device, maskfleet_lease, sha256)
+        if received is None:
+            bodies.check_length(request, await uploads.limit(), "an update of this method")
+            body = request.stream()
+            received = await uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
+    except Refusal as error:
+        calling.live.refused(round_, device, error)
+        raise
     if known is None:
-        bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
-        body = request.stream()
-        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
-        receipt, released = await _with_work(calling, receipt, wait)
+        receipt, released = await _with_work(calling, received, wait)
         answer = _json(receipt, 201, released)
     else:  # its sender reads the answer only after sending the whole body: answer at once
-        receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
+        receipt, _ = await _with_work(calling, received, None if wait is None else 0.0)
         answer = _json(receipt)
     calling.live.devices.count(device, "down", "receipt", _length(answer))
     return answer

@@ -15,6 +15,7 @@ from coord_server.bundles import load_model
 from coord_server.live.commits import Commits
 from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf
 from coord_server.store.tables import Head
 from coord_server.store.values import read
 from edge_client.errors import ConfigError, MaskfleetError
@@ -42,6 +43,7 @@ class MethodState:
         self.id, self.method = commits.id, method
         self.closed = head.values_round
         """The last closed round, 0 at first."""
+        self.root = federation_shelf(commits.id, head.first)
         self._store, self._commits = store, commits
         self._course: Course | None = None
         self._values: Values | None = None
@@ -109,8 +111,8 @@ class MethodState:
 
     def shelf(self, kind: str, round_: int) -> str:
         """Where the large values, updates or downlinks of a round lie."""
-        return f"{self.id}/{kind}/{round_}"
+        return f"{self.root}/{kind}/{round_}"
 
     def record_shelf(self, device: str, round_: int) -> str:
         """Where a large record that a round has written lies."""
-        return f"{self.id}/records/{device}/{round_}"
+        return f"{self.root}/records/{device}/{round_}"

@@ -18,7 +18,6 @@ from rich.console import Console
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator import tables
 from coord_server.operator.client import Operator
-from coord_server.operator.export import export_onnx
 from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
@@ -231,4 +230,6 @@ def export(
             write_whole(output, written, mode=0o666, elsewhere="choose another --output")
             print(f"{output}: {len(written)} bytes")
         if onnx is not None:
+            from coord_server.operator.export import export_onnx  # onnx is needed only here
+
             print(export_onnx(operator, id_, onnx, data))

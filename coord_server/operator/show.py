@@ -24,7 +24,7 @@ from coord_server.operator.tables import lasting, plain, state_of
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
-from edge_client.protocol.messages import Device, Federation, FederationConfig, Round
+from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
 
 REFRESH = 2.0  # seconds between two looks
 NAMED = 3  # devices, of each kind, that are named; the rest is counted
@@ -73,6 +73,8 @@ def show_live(ask: Callable[[], Look], console: Console) -> None:
                 live.update(Group(*overview(found)), refresh=True)
     except KeyboardInterrupt:
         pass  # rich has restored the terminal
+    if not console.is_terminal:
+        console.print()
 
 
 def overview(found: Look) -> list[Table]:
@@ -178,7 +180,7 @@ def _score(found: Look) -> list[tuple[str, str]]:
     return [("score", figures), ("", f"{course} mean over the rounds" if len(scores) > 1 else "")]
 
 
-def _final(found: Look) -> aggregation.Scores | None:
+def _final(found: Look) -> Scores | None:
     reports = [d.report for d in found.devices if d.report is not None]
     return aggregation.scores([r.score for r in reports], [r.test_samples for r in reports])
 

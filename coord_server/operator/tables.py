@@ -32,7 +32,7 @@ def _failure(who: str, failure: Failure) -> Text:
     return plain(f"{who} failed ({failure.kind}): {failure.reason}")
 
 
-def _table(*heads: str) -> Table:
+def table_of(*heads: str) -> Table:
     """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off.
 
     A column of NAMES gives up no width to the others; its values come from `_name`.
@@ -66,7 +66,7 @@ def _row(f: Federation) -> tuple[str, ...]:
 
 
 def federations(found: Sequence[Federation]) -> list[Table | Text]:
-    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in")
+    table = table_of("id", "method", "phase", "round", "devices", "updates", "ends in")
     for f in found:
         table.add_row(_name("id", f.id), *_row(f))
     return [table, *(plain(f"fault of {f.id}: {f.fault}") for f in found if f.fault)]
@@ -100,7 +100,7 @@ def lasting(seconds: float) -> str:
 
 def devices(found: Sequence[Device], presence: float) -> list[Table | Text]:
     now = time.time()
-    table = _table("device", "updates", "up", "down", "score", "last seen", "state")
+    table = table_of("device", "updates", "up", "down", "score", "last seen", "state")
     note = Text(
         "\nup, down: bytes of payloads since enrolment (--json: bundle and messages too)\n"
         f"enrolled: has not asked for work; away: no request for {lasting(presence)}, so no round asks it"
@@ -118,7 +118,7 @@ def devices(found: Sequence[Device], presence: float) -> list[Table | Text]:
 
 
 def rounds(found: Sequence[Round]) -> list[Table | Text]:
-    table = _table(
+    table = table_of(
         "round", "devices", "loss", "score", "worst", "bits/par up", "bits/par down", "seconds", "failed", "skipped"
     )
     for r in found:
@@ -128,12 +128,12 @@ def rounds(found: Sequence[Round]) -> list[Table | Text]:
         bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
         figures = (loss, *scores, *bits, f"{r.seconds:.1f}", str(len(r.failed) or ""))
         table.add_row(str(r.round), str(len(r.devices)), *figures, str(len(r.skipped) or ""))
-    kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
+    kinds = table_of("round", "bytes up", "bytes down", "once up", "once down", "last down")
     for r in found:
         t = r.traffic
         sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
         kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
-    costs = _table("round", *(f"{name} {unit}" for name, unit in UNITS.items()), "joules most", "devices")
+    costs = table_of("round", *(f"{name} {unit}" for name, unit in UNITS.items()), "joules most", "devices")
     for r in found:
         most = r.cost.get("joules")
         means = (f"{r.cost[name].mean:.4g}" if name in r.cost else "" for name in UNITS)

@@ -45,13 +45,21 @@ federations = Table(
     METADATA,
     _key("id"),
     _column("config", Text),  # FederationConfig as JSON
+    _column("bundle"),  # the digest in it
     _column("version", BigInteger, 0),  # counts the commits
+    _column("first", BigInteger, 0),  # the version it was created with: above those of a deleted one of its name
     _column("state", Text),  # the engine's State as JSON
     _column("values_round", Integer, 0),  # the last closed round, 0 at first
     _column("values_sha256"),  # the method's global state after it
     Column("values_content", LargeBinary),  # NULL when it is a blob, as in every column of contents
     _column("ready", Integer, 0),  # devices that asked for work and are not removed
     _column("created_at", Float),
+)
+deleted = Table(
+    "deleted",
+    METADATA,
+    _key("what", String(80)),  # a federation's id, or "bundles/DIGEST"
+    _column("version", BigInteger),  # a federation's last; its name's next one begins above it
 )
 devices = Table(
     "devices",
@@ -121,13 +129,24 @@ records = Table(
 class Head:
     """The changing columns of a federation: the engine's `state` (JSON) at `version`.
 
-    `values_round` is the last closed round. `ready` devices have asked for work and are not removed.
+    `values_round` is the last closed round. `ready` devices have asked for work and are not removed. `first` tells
+    federations of one name apart: it is the version with which this one was created.
     """
 
     version: int
+    first: int
     state: str
     values_round: int
     ready: int
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A federation as watching it needs it: two versions as in `Head`."""
+
+    version: int
+    first: int
 
 
 @dataclass

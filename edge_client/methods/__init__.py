@@ -55,6 +55,19 @@ ValueCodecName = Annotated[str, AfterValidator(lambda name: values.codec(name).n
 
 
 @dataclass(frozen=True)
+class Range:
+    """Values of a numeric setting worth trying, from `low` to `high`: whole numbers when both are. `log`: by ratios."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Search = Mapping[str, Range | tuple[Any, ...]]
+"""By setting the values that `maskfleet tune` tries: a range, or each of a tuple."""
+
+
+@dataclass(frozen=True)
 class Influence:
     """What an update could do to the global value.
 
@@ -72,12 +85,13 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
-    ends badly, the likeliest first.
+    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     hint: ClassVar[str] = "lr, then more rounds"
+    search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
     kept_type: ClassVar[type[Any] | None] = None
@@ -185,6 +199,11 @@ def below(label: str, score: float, base: float, than: str, hint: str) -> str | 
     if score >= base:
         return None
     return f"{label} ends at {score:.3f}, below {than} ({base:.3f}); what most often helps: {hint}"
+
+
+def pretrained(model: Model) -> bool:
+    """Whether the bundle's weights come from a file; a seed's are random."""
+    return model.manifest.seed is None
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

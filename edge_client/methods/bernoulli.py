@@ -2,16 +2,9 @@
 
 A weight of a masked layer is kept with a probability theta, which the federation learns; the weight itself never
 changes. The methods differ in what travels and how it is coded: in `downlink`, `read_update` and the end of a local
-round. The common parts are here.
+round. What they share is here.
 
-- **Parts.** The layers named by `layers` are masked: their weights, and with `biases` their biases. The head is the
-  bundle's last layer. With `head="probe"` federated averaging trains it as float32 in the first `probe_rounds` rounds
-  (linear probing), then it is frozen; with `head="keep"` it stays as the bundle has it; with `head="mask"` it is masked
-  like any other layer. Every other parameter stays as the bundle has it. Batch-norm statistics follow a device's own
-  training and never leave it.
-- **A pre-trained bundle** (weights from a file, not from a seed) must not end below its start. So a trained head is
-  kept, only dense layers are masked unless `layers` names others, the frozen weights are divided by theta0, so that the
-  expected network is the pre-trained one, and the global model is that expected network.
+- **What is masked**, and the model of a mask: `bernoulli_network`.
 - **Local training** (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023):
   scores s = logit(theta), a fresh draw m ~ Bern(sigmoid(s)) for each batch, straight-through gradient, Adam on s.
 - **Aggregation** is Bayesian: Beta(prior, prior) receives the ones and zeros of the round's masks and is reset every
@@ -36,11 +29,11 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
-from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.errors import PayloadError
+from edge_client.methods import Influence, Range, Search, pretrained
+from edge_client.methods.bernoulli_network import Bits, MaskedNetwork, own_statistics
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
-from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -48,7 +41,6 @@ from edge_client.training.gates import Bernoulli, sigmoid
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import masked_step
 
-Bits = NDArray[np.bool_]
 Packed = NDArray[np.uint8]
 MOST_MASKS = 2**32 - 1  # of one posterior
 
@@ -111,21 +103,19 @@ class Trained:
     kept: Any
 
 
-class BernoulliMasks(Method):
+class BernoulliMasks(MaskedNetwork):
     """Base of the methods that learn probabilities of masks."""
 
     state_type: ClassVar[type[Any]] = State
     kept_type: ClassVar[type[Any]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    search: ClassVar[Search] = {
+        "lr": Range(0.01, 1.0, log=True),
+        "epochs": Range(1, 5),
+        "theta0": (0.5, 0.8, 0.95),
+        "head": ("auto", "probe", "mask"),
+    }
 
-    layers: tuple[str, ...] = ()
-    """Masked layers by name or dotted prefix; empty: all but a head that is not masked, of a pre-trained bundle only
-    the dense ones."""
-    biases: bool = False
-    """Mask the biases of the masked layers too."""
-    head: Literal["auto", "probe", "mask", "keep"] = "auto"
-    """`auto` keeps the head of a pre-trained bundle and probes any other; a head of zeros counts as new."""
-    probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     probe_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -137,7 +127,6 @@ class BernoulliMasks(Method):
     """The gradient of a draw reaches theta unchanged, or times theta as in FedPM's published code."""
     persistent: bool = False
     """The device keeps Adam's moments from round to round."""
-    theta0: Annotated[float, Field(gt=0, lt=1)] = 0.95
     spread: Annotated[float, Field(ge=0, le=10)] = 0.0
     """The standard deviation of the first scores around logit(theta0) (FedPM: theta0 = 0.5, spread = 1)."""
     prior: Annotated[float, Field(ge=1, le=1000)] = 1.0
@@ -147,11 +136,6 @@ class BernoulliMasks(Method):
     aggregate: Literal["auto", "posterior", "difference"] = "auto"
     """`auto`: by differences for a pre-trained bundle when masks have a reference, else by the posterior."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
-    rescale: bool = True
-    """Divide the masked weights of a pre-trained bundle by theta0."""
-    evaluate: Literal["auto", "sample", "threshold", "expected"] = "auto"
-    """The global model is one drawn mask, the mask 1[theta >= 1/2], or the weights times theta. `auto`: `expected` of a
-    pre-trained bundle, else `sample`."""
 
     @model_validator(mode="after")
     def _can_aggregate(self) -> BernoulliMasks:
@@ -169,40 +153,6 @@ class BernoulliMasks(Method):
     def reference(self, a: Assignment, state: Any) -> Bits:
         """That mask, bool[masked]; all zeros where there is none."""
         return np.zeros(self.exchanged(a.model), np.bool_)
-
-    # --- parts of the model
-
-    def head_of(self, model: Model) -> str:
-        """What happens to the head: "probe", "mask" or "keep"."""
-        if self.head != "auto":
-            return self.head
-        head = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
-        return "keep" if pretrained(model) and head.any() else "probe"
-
-    def masked(self, model: Model) -> Part:
-        """The masked parameters. Raises ConfigError when `layers` names a layer that is not there, or none is left."""
-        m = model.manifest
-        layers = m.layers if self.head_of(model) == "mask" else m.layers[:-1]
-        found = [x for x in layers if any(_within(x.name, p) for p in self.layers)]
-        idle = [p for p in self.layers if not any(_within(x.name, p) for x in layers)]
-        if not self.layers:
-            found = [x for x in layers if x.kind == "linear" or not pretrained(model)]
-        if idle or not found:
-            raise ConfigError(f"layers = {idle or self.layers}: the layers to mask are {[x.name for x in layers]}")
-        return tensors(m, {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))})
-
-    def probed(self, model: Model) -> Part:
-        """The head's parameters when it is probed, else nothing."""
-        head = model.manifest.layers[-1]
-        return tensors(model.manifest, {*head.weights, *head.biases} if self.head_of(model) == "probe" else set())
-
-    def probing(self, model: Model) -> int:
-        """The number of rounds that train the head; they come first."""
-        return self.probe_rounds if self.head_of(model) == "probe" else 0
-
-    def exchanged(self, model: Model) -> int:
-        """The masked parameters."""
-        return self.masked(model).size
 
     # --- theta
 
@@ -388,57 +338,3 @@ class BernoulliMasks(Method):
             step.step(part.gather(g.parameters))
         moments = Moments(adam.mean, adam.square, adam.steps) if self.persistent else None
         return Trained(sigmoid(scores), loss.mean, self.kept_type(buffers, moments))
-
-    def dense(self, model: Model, head: F32) -> F32:
-        """The frozen parameters with a head, float32[d]."""
-        values: F32 = model.parameters.copy()
-        self.probed(model).scatter(head, values)
-        return values
-
-    def frozen(self, model: Model, head: F32) -> F32:
-        """The parameters behind the masks, float32[d]: those of `dense`, of a pre-trained bundle divided by theta0."""
-        values = self.dense(model, head)
-        if self.rescale and pretrained(model):
-            part = self.masked(model)
-            part.scatter(part.gather(values) / np.float32(self.theta0), values)
-        return values
-
-    def under(self, model: Model, head: F32, mask: Bits, buffers: F32) -> Personal:
-        """The model under one mask, bool[masked]."""
-        part, values, alive = self.masked(model), self.frozen(model, head), np.ones(model.manifest.d, np.bool_)
-        part.scatter(part.gather(values) * mask, values)
-        part.scatter(mask, alive)
-        return Personal(values, buffers, alive)
-
-    def global_model(self, a: Assignment, kept: Any, theta: F64, head: F32) -> Personal:
-        """The federation's model with the device's own statistics; dense until the first masks of a probed network."""
-        buffers = own_statistics(a.model, kept)
-        probing = self.probing(a.model)
-        if probing and a.round <= probing + 1:
-            return Personal(self.dense(a.model, head), buffers)
-        evaluate = self.evaluate
-        if evaluate == "auto":
-            evaluate = "expected" if pretrained(a.model) else "sample"
-        if evaluate == "threshold":
-            return self.under(a.model, head, theta >= 0.5, buffers)
-        if evaluate == "sample":
-            u = counter.uniform(counter.key(a.seed, "evaluated mask", a.round), theta.size)
-            return self.under(a.model, head, u < theta, buffers)
-        part, values = self.masked(a.model), self.frozen(a.model, head)
-        part.scatter(part.gather(values) * theta.astype(np.float32), values)
-        return Personal(values, buffers)
-
-
-def pretrained(model: Model) -> bool:
-    """Whether the bundle's weights come from a file; a seed's are random."""
-    return model.manifest.seed is None
-
-
-def own_statistics(model: Model, kept: Any) -> F32:
-    """The device's own batch-norm statistics, at first the bundle's; a copy to train on."""
-    own: F32 = (model.buffers if kept is None else kept.buffers).copy()
-    return own
-
-
-def _within(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")

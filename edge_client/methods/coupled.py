@@ -41,7 +41,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bernoulli, changes
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Bits, HeadUpdate, Packed
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate, Packed
+from edge_client.methods.bernoulli_network import Bits
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.theta import F64, Ints, Posterior
 from edge_client.protocol.payload import Arrays, Payload, coded, count, u8

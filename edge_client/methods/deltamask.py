@@ -29,7 +29,8 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32
 from edge_client.methods import SetCodecName, changes
-from edge_client.methods.bernoulli import BernoulliMasks, Bits, Received, State
+from edge_client.methods.bernoulli import BernoulliMasks, Received, State
+from edge_client.methods.bernoulli_network import Bits
 from edge_client.methods.theta import F64
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Task

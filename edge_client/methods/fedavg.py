@@ -17,32 +17,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Influence, Method, ValueCodecName
+from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
-from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
-from edge_client.training.sgd import Sgd
+from edge_client.task import Assignment, Course, Local, Personal, Task
 
 PLAIN = "float32"
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
-@dataclass(frozen=True)
-class State:
-    """The global model: `parameters` float32[d], `buffers` float32[buffers_d]."""
-
-    parameters: F32
-    buffers: F32
+State = Weights
+"""The global model."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +78,14 @@ Total = tuple[Mean, Mean]
 """The means of parameters and of statistics."""
 
 
-class FedAvg(Method):
+class FedAvg(LocalSgd):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Any] | None] = Kept
 
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     up: ValueCodecName = PLAIN
     down: ValueCodecName = PLAIN
     feedback: bool = False
@@ -183,7 +176,7 @@ class FedAvg(Method):
 
     def train(self, task: Task, start: State) -> tuple[State, float]:
         """The local epochs: the model after them and the last one's mean loss."""
-        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(task, start)
         return State(parameters, buffers), loss
 
     def pack_change(self, a: Assignment, kept: Kept | None, change: F32) -> tuple[Arrays, Kept | None]:
@@ -200,29 +193,6 @@ class FedAvg(Method):
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model as it is."""
         return Personal(received.parameters, received.buffers)
-
-
-def train(
-    task: Task, start: State, lr: float, momentum: float, epochs: int, batch: int, pull: float = 0.0
-) -> tuple[F32, F32, float]:
-    """SGD with momentum on all parameters: those after it, the statistics, and the last epoch's mean loss.
-
-    With `pull` on the loss plus ``pull / 2 * |w - start|**2``; the loss that is returned is without that term.
-    """
-    parameters, buffers = start.parameters.copy(), start.buffers.copy()
-    optimiser, loss, away = Sgd(parameters.size, lr, momentum), EpochLoss(), np.empty_like(parameters)
-    for step in task.batches(epochs, batch):
-        g = task.gradient(parameters, buffers, step)
-        loss.add(step, g)
-        buffers[:] = g.buffers
-        slope = g.parameters
-        if pull:
-            np.subtract(parameters, start.parameters, out=away)
-            away *= np.float32(pull)
-            away += slope
-            slope = away
-        optimiser.step(parameters, slope)
-    return parameters, buffers, loss.mean
 
 
 def packed(name: str, codec: str, vector: F32, stream: int) -> Arrays:

@@ -30,8 +30,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, State, added, distance, toward, train
+from edge_client.methods import Influence, Range, Search
+from edge_client.methods.fedavg import Mean, State, added, distance, toward
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -86,10 +87,11 @@ class Total:
     means: tuple[Mean, Mean] | None
 
 
-class FedCode(Method):
+class FedCode(LocalSgd):
     """Local SGD, then k-means; codebooks in most rounds."""
 
     name: ClassVar[str] = "fedcode"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "broadcast_every": Range(2, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -99,10 +101,6 @@ class FedCode(Method):
     """Rounds between downlinks with clusters (the paper's f1)."""
     request_every: Annotated[int, Field(ge=1, le=1000)] = 2
     """Rounds between updates with clusters (f2)."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     def requests(self, round_: int) -> bool:
         """Whether the updates of a round have clusters."""
@@ -188,7 +186,7 @@ class FedCode(Method):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD, then k-means."""
         a = task.assignment
-        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(task, received)
         found = k_means(parameters, self.clusters)
         arrays: Arrays = {"codebook": found.codebook}
         if self.requests(a.round):

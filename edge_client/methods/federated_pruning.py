@@ -24,9 +24,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError
-from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import State as Weights
-from edge_client.methods.fedavg import Total, Update, added, influence, limited, train
+from edge_client.methods import Influence, Range, Search
+from edge_client.methods.fedavg import Total, Update, added, influence, limited
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -58,10 +58,11 @@ class Received:
     buffers: F32
 
 
-class FederatedPruning(Method):
+class FederatedPruning(LocalSgd):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
@@ -73,10 +74,6 @@ class FederatedPruning(Method):
     """Rounds from one choice to the next (the paper's s)."""
     by: Literal["norm"] = "norm"
     """What ranks units: the norm of their weights."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     # --- server half
 
@@ -161,7 +158,7 @@ class FederatedPruning(Method):
         """Local SGD on the smaller network."""
         t = task.narrow(received.units.channels)
         start = Weights(received.parameters, received.buffers)
-        parameters, buffers, loss = train(t, start, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(t, start, whole=task.assignment.model)
         update = Payload({"parameters": parameters, "buffers": buffers}, {"samples": task.samples})
         trained = _placed(task, Received(received.units, parameters, buffers))
         return Local(Holds(received.units.packed), update, trained, loss)

@@ -35,8 +35,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Total, added, distance, toward
+from edge_client.methods.feddr import Kept as Splitting
+from edge_client.methods.feddr import following, reflected
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.pruned import (
     MASK,
     Bits,
@@ -54,8 +57,7 @@ from edge_client.methods.pruned import (
 )
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
-from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
-from edge_client.training.sgd import Sgd
+from edge_client.task import Assignment, Course, Local, Personal, Task
 
 NOTHING: F32 = np.zeros(0, np.float32)
 
@@ -81,14 +83,6 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """A device's variables of FedDR at the values that its mask leaves: the trained model x and y."""
-
-    x: F32
-    y: F32
-
-
-@dataclass(frozen=True)
 class Kept:
     """What a device received in its last round: the values that the mask leaves; its own statistics and splitting."""
 
@@ -97,6 +91,7 @@ class Kept:
     values: F32
     buffers: F32
     splitting: Splitting | None = None
+    """FedDR's x and y at these values."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +137,11 @@ class DouglasRachford(BaseModel):
         return self.model_copy(update={"eta": eta, "alpha": alpha})
 
 
-class FedMap(Method):
+class FedMap(LocalSgd):
     """Iterative magnitude pruning of the global model, derived alike by all devices."""
 
     name: ClassVar[str] = "fedmap"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "batch": (16, 32, 64, 128)}
     hint: ClassVar[str] = "a larger floor, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
@@ -166,8 +162,6 @@ class FedMap(Method):
     """FedDR's splitting; None: plain averaging."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     batch: Annotated[int, Field(ge=1, le=65536)] = 128
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
 
     # --- what both sides know
@@ -325,26 +319,16 @@ class FedMap(Method):
         live = alive(manifest, received.mask)
         dr = self.dr.after(self.prunings(a.course, a.round)) if self.dr else None
         y = self.intermediate(a.model, dr.alpha, kept, received, live) if dr else received.theta
-        x, buffers = y.copy(), received.buffers.copy()
-        optimiser, loss, step = Sgd(x.size, self.lr, self.momentum), EpochLoss(), np.empty_like(x)
-        for batch in task.batches(self.epochs, self.batch):
-            g = task.gradient(x, buffers, batch)
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            np.multiply(x, np.float32(self.weight_decay), out=step)
-            step += g.parameters
-            if dr:
-                step += (x - y) * np.float32(1 / dr.eta)
-            step *= live
-            optimiser.step(x, step)
-        end = 2 * x - y if dr else x
+        start, pull = Weights(y, received.buffers), 1 / dr.eta if dr else 0.0
+        x, buffers, loss = self.descend(task, start, pull=pull, decay=self.weight_decay, live=live)
+        end = reflected(x, y) if dr else x
         values, packed = received.theta[live], bitset.pack(received.mask)
         arrays: Arrays = {"change": end[live] - values}
         if self.sent_buffers(manifest):
             arrays["buffers"] = buffers
         update = Payload(arrays, {"samples": task.samples, "fingerprint": fingerprint(packed, values)})
         own = Kept(a.round, packed, values, buffers, Splitting(x[live], y[live]) if dr else None)
-        return Local(own, update, Personal(x, buffers, unmasked(manifest, received.mask)), loss.mean)
+        return Local(own, update, Personal(x, buffers, unmasked(manifest, received.mask)), loss)
 
     def intermediate(self, model: Model, alpha: float, kept: Kept | None, received: Received, live: Bits) -> F32:
         """y = M y + alpha (theta - M x) with the device's last y and x; theta itself in its first round."""
@@ -352,7 +336,7 @@ class FedMap(Method):
         if kept is not None and kept.splitting is not None:
             before = alive(model.manifest, unpacked(model.manifest, kept.mask))
             x, last = (expanded(model, before, v)[live] for v in (kept.splitting.x, kept.splitting.y))
-            y[live] = last + np.float32(alpha) * (y[live] - x)
+            y[live] = following(Splitting(x, last), y[live], alpha)
         return y
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model, digest
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
@@ -66,6 +66,12 @@ class FedMask(PrunedMasks):
     """
 
     name: ClassVar[str] = "fedmask"
+    search: ClassVar[Search] = {
+        "lr": Range(0.01, 100.0, log=True),
+        "keep": (0.5, 0.8, 1.0),
+        "restart": ("radius", "latent"),
+        "head": ("masked", "local"),
+    }
     hint: ClassVar[str] = "keep = 0.8, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from edge_client.methods.fedavg import FedAvg, State, train
+from edge_client.methods import Range, Search
+from edge_client.methods.fedavg import FedAvg, State
 from edge_client.task import Task
 
 
@@ -19,11 +20,12 @@ class FedProx(FedAvg):
     """Local SGD with a proximal term, then FedAvg's mean. With ``mu = 0`` it is FedAvg."""
 
     name: ClassVar[str] = "fedprox"
+    search: ClassVar[Search] = {**FedAvg.search, "mu": Range(0.0001, 1.0, log=True)}
 
     mu: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """The weight of the proximal term."""
 
     def train(self, task: Task, start: State) -> tuple[State, float]:
         """Epochs of SGD on the loss and the proximal term. The loss that is reported is without the term."""
-        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch, self.mu)
+        parameters, buffers, loss = self.descend(task, start, pull=self.mu)
         return State(parameters, buffers), loss

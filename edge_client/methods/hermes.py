@@ -29,8 +29,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence, Method
+from edge_client.methods import ALL, Influence, Range, Search
 from edge_client.methods.fedavg import distance, toward
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, shrunk, strongest, unpacked, whole
 from edge_client.protocol.payload import Arrays, Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -89,10 +90,11 @@ class Total:
     weight: NDArray[np.float64]
 
 
-class Hermes(Method):
+class Hermes(LocalSgd):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger target, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
@@ -106,9 +108,7 @@ class Hermes(Method):
     """A device prunes when its validation score is above this (acc_threshold). Without samples the score is 0."""
     lasso: Annotated[float, Field(ge=0, le=1000)] = 1e-4
     """Strength of the group lasso (lambda)."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 16
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
     # --- server half
@@ -201,7 +201,7 @@ class Hermes(Method):
         small, t = units.small, task.narrow(units.channels)
         parameters, buffers = received.parameters[small.parameters], received.buffers[small.buffers]
         weights = [name for layer in small.manifest.layers for name in layer.weights]
-        optimiser, loss = Sgd(parameters.size, self.lr, self.momentum), EpochLoss()
+        optimiser, loss = Sgd(parameters.size, self.learning_rate(task.assignment.model), self.momentum), EpochLoss()
         for batch in t.batches(self.epochs, self.batch):
             g = t.gradient(parameters, buffers, batch)
             loss.add(batch, g)

@@ -9,26 +9,21 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import Method
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.task import Course
 
 COARSER = 2.5  # the unit of the variant with a residual, in steps / K
-RATE, CAREFUL_RATE = 0.01, 0.003
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
 
 
-class Settings(Method):
+class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
     quantum: Annotated[float, Field(gt=0, le=10_000)] = 5.0
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """None: 0.003 for a bundle with trained weights and batch-norm statistics, else 0.01."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
@@ -60,20 +55,14 @@ class Settings(Method):
         """Number of statistics that travel."""
         return model.manifest.buffers_d if self.statistics == "mean" else 0
 
-    def rate(self, model: Model) -> float:
-        """The learning rate; that of the default depends on the bundle."""
-        if self.lr is not None:
-            return self.lr
-        return CAREFUL_RATE if model.manifest.seed is None and model.manifest.buffers_d else RATE
-
     def plan(self, net: Network) -> Plan:
         """How a device trains this network in a round."""
         if net.units is None:
-            return Plan(self.epochs, self.batch, self.rate(net.model), self.momentum, self.cosine)
-        rate = self.prune_lr or self.lr or RATE
+            return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+        rate = self.prune_lr or self.lr or self.usual_lr
         return Plan(self.prune_epochs, self.batch, rate, self.momentum, cosine=True)
 
     def personal_plan(self, net: Network) -> Plan:
         """How a device makes its personal model."""
-        rate = self.rate(net.origin.model) * PERSONAL_RATE
+        rate = self.learning_rate(net.origin.model) * PERSONAL_RATE
         return replace(self.plan(net), epochs=self.personal_epochs, rate=rate)

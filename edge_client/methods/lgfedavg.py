@@ -21,8 +21,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state, train
+from edge_client.methods import Influence, Range, Search
+from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.parts import Part, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -46,13 +47,15 @@ class Kept:
     buffers: F32
 
 
-class LGFedAvg(Method):
+class LGFedAvg(LocalSgd):
     """Federated averaging first; then the last layers are averaged and the others stay on the device."""
 
     name: ClassVar[str] = "lgfedavg"
+    search: ClassVar[Search] = {"lr": Range(0.003, 0.5, log=True), "num_layers": Range(1, 3)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
+    usual_lr: ClassVar[float] = 0.1
     one_time_down: ClassVar[frozenset[str]] = frozenset({"body", "statistics"})
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 2
@@ -61,7 +64,6 @@ class LGFedAvg(Method):
     """Rounds of federated averaging of the whole model before."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 50
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
     def head(self, model: Model) -> Part:
@@ -172,7 +174,7 @@ class LGFedAvg(Method):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD on all layers, whichever of them travel."""
         model, meta = task.assignment.model, {"samples": task.samples}
-        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(task, received)
         trained = Personal(parameters, buffers)
         if self.whole(task.assignment.round):
             return Local(None, Payload({"parameters": parameters, "buffers": buffers}, meta), trained, loss)

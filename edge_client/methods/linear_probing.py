@@ -16,8 +16,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.methods import Influence, Method
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -47,18 +48,17 @@ class Update:
     samples: float
 
 
-class LinearProbing(Method):
+class LinearProbing(LocalSgd):
     """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "linear_probing"
+    search: ClassVar[Search] = {"lr": Range(0.003, 1.0, log=True)}
     hint: ClassVar[str] = "lattice or another method that trains every layer"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Kept]] = Kept
+    usual_lr: ClassVar[float] = 0.1
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     def head(self, m: Manifest) -> Part:
         """The last layer's weights and biases."""
@@ -112,7 +112,7 @@ class LinearProbing(Method):
         """Epochs of SGD on the head behind the frozen backbone."""
         start, part = self.personal(task, kept, received), self.head(task.assignment.model.manifest)
         values, buffers, own = start.parameters, start.buffers.copy(), received.head.copy()
-        optimiser, loss = Sgd(own.size, self.lr, self.momentum), EpochLoss()
+        optimiser, loss = Sgd(own.size, self.learning_rate(task.assignment.model), self.momentum), EpochLoss()
         for batch in task.batches(self.epochs, self.batch):
             g = task.gradient(values, buffers, batch)
             loss.add(batch, g)

@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32
+from edge_client.methods import Range, Search
 from edge_client.methods.fedavg import FedAvg, Kept, State
 from edge_client.task import Batch, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
@@ -33,30 +34,33 @@ class PerFedAvg(FedAvg):
     """FedAvg whose local steps are those of model-agnostic meta-learning."""
 
     name: ClassVar[str] = "perfedavg"
+    search: ClassVar[Search] = {**FedAvg.search, "alpha": Range(0.001, 0.1, log=True)}
 
     variant: Literal["fo", "hf"] = "fo"
     """`fo` drops the Hessian; `hf` takes it from two further gradients."""
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    """beta, the outer rate."""
-    alpha: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    """The inner rate, also that of the personal steps."""
+    alpha: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """The inner rate, also that of the personal steps; None: that of the local epochs, the paper's beta."""
     delta: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """HF: the finite difference's step. Much smaller ones drown in the rounding of float32."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model; 0: one step on one batch."""
 
+    def inner(self, task: Task) -> F32:
+        """The inner rate, float32[]."""
+        return np.asarray(self.alpha or self.learning_rate(task.assignment.model), np.float32)
+
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Meta-steps from the global model."""
         w, buffers, loss = received.parameters.copy(), received.buffers.copy(), EpochLoss()
-        optimiser = Sgd(w.size, self.lr, self.momentum)
+        optimiser = Sgd(w.size, self.learning_rate(task.assignment.model), self.momentum)
         inner, outer, third = (task.batches(self.epochs, self.batch, p) for p in ("inner", "train", "curvature"))
         for batch in outer:
-            ahead = w - np.float32(self.alpha) * task.gradient(w, buffers, next(inner)).parameters
+            ahead = w - self.inner(task) * task.gradient(w, buffers, next(inner)).parameters
             g = task.gradient(ahead, buffers, batch)
             loss.add(batch, g)
             v, statistics = g.parameters.copy(), g.buffers.copy()
             if self.variant == "hf":
-                v -= np.float32(self.alpha) * self.curvature(task, w, v, buffers, next(third))
+                v -= self.inner(task) * self.curvature(task, w, v, buffers, next(third))
             buffers = statistics
             optimiser.step(w, v)
         update, left = self.update(task, kept, received, State(w, buffers))
@@ -76,7 +80,7 @@ class PerFedAvg(FedAvg):
         batches = task.batches(max(1, self.personal_epochs), self.batch, "personal")
         for batch in batches if self.personal_epochs else islice(batches, 1):
             g = task.gradient(w, buffers, batch)
-            w -= np.float32(self.alpha) * g.parameters
+            w -= self.inner(task) * g.parameters
             buffers = g.buffers.copy()
         return Personal(w, buffers)
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Method
-from edge_client.methods.fedavg import State as Weights
-from edge_client.methods.fedavg import train
+from edge_client.methods import Range, Search
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
@@ -26,17 +23,13 @@ class Nothing:
     """What the server holds: no values."""
 
 
-class Standalone(Method):
+class Standalone(LocalSgd):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[Nothing]] = Nothing
     kept_type: ClassVar[type[Weights]] = Weights
-
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     # --- server half
 
@@ -79,7 +72,7 @@ class Standalone(Method):
 
     def local_round(self, task: Task, kept: Weights | None, received: Weights) -> Local:
         """Go on from the device's own model."""
-        parameters, buffers, loss = train(task, received, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(task, received)
         return Local(Weights(parameters, buffers), Payload(), Personal(parameters, buffers), loss)
 
     def personal(self, task: Task, kept: Weights | None, received: Weights) -> Personal:

@@ -36,9 +36,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Method
-from edge_client.methods.fedavg import Mean, train
-from edge_client.methods.fedavg import State as Weights
+from edge_client.methods import Influence, Range, Search
+from edge_client.methods.fedavg import Mean
+from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, u8
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -105,10 +105,11 @@ class Total:
     statistics: Mean
 
 
-class STC(Method):
+class STC(LocalSgd):
     """Ternary changes up and down, with a residual on either side."""
 
     name: ClassVar[str] = "stc"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "keep": Range(0.001, 0.1, log=True)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -119,10 +120,6 @@ class STC(Method):
     """Take the share, and a magnitude, of every tensor (the published code) and not of all parameters together."""
     history: Annotated[int, Field(ge=0, le=1000)] = 50
     """Rounds whose updates the server keeps for late devices."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
-    batch: Annotated[int, Field(ge=1, le=65536)] = 32
-    lr: Annotated[float, Field(gt=0, le=1000)] = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     # --- what both sides know
 
@@ -276,7 +273,7 @@ class STC(Method):
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model, then the largest of what changed since and was left before."""
         start, a = received.model, task.assignment
-        parameters, buffers, loss = train(task, start, self.lr, self.momentum, self.epochs, self.batch)
+        parameters, buffers, loss = self.descend(task, start)
         due = parameters - start.parameters
         if kept is not None and kept.residual.size == due.size:
             due += kept.residual

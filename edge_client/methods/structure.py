@@ -16,8 +16,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import Method
-from edge_client.methods.bernoulli import pretrained
+from edge_client.methods import Method, pretrained
 from edge_client.parts import Part, rest, tensors, weights
 from edge_client.task import Personal
 

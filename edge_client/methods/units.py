@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Manifest, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
-from edge_client.narrow import Kept, Narrow, narrow
+from edge_client.narrow import Channels, Narrow, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Personal
 
@@ -48,7 +48,7 @@ class Units:
         return bits_digest(self.packed)
 
     @cached_property
-    def channels(self) -> Kept:
+    def channels(self) -> Channels:
         """The units that stay, by group."""
         parts = _split(self.manifest, self.alive)
         return {g.name: np.flatnonzero(part) for g, part in zip(self.manifest.groups, parts, strict=True)}

@@ -53,6 +53,13 @@ Personalise = Literal["best", "global", "local"]
 Source = Literal["global", "local", "last"]
 
 
+class StartFrom(Message):
+    """Where a federation's first values are from instead of its bundle."""
+
+    federation: Name
+    """Its global model after its last closed round."""
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -84,6 +91,8 @@ class FederationConfig(Message):
     its validation samples of these two and the one it trained last."""
     licence: Annotated[str, Field(max_length=4096)] = ""
     """Terms of use, written into every personal model."""
+    start_from: StartFrom | None = None
+    """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
@@ -142,6 +151,7 @@ class Federation(Message):
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
     """What keeps the federation from going on by itself (a full disk), None when nothing does."""
+    created_at: float = 0.0
 
 
 class TokenRequest(Message):
@@ -155,8 +165,18 @@ class JoinToken(Message):
     """A token a device enrols with. Shown once."""
 
     token: str
+    id: str
+    """Its name in lists, and for revoking it."""
     federation: str
     uses: int
+    expires_at: float
+
+
+class TokenSummary(Message):
+    """A join token as lists show it."""
+
+    id: str
+    uses_left: int
     expires_at: float
 
 
@@ -368,6 +388,9 @@ class Round(Message):
     """Why devices that were asked could not do the round."""
 
 
+DeviceState = Literal["new", "ready", "failed", "removed"]
+
+
 class Device(Message):
     """A device as the operator sees it.
 
@@ -385,6 +408,8 @@ class Device(Message):
     messages_up: dict[str, int] = {}
     messages_down: dict[str, int] = {}
     removed: bool = False
+    state: DeviceState = "ready"
+    """"new": it has only enrolled; "failed": `failure` says why, it may be drawn again; "removed" by the operator."""
     ready: bool = True
     """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
@@ -425,6 +450,131 @@ class Export(Message):
     state: Literal["waiting", "running", "ready", "failed"]
     detail: str = ""
     size: int | None = None
+
+
+class BundleSummary(Message):
+    """A bundle in figures: what its manifest says, what is missing, who uses it."""
+
+    digest: Sha256
+    name: str
+    added_at: float
+    missing: list[str]
+    federations: list[str]
+    """Those that use it; while there is one, the bundle cannot be deleted."""
+    input: list[int]
+    """The shape of a sample."""
+    target: str
+    parameters: int
+    statistics: int
+    """Values of batch normalisation."""
+    layers: int
+    groups: int
+    """Groups of channels that can be pruned together."""
+    seed: int | None
+    """What the weights are drawn from; null when they are stored."""
+    parts: dict[str, int]
+    """Bytes of each part."""
+
+
+class MethodSummary(Message):
+    """A method that federations can run."""
+
+    name: str
+    description: str
+    defaults: dict[str, Any]
+    """Of every setting that has one."""
+    settings: dict[str, Any]
+    """The JSON Schema of its settings, those of `method` beside `name` in a federation's configuration."""
+
+
+# --- what a stream of events says
+
+
+class Joined(Message):
+    """So many devices have asked for work and are not removed."""
+
+    kind: Literal["joined"] = "joined"
+    devices: int
+
+
+class RoundOpened(Message):
+    """An attempt of a round asks its cohort; `deadline` is when it ends, in seconds since the epoch."""
+
+    kind: Literal["round_opened"] = "round_opened"
+    round: int
+    attempt: int
+    cohort: list[str]
+    deadline: float
+
+
+class UpdateTaken(Message):
+    """A device's update is durable and counts."""
+
+    kind: Literal["update"] = "update"
+    round: int
+    device: str
+
+
+class UpdateRefused(Message):
+    """A device's update was refused at the coordinator that is asked; another one does not show it."""
+
+    kind: Literal["refused"] = "refused"
+    round: int
+    device: str
+    problem: str
+    """The kind of problem that was answered."""
+    detail: str
+
+
+class DeviceFailed(Message):
+    """A device could not do its round."""
+
+    kind: Literal["failed"] = "failed"
+    round: int
+    device: str
+    failure: Failure
+
+
+class RoundClosed(Message):
+    """A round is aggregated; GET its record."""
+
+    kind: Literal["round_closed"] = "round_closed"
+    round: int
+
+
+class PhaseChanged(Message):
+    """The federation starts, pauses, goes on or ends."""
+
+    kind: Literal["phase"] = "phase"
+    phase: Phase
+    round: int
+
+
+class SettingsChanged(Message):
+    """The operator changed settings; those that are new."""
+
+    kind: Literal["changed"] = "changed"
+    settings: dict[str, int | float]
+
+
+class Faulted(Message):
+    """What keeps the federation from going on by itself; null when nothing does any more."""
+
+    kind: Literal["fault"] = "fault"
+    fault: str | None
+
+
+class Snapshot(Message):
+    """The federation as it stands: the first event of a stream that cannot go on from where its reader was."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    federation: Federation
+
+
+AnyChange = (
+    Joined | RoundOpened | UpdateTaken | UpdateRefused | DeviceFailed | RoundClosed | PhaseChanged | SettingsChanged
+    | Faulted
+)  # fmt: skip
 
 
 class Health(Message):

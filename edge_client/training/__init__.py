@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edge_client.backends import installed
 from edge_client.bundle import F32, Bundle, Manifest
 from edge_client.errors import ConfigError
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Trainer(Protocol):
         """Evaluation-mode forward: the model's outputs, float32[n, ...] as the target has them."""
         ...
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         """The same engine on the network with the channels `kept` alone (see `edge_client.narrow`).
 
         Its loss, gradients, statistics and logits are, to rounding, those of this trainer at the values that are zero

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest
-from edge_client.narrow import Kept, content, cuts, narrow
+from edge_client.narrow import Channels, content, cuts, narrow
 from edge_client.training import Gradient, Trainer
 
 MOST = 8
@@ -23,7 +23,7 @@ class Narrowed:
     def __init__(self) -> None:
         self._made: OrderedDict[bytes, Trainer] = OrderedDict()
 
-    def get(self, whole: Trainer, kept: Kept, make: Callable[[], Trainer]) -> Trainer:
+    def get(self, whole: Trainer, kept: Channels, make: Callable[[], Trainer]) -> Trainer:
         """The trainer for the channels `kept`, made when it is not held; `whole` itself when nothing goes.
 
         Raises ConfigError when the channels cannot be cut.
@@ -47,14 +47,14 @@ class Engine(Trainer):
         self._gradient: F32 = np.zeros(manifest.d, np.float32)
         self._statistics: F32 = np.zeros(manifest.buffers_d, np.float32)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
 
 
 class Embedded(Trainer):
     """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings."""
 
-    def __init__(self, whole: Trainer, kept: Kept) -> None:
+    def __init__(self, whole: Trainer, kept: Channels) -> None:
         self._whole, self._narrow = whole, narrow(whole.manifest, kept)
         self.manifest = self._narrow.manifest
         self._parameters: F32 = np.zeros(whole.manifest.d, np.float32)
@@ -74,5 +74,5 @@ class Embedded(Trainer):
         self._fill(parameters, buffers)
         return self._whole.logits(self._parameters, self._buffers, x)
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

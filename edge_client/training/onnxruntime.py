@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Tensor, views
 from edge_client.errors import BundleError
-from edge_client.narrow import Kept
+from edge_client.narrow import Channels
 from edge_client.runtimes.onnx import NOT_SPINNING, open_onnx
 from edge_client.training import Gradient, Trainer
 from edge_client.training.narrowed import Engine
@@ -78,7 +78,7 @@ class OnnxRuntimeTrainer(Engine):
         logits: F32 = session.run(["logits"], feeds)[0]
         return logits
 
-    def narrow(self, kept: Kept) -> Trainer:
+    def narrow(self, kept: Channels) -> Trainer:
         from edge_client.training.cut import cut_graphs  # onnx is large, and a method that never prunes needs it not
 
         graphs = ("train.onnx", "eval.onnx")

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from edge_client.methods.fedavg import FedAvg, State
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.local_sgd import Weights
 from edge_client.task import Task
 
 
@@ -20,10 +21,10 @@ class Mine(FedAvg):
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The share of parameters whose change is sent."""
 
-    def train(self, task: Task, start: State) -> tuple[State, float]:
+    def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
         """Train as FedAvg does, then undo the smaller changes."""
         trained, loss = super().train(task, start)
         change = trained.parameters - start.parameters
         least = np.quantile(np.abs(change), 1 - self.share)
         kept = np.where(np.abs(change) >= least, change, np.float32(0))
-        return State(start.parameters + kept, trained.buffers), loss
+        return Weights(start.parameters + kept, trained.buffers), loss

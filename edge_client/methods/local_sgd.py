@@ -1,0 +1,81 @@
+"""Local SGD with momentum, the local epochs of every method that moves a bundle's own weights.
+
+A network that is trained already and has batch-norm statistics forgets what it knows at a rate that suits random
+weights, before the federation has learned anything. So the rate's default depends on the bundle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edge_client.bundle import F32, Model
+from edge_client.methods import Method, pretrained
+from edge_client.task import EpochLoss, Task
+from edge_client.training.sgd import Sgd
+
+CAREFUL = 0.3  # of a method's usual rate
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model: `parameters` float32[d], `buffers` float32[buffers_d]."""
+
+    parameters: F32
+    buffers: F32
+
+
+class LocalSgd(Method):
+    """Base of these methods: how their devices train."""
+
+    usual_lr: ClassVar[float] = 0.01
+
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 5
+    batch: Annotated[int, Field(ge=1, le=65536)] = 32
+    lr: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """None: the method's usual rate; 0.3 of it for a bundle with trained weights and batch-norm statistics."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    def learning_rate(self, model: Model) -> float:
+        """The rate of the local epochs."""
+        if self.lr is not None:
+            return self.lr
+        return self.usual_lr * (CAREFUL if pretrained(model) and model.manifest.buffers_d else 1)
+
+    def descend(
+        self,
+        task: Task,
+        start: Weights,
+        *,
+        pull: float = 0.0,
+        decay: float = 0.0,
+        live: NDArray[np.bool_] | None = None,
+        whole: Model | None = None,
+    ) -> tuple[F32, F32, float]:
+        """The local epochs from `start`: the parameters after them, the statistics, and the last epoch's mean loss.
+
+        They lower the loss plus ``pull / 2 * |w - start|**2 + decay / 2 * |w|**2``, where `live` bool[d] says so; the
+        loss that is returned is without these terms. `whole` is the federation's model where the task's is a part.
+        """
+        w, buffers, loss = start.parameters.copy(), start.buffers.copy(), EpochLoss()
+        optimiser = Sgd(w.size, self.learning_rate(whole or task.assignment.model), self.momentum)
+        changed = bool(pull or decay or live is not None)
+        made = np.empty_like(w) if changed else w
+        for batch in task.batches(self.epochs, self.batch):
+            g = task.gradient(w, buffers, batch)
+            loss.add(batch, g)
+            buffers[:] = g.buffers
+            slope = g.parameters
+            if changed:
+                slope = np.multiply(w, np.float32(decay), out=made)
+                slope += g.parameters
+                if pull:
+                    slope += (w - start.parameters) * np.float32(pull)
+                if live is not None:
+                    slope *= live
+            optimiser.step(w, slope)
+        return w, buffers, loss.mean
