@@ -6,12 +6,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One thread a process: the demo and the tests run many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint pytest test-arm64 fuzz bundles clean
+.PHONY: demo test lint docs pytest test-arm64 fuzz bundles clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      a coordinator and ten devices on this machine: Lattice, FedAvg and training alone compared"
-	@echo "make test      ruff, mypy --strict, import contracts, pytest"
+	@echo "make test      ruff, mypy --strict, import contracts, the docs' links, pytest"
+	@echo "make docs      the docs as a site in build/site; a broken link fails"
 	@echo "make test-arm64  the base install on Debian arm64 under qemu-user (as root; about half an hour the first time)"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"
 	@echo "               coverage (MUTATIONS=n SECONDS_GUIDED=s for others)"
@@ -23,13 +24,17 @@ demo: $(VENV)/.demo
 
 # pytest runs even when lint fails, so that one fault does not hide the other.
 test: $(VENV)/.test
-	@$(MAKE) --no-print-directory --keep-going lint pytest
+	@$(MAKE) --no-print-directory --keep-going lint docs pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# Not with --quiet: mkdocs then counts no warnings.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,4 +1,4 @@
-"""Secrets: the operator's token, join tokens, device credentials.
+"""Secrets: the operator's token, viewers' tokens, join tokens, device credentials.
 
 A secret is 256 random bits in hex. Only its SHA-256 is stored, and digests are compared in constant time. Transport
 encryption is not here: `serve --certificate` or a proxy in front does it.
@@ -28,6 +28,11 @@ def new_secret() -> str:
 def hashed(secret: str) -> str:
     """The digest that is stored of a secret. Any text has one, half a surrogate pair too."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
+
+
+def token_id(digest: str) -> str:
+    """The name of a token in lists: the first 16 digits of its SHA-256, from which nothing follows about the token."""
+    return digest[:16]
 
 
 def same(left: str, right: str) -> bool:

@@ -10,15 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
 
 from pydantic import ValidationError
 
-from coord_server import aggregation, auth, engine
+from coord_server import aggregation, auth, engine, warm
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import summary
 from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf, owner
 from coord_server.store.values import put
 from edge_client.backends import check_parts, installed
 from edge_client.bundle import Manifest, parse_manifest
@@ -27,18 +30,24 @@ from edge_client.errors import BundleError, ConfigError, MaskfleetError, StateEr
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
     BundleReceipt,
+    BundleSummary,
     Enrol,
     Enrolled,
     Federation,
     FederationConfig,
     JoinToken,
     TokenRequest,
+    TokenSummary,
+    Viewer,
+    ViewerRequest,
+    ViewerToken,
 )
 from edge_client.task import Course
 
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 log = logging.getLogger("maskfleet")
 
+Role = Literal["operator", "viewer"]
 WATCH = 0.3  # seconds between looks at what other coordinators have committed
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
@@ -60,10 +69,12 @@ class Coordinator:
         self._max_parameters = max_parameters
         self.store = store
         self._operator = auth.hashed(operator)
+        self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
-        self._unloaded: dict[str, Federation] = {}
-        self._loading = asyncio.Lock()
+        self._unloaded: dict[str, tuple[int, Federation]] = {}  # the version it began with, and what can be shown
+        self._looking = asyncio.Lock()
+        self._sweeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     # --- life
@@ -77,6 +88,7 @@ class Coordinator:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
             await self._look()
+            self._sweeping = asyncio.create_task(self._sweep_all())
 
     async def _watch(self) -> None:
         """Notice what other coordinators on the same data folder do."""
@@ -90,31 +102,61 @@ class Coordinator:
                 log.exception("the database cannot be watched")
 
     async def _look(self) -> None:
-        """Bring every federation up to date, and load those that are new. Raises StateError."""
-        for id_, version in (await asyncio.to_thread(self.store.metadata.versions)).items():
-            live = self._federations.get(id_)
-            if live is not None:
+        """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""
+        await self._look_at_viewers()
+        async with self._looking:
+            known = await asyncio.to_thread(self.store.metadata.known)
+            for id_, first in {**{i: live.first for i, live in self._federations.items()},
+                               **{i: unloaded[0] for i, unloaded in self._unloaded.items()}}.items():  # fmt: skip
+                if id_ not in known or known[id_].first != first:
+                    await self._forget(id_)
+            for id_, found in known.items():
+                live = self._federations.get(id_)
                 try:
-                    await live.look(version)
+                    if live is not None:
+                        await live.look(found.version)
+                    elif id_ not in self._unloaded:
+                        await self._load(id_)
                 except MaskfleetError as error:
                     log.error("%s: %s", id_, error)
-            elif id_ not in self._unloaded:
-                await self._load(id_)
 
     async def _load(self, id_: str) -> None:
-        async with self._loading:
-            if id_ in self._federations or id_ in self._unloaded:
-                return
-            text = await asyncio.to_thread(self.store.metadata.config, id_)
-            head = await asyncio.to_thread(self.store.metadata.head, id_)
-            try:
-                config = FederationConfig.model_validate_json(text)
-                live = LiveFederation(self.store, id_, config, head, self._clock)
-            except Exception as error:
-                self._unloaded[id_] = self._shown(id_, text, head.state, head.ready, error)
-                return
-            self._federations[id_] = live
-            live.begin()
+        text = await asyncio.to_thread(self.store.metadata.config, id_)
+        head = await asyncio.to_thread(self.store.metadata.head, id_)
+        try:
+            config = FederationConfig.model_validate_json(text)
+            live = LiveFederation(self.store, id_, config, head, self._clock)
+        except Exception as error:
+            self._unloaded[id_] = head.first, self._shown(id_, text, head.state, head.ready, error)
+            return
+        self._federations[id_] = live
+        live.begin()
+
+    async def _forget(self, id_: str) -> None:
+        """Drop a deleted federation from memory; its devices are answered that it is not here."""
+        self._unloaded.pop(id_, None)
+        live = self._federations.pop(id_, None)
+        if live is not None:
+            await live.close(deleted=True)
+
+    async def _sweep_all(self) -> None:
+        """Drop what a deletion that was killed has left in the blob store."""
+        try:
+            for what, version in (await asyncio.to_thread(self.store.metadata.deleted)).items():
+                kind, _, digest = what.rpartition("/")
+                await asyncio.to_thread(self._sweep_bundle if kind else self._sweep_federation, digest, version)
+        except (MaskfleetError, OSError) as error:
+            log.warning("blobs of deleted federations were not swept, the next start tries again: %s", error)
+
+    def _sweep_federation(self, id_: str, version: int) -> None:
+        """Drop the blobs of the federations of this name that ended at `version` or before. Blocks."""
+        for shelf in self.store.blobs.shelves(""):
+            name, first = owner(shelf)
+            if name == id_ and first <= version:
+                self.store.blobs.drop(shelf)
+
+    def _sweep_bundle(self, digest: str, _: int = 0) -> None:
+        self.store.metadata.sweep_bundle(digest, lambda: self.store.blobs.drop(bundle_shelf(digest)))
 
     def _shown(self, id_: str, config: str, state: str, ready: int, error: Exception) -> Federation:
         """A federation that could not be loaded because of `error`, as far as it can be read."""
@@ -138,17 +180,53 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop everything; the store stays open."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        for task in (self._watching, self._sweeping):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         for live in self._federations.values():
             await live.close()
 
     # --- who
 
-    def is_operator(self, token: str) -> bool:
-        """Whether this is the operator's token."""
-        return auth.same(auth.hashed(token), self._operator)
+    def role(self, token: str) -> Role | None:
+        """Whose token this is: the operator's, a viewer's, or of neither.
+
+        A token made or revoked at another coordinator of the data folder counts here after WATCH seconds.
+        """
+        digest = auth.hashed(token)
+        if auth.same(digest, self._operator):
+            return "operator"
+        return "viewer" if self._clock() < self._viewers.get(digest, 0.0) else None
+
+    def token(self, id_: str) -> tuple[Role, str] | None:
+        """The role and the SHA-256 of the operator's or a viewer's token with this id; None when none is valid."""
+        if id_ == auth.token_id(self._operator):
+            return "operator", self._operator
+        valid = (d for d, expires in self._viewers.items() if auth.token_id(d) == id_ and self._clock() < expires)
+        digest = next(valid, None)
+        return None if digest is None else ("viewer", digest)
+
+    async def new_viewer(self, request: ViewerRequest) -> ViewerToken:
+        """A fresh token that may read; only its digest is stored. Raises StateError."""
+        token, expires = auth.new_secret(), self._clock() + request.expires_in
+        await asyncio.to_thread(self.store.metadata.add_viewer, auth.hashed(token), expires)
+        await self._look_at_viewers()
+        return ViewerToken(token=token, id=auth.token_id(auth.hashed(token)), expires_at=expires)
+
+    async def viewers(self) -> list[Viewer]:
+        """Every viewer's token that was not revoked, in the order of ids. Raises StateError."""
+        found = await asyncio.to_thread(self.store.metadata.viewers)
+        return [Viewer(id=auth.token_id(token), expires_at=expires) for token, expires in found.items()]
+
+    async def remove_viewer(self, id_: str) -> None:
+        """Revoke a viewer's token. Raises Refusal, StateError."""
+        if not await asyncio.to_thread(self.store.metadata.remove_viewer, id_):
+            raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
+        await self._look_at_viewers()
+
+    async def _look_at_viewers(self) -> None:
+        self._viewers = await asyncio.to_thread(self.store.metadata.viewers)
 
     # --- bundles
 
@@ -167,13 +245,59 @@ class Coordinator:
             )
         digest = sha256_of(manifest)
 
-        def journal() -> None:
+        def store(left: bool) -> None:
+            if left:
+                self.store.blobs.drop(bundle_shelf(digest))
             if self.store.blobs.size(bundle_shelf(digest), digest) != len(manifest):
                 self.store.blobs.put(bundle_shelf(digest), manifest)
-            self.store.metadata.add_bundle(digest, self._clock())
 
-        await asyncio.to_thread(journal)
+        await asyncio.to_thread(self.store.metadata.add_bundle, digest, self._clock(), store)
         return await self.bundle(digest)
+
+    async def bundles(self, after: tuple[float, str] | None, limit: int) -> list[BundleSummary]:
+        """The bundles beyond the one stored at a time with a digest, `after`, oldest first. Raises StateError."""
+        rows = await asyncio.to_thread(self.store.metadata.bundles, after, limit)
+        return [await asyncio.to_thread(self._summary_of, row.digest, row.added_at) for row in rows]
+
+    async def bundle_summary(self, digest: str) -> BundleSummary:
+        """A bundle in figures. Raises Refusal, StateError."""
+        added_at = await asyncio.to_thread(self.store.metadata.added_at, digest)
+        return await asyncio.to_thread(self._summary_of, digest, added_at or 0.0)
+
+    def _summary_of(self, digest: str, added_at: float) -> BundleSummary:
+        receipt, manifest = self._bundle(digest), self._manifest(digest)
+        return BundleSummary(
+            digest=digest, name=manifest.name, added_at=added_at, missing=receipt.missing,
+            federations=self.store.metadata.users(digest), input=list(manifest.input.shape),
+            target=manifest.target.kind, parameters=manifest.d, statistics=manifest.buffers_d,
+            layers=len(manifest.layers), groups=len(manifest.groups), seed=manifest.seed,
+            parts={name: part.size for name, part in manifest.parts.items()},
+        )  # fmt: skip
+
+    async def derive(self, digest: str, weights: bytes) -> BundleReceipt:
+        """A bundle with the graphs of another one and the values of a safetensors file. Raises Refusal, StateError."""
+        receipt = await self.bundle(digest)
+        if receipt.missing:
+            raise Refusal("bundle-incomplete", f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them first")
+        try:
+            values = await asyncio.to_thread(warm.read_values, weights)
+            made = await asyncio.to_thread(warm.derive, self.store, digest, values, self._clock())
+        except BundleError as error:
+            raise Refusal("bad-bundle", str(error)) from None
+        return await self.bundle(made)
+
+    async def values_limit(self, digest: str) -> int:
+        """The most bytes that the values of a bundle take as a file. Raises Refusal, StateError."""
+        return warm.limit(await asyncio.to_thread(self._manifest, digest))
+
+    async def delete_bundle(self, digest: str) -> None:
+        """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
+        used = await asyncio.to_thread(self.store.metadata.delete_bundle, digest)
+        if used is None:
+            raise Refusal("not-found", f"there is no bundle {digest}; GET /v1/bundles lists them")
+        if used:
+            raise Refusal("bundle-in-use", f"federations {used} use bundle {digest}; delete them first")
+        await asyncio.to_thread(self._sweep_bundle, digest)
 
     async def bundle(self, digest: str) -> BundleReceipt:
         """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
@@ -211,12 +335,26 @@ class Coordinator:
                 f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
                 f"/v1/bundles/{config.bundle}/parts/ first",
             )
-        if not await asyncio.to_thread(self._add, config):
+        if config.start_from is not None:
+            config = config.model_copy(update={"bundle": await self._warm(config.bundle, config.start_from.federation)})
+        found = await asyncio.to_thread(self._add, config)
+        if found == "taken":
             raise taken
+        if found == "no-bundle":
+            raise Refusal("not-found", f"bundle {config.bundle} was deleted meanwhile; POST its manifest again")
         return await self.find(config.name)
 
-    def _add(self, config: FederationConfig) -> bool:
-        """Check a new federation and store it; False when its name is taken. Blocks. Raises Refusal, StateError."""
+    async def _warm(self, bundle: str, source: str) -> str:
+        """The bundle with the global model of another federation. Raises Refusal, StateError."""
+        live = await self.find(source)
+        try:
+            values = await live.global_values()
+            return await asyncio.to_thread(warm.derive, self.store, bundle, values, self._clock())
+        except (BundleError, ConfigError) as error:
+            raise Refusal("bad-config", f"start_from federation {source!r}: {error}") from None
+
+    def _add(self, config: FederationConfig) -> Literal["added", "taken", "no-bundle"]:
+        """Check a new federation and store it. Blocks. Raises Refusal, StateError."""
         try:
             method = make_method(config.method)
             if config.backend is not None:
@@ -238,9 +376,35 @@ class Coordinator:
             raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
         if FederationConfig.model_validate_json(text) != config:
             raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
-        values = put(self.store.blobs, f"{config.name}/values/0", aggregation.pack(start))
-        first = engine.dump(engine.State())
-        return self.store.metadata.add_federation(config.name, text, first, values, self._clock())
+        first = self.store.metadata.first_version(config.name)
+        values = put(self.store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
+        state = engine.dump(engine.State())
+        return self.store.metadata.add_federation(config.name, text, config.bundle, state, values, self._clock(), first)
+
+    async def delete(self, id_: str) -> None:
+        """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.
+
+        Once the rows are gone a kill loses nothing: the next start drops the blobs that are left.
+        """
+        with suppress(Refusal):
+            await self.find(id_)
+        if id_ in self._unloaded:
+            await self._delete_unloaded(id_)
+        else:
+            await self.federation(id_).delete()
+        async with self._looking:
+            await self._forget(id_)
+        version = (await asyncio.to_thread(self.store.metadata.deleted)).get(id_, -1)
+        await asyncio.to_thread(self._sweep_federation, id_, version)
+
+    async def _delete_unloaded(self, id_: str) -> None:
+        head = await asyncio.to_thread(self.store.metadata.head, id_)
+        with suppress(ValidationError):  # a state that cannot be read does not run
+            why = engine.keeps(engine.load(head.state))
+            if why is not None:
+                raise Refusal("wrong-phase", why)
+        if not await asyncio.to_thread(self.store.metadata.delete_federation, id_, head.version):
+            raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
 
     async def find(self, id_: str) -> LiveFederation:
         """As `federation`, also when another coordinator has just made it. Raises Refusal, StateError."""
@@ -265,11 +429,14 @@ class Coordinator:
 
     def summary(self, id_: str) -> Federation:
         """The federation of this id as it stands. Raises Refusal."""
-        return self._unloaded.get(id_) or self.federation(id_).summary()
+        return self._unloaded[id_][1] if id_ in self._unloaded else self.federation(id_).summary()
 
     def summaries(self) -> list[Federation]:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
-        return [*(live.summary() for live in self._federations.values()), *self._unloaded.values()]
+        return [
+            *(live.summary() for live in sorted(self._federations.values(), key=lambda f: (f.created_at, f.id))),
+            *(self._unloaded[id_][1] for id_ in sorted(self._unloaded)),
+        ]
 
     async def federations_of(self, credential: str) -> list[str]:
         """The ids of the federations in which a device has this credential, a SHA-256. Raises StateError."""
@@ -282,10 +449,27 @@ class Coordinator:
         live = await self.find(id_)
         token, expires = auth.new_secret(), self._clock() + request.expires_in
         await asyncio.to_thread(self.store.metadata.add_token, auth.hashed(token), live.id, request.uses, expires)
-        return JoinToken(token=token, federation=live.id, uses=request.uses, expires_at=expires)
+        id_ = auth.token_id(auth.hashed(token))
+        return JoinToken(token=token, id=id_, federation=live.id, uses=request.uses, expires_at=expires)
+
+    async def tokens(self, id_: str, after: str, limit: int) -> list[TokenSummary]:
+        """The join tokens of a federation that were not revoked, by id beyond `after`. Raises Refusal, StateError."""
+        live = await self.find(id_)
+        rows = await asyncio.to_thread(self.store.metadata.tokens, live.id, after, limit)
+        return [
+            TokenSummary(id=auth.token_id(row.token), uses_left=row.uses_left, expires_at=row.expires_at)
+            for row in rows
+        ]
+
+    async def remove_token(self, id_: str, token: str) -> None:
+        """Revoke a join token; who has joined with it stays. Raises Refusal, StateError."""
+        live = await self.find(id_)
+        if not await asyncio.to_thread(self.store.metadata.remove_token, live.id, token):
+            raise Refusal("not-found", f"{live.id} has no join token {token}; GET .../tokens lists them")
 
     async def enrol(self, request: Enrol) -> Enrolled:
         """Enrol the device that presents a join token. Raises Refusal, StateError."""
+        await self._look()  # a federation of this name may have been deleted and created again elsewhere
         token = auth.hashed(request.token)
         terms = await asyncio.to_thread(self.store.metadata.token, token)
         if terms is None:

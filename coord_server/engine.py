@@ -36,6 +36,11 @@ The rules
   a coordinator that restarts reads `pending` and folds again from the stored updates.
 * A clock that is set back makes no attempt longer than `deadline_seconds`: the next Tick moves the deadline.
 * A pause stops the round's clock. Updates are still accepted; no round closes or opens until the federation resumes.
+* The operator may change some settings until the last round is aggregated. A new `deadline_seconds` moves the deadline
+  of the attempt under way by the difference; a new `min_updates` counts at once, a new `cohort` from the next attempt.
+  A cohort is never larger than at the creation: a round has so many places, which devices and methods count with. A
+  new number of `rounds` is in force from the next round, because devices train the round under way with the old one;
+  hence it must leave a next round. `min_devices` can change while the federation recruits.
 
 The tables
 ----------
@@ -54,7 +59,9 @@ the row of either is a bug and raises KeyError.
     Unusable    retry, after the last attempt give_up
     Paused      pause
     Resumed     resume, then close, retry or give_up when that is due
+    Changed     close, retry or give_up when that is now due, else none
     Stopped     stop
+    Deleted     none; refused while the federation runs or is paused
 """
 
 from __future__ import annotations
@@ -65,11 +72,11 @@ from typing import Any, Literal
 
 from coord_server import events
 from coord_server.events import Acknowledge, Aggregate, Decision, Draw, Event, Finish, GiveUp, OpenRound, Refuse
-from coord_server.state import Stage, State, choose_cohort, dump, lease, left, load, missing, usable
+from coord_server.state import Stage, State, choose_cohort, dump, in_force, lease, left, load, missing, usable
 from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
-__all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "apply", "choose_cohort", "dump", "lease", "left", "load",
-           "missing", "pending", "usable"]  # fmt: skip
+__all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "apply", "choose_cohort", "dump", "in_force", "lease", "left",
+           "load", "missing", "pending", "usable"]  # fmt: skip
 
 Signal = Literal["begin", "open", "close", "retry", "give_up", "advance", "end", "pause", "resume", "stop"]
 
@@ -137,7 +144,7 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
     if not cohort or len(cohort) + in_ < config.min_updates:
         return state, ()
     taken = {state.asked[d] for d in (*usable(state), *cohort) if d in state.asked}
-    free = iter(sorted(set(range(config.cohort)) - taken))
+    free = iter(sorted(set(range(state.places or config.cohort)) - taken))
     places = {d: next(free) for d in sorted(set(cohort) - state.asked.keys())}
     opened = _move(
         state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
@@ -289,9 +296,11 @@ def _aggregated(config: FederationConfig, state: State, event: events.Aggregated
     stale = _stale(state, event)
     if stale is not None:
         return stale
-    signal: Signal = "end" if state.round == config.rounds else "advance"
+    changed = state.changed if state.next_rounds is None else {**state.changed, "rounds": state.next_rounds}
+    signal: Signal = "end" if state.round == (state.next_rounds or config.rounds) else "advance"
     moved = _move(state, signal)
-    clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault)
+    clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault, changed=changed,
+                  places=state.places)  # fmt: skip
     if signal == "end":
         return replace(clean, fault=None), (Finish(state.round),)
     following = replace(clean, round=state.round + 1)
@@ -315,8 +324,57 @@ def _resumed(config: FederationConfig, state: State, event: events.Resumed) -> S
     return state, decisions or (pending(state) if state.stage == "drawing" else ())
 
 
+def _changed(config: FederationConfig, state: State, event: events.Changed) -> Step:
+    new = dict(event.settings)
+    most = state.places or config.cohort
+    after = config.model_copy(update=new)
+    why = _unchangeable(after, state, new, most)
+    if why is not None:
+        return _refuse(state, "cannot-change", why)
+    if state.round and "rounds" in new:
+        state = replace(state, next_rounds=int(new.pop("rounds")))
+    later = after.deadline_seconds - config.deadline_seconds
+    state = replace(
+        state,
+        changed={**state.changed, **new},
+        places=most if "cohort" in new else state.places,
+        deadline=None if state.deadline is None else state.deadline + later,
+        remaining=None if state.remaining is None else max(state.remaining + later, 0.0),
+    )
+    state, decisions = _proceed(after, state, event.now)
+    draws = state.phase == "running" and state.stage == "drawing"
+    return state, decisions or (pending(state) if draws else ())
+
+
+def _unchangeable(after: FederationConfig, state: State, new: Mapping[str, float], most: int) -> str | None:
+    """Why the settings cannot become those of `after`, None when they can; a round has `most` places."""
+    if "min_devices" in new and state.phase != "recruiting":
+        return f"min_devices = {after.min_devices}: the federation has started already; leave it out"
+    if after.cohort > most:
+        return f"cohort = {after.cohort} is more than {most}, with which the federation was created; create another one"
+    if after.min_updates > after.cohort:
+        return f"min_updates {after.min_updates} is more than the cohort of {after.cohort}; lower it"
+    if "rounds" in new and new["rounds"] <= state.round:
+        return (
+            f"rounds = {after.rounds}, but round {state.round} has begun; give at least {state.round + 1}, or stop it"
+        )
+    return None
+
+
 def _stopped(config: FederationConfig, state: State, event: events.Stopped) -> Step:
     return _move(state, "stop", cohort=(), deadline=None, remaining=None, fault=None), ()
+
+
+def _deleted(config: FederationConfig, state: State, event: events.Deleted) -> Step:
+    why = keeps(state)
+    return (state, ()) if why is None else _refuse(state, "wrong-phase", why)
+
+
+def keeps(state: State) -> str | None:
+    """Why the federation cannot be deleted now, None when it can."""
+    if state.phase not in ("running", "paused"):
+        return None
+    return f"the federation is {state.phase} in round {state.round}; stop it, then delete it"
 
 
 _Handler = Callable[[FederationConfig, State, Any], Step]
@@ -324,12 +382,13 @@ _Handler = Callable[[FederationConfig, State, Any], Step]
 _HANDLERS: Mapping[type, _Handler] = {
     events.Present: _present, events.Started: _started, events.Removed: _removed, events.Tick: _tick,
     events.Updated: _updated, events.Failed: _failed, events.Aggregated: _aggregated, events.Unusable: _unusable,
-    events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped,
+    events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped, events.Changed: _changed,
+    events.Deleted: _deleted,
 }  # fmt: skip
-_ALWAYS = frozenset({events.Present, events.Removed, events.Tick})
-_ROUNDS = _ALWAYS | {events.Updated, events.Failed, events.Aggregated, events.Unusable, events.Stopped}
+_ALWAYS = frozenset({events.Present, events.Removed, events.Tick, events.Deleted})
+_ROUNDS = _ALWAYS | {events.Updated, events.Failed, events.Aggregated, events.Unusable, events.Stopped, events.Changed}
 ACCEPTED: Mapping[Phase, frozenset[type]] = {
-    "recruiting": _ALWAYS | {events.Started, events.Stopped},
+    "recruiting": _ALWAYS | {events.Started, events.Stopped, events.Changed},
     "running": _ROUNDS | {events.Paused},
     "paused": _ROUNDS | {events.Resumed},
     "finished": _ALWAYS | {events.Failed},
@@ -342,4 +401,4 @@ def apply(config: FederationConfig, state: State, event: Event) -> Step:
     if type(event) not in ACCEPTED[state.phase]:
         word = type(event).__name__.lower()
         return _refuse(state, "wrong-phase", f"the federation is {state.phase}; it cannot be {word} now")
-    return _HANDLERS[type(event)](config, state, event)
+    return _HANDLERS[type(event)](in_force(config, state), state, event)

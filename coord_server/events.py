@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edge_client.protocol.messages import FailureKind
@@ -87,8 +88,19 @@ class Resumed(Event):
     """The operator resumed the federation."""
 
 
+@dataclass(frozen=True)
+class Changed(Event):
+    """The operator changed settings: fields of `messages.Change`, by name."""
+
+    settings: Mapping[str, float]
+
+
 class Stopped(Event):
     """The operator ended the federation."""
+
+
+class Deleted(Event):
+    """The operator deleted the federation; it leaves the database with this commit."""
 
 
 # --- decisions: what the caller has to do

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import uvicorn
@@ -21,6 +22,7 @@ from coord_server.coordinator import MAX_PARAMETERS, Coordinator
 from coord_server.http import create_app
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
+from edge_client.logs import set_up
 
 try:
     import resource
@@ -96,10 +98,15 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def configured(coordinator: Coordinator, places: Places, **more: Any) -> uvicorn.Config:
-    """uvicorn's settings. They set no limit on connections, because `places` decides which ones are closed."""
+def configured(
+    coordinator: Coordinator, places: Places, application: Mapping[str, Any] | None = None, **more: Any
+) -> uvicorn.Config:
+    """uvicorn's settings. They set no limit on connections, because `places` decides which ones are closed.
+
+    `application` has further arguments of `create_app`.
+    """
     return uvicorn.Config(
-        create_app(coordinator, places),
+        create_app(coordinator, places, **(application or {})),
         http=partial(Connection, places),  # type: ignore[arg-type]
         backlog=SPARE,  # asyncio accepts as many at a time: not more than there are descriptors left
         h11_max_incomplete_event_size=HEAD_LIMIT,
@@ -134,7 +141,17 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Most connections at once; idle ones make room for new ones.")
     ] = MOST,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may call it, as https://fleet.example.org; repeat for more."),
+    ] = None,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Serve /metrics without a token, in a trusted network.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Lines for people, or JSON for a collector.")
+    ] = "text",
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C; what it has acknowledged is always on disk."""
     if log_level not in ("debug", "info", "warning", "error"):
@@ -144,7 +161,7 @@ def serve(
     for path in (certificate, key):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))
     store = open_store(data, database, init)
@@ -152,7 +169,8 @@ def serve(
         token, where = auth.operator_token(data)
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
-        asyncio.run(_run(coordinator, places, listening, where, certificate, key))
+        application = {"allow_origins": allow_origin or (), "open_metrics": open_metrics}
+        asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
     finally:
         store.close()
 
@@ -164,6 +182,7 @@ async def _run(
     where: Path | None,
     certificate: Path | None,
     key: Path | None,
+    application: Mapping[str, Any],
 ) -> None:
     await coordinator.start()
     sys.setswitchinterval(SWITCH)
@@ -175,7 +194,7 @@ async def _run(
     if certificate is not None:
         tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
         limit_handshakes(asyncio.get_running_loop())
-    config = configured(coordinator, places, lifespan="on", **tls)
+    config = configured(coordinator, places, application, lifespan="on", **tls)
     await _Server(config, coordinator, f"maskfleet coordinator ready at {url} (operator token {source})").serve(
         [listening]
     )

@@ -50,6 +50,17 @@ class State:
     """Seconds left of the attempt while paused."""
     fault: str | None = None
     """Why the federation paused by itself; None when the operator paused it, or it runs."""
+    changed: Mapping[str, int | float] = field(default_factory=dict)
+    """Settings that the operator has changed and that are in force."""
+    next_rounds: int | None = None
+    """The number of rounds that is in force from the next round on; None when it stays."""
+    places: int | None = None
+    """Places of a round, once the operator has changed the cohort: the cohort as it was created. Else None."""
+
+
+def in_force(config: FederationConfig, state: State) -> FederationConfig:
+    """The settings of the round under way: those the federation was created with, and what the operator changed."""
+    return config.model_copy(update=dict(state.changed)) if state.changed else config
 
 
 def lease(config: FederationConfig, round_: int, device: str) -> str:

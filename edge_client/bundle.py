@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.channels import ChannelGroup, LayerKind
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -81,11 +81,46 @@ class Layer(_Data):
     gates: tuple[str, ...] = ()
 
 
+class Normalisation(_Data):
+    """What raw samples go through before the model, ``(x - mean) / std``: one value, or one for each feature.
+
+    A feature is an index of a sample's first axis (a channel of an image), or of the only one.
+    """
+
+    mean: Annotated[tuple[FiniteFloat, ...], Field(min_length=1, max_length=MAX_TENSORS)]
+    std: Annotated[tuple[Annotated[FiniteFloat, Field(gt=0)], ...], Field(min_length=1, max_length=MAX_TENSORS)]
+
+    def apply(self, x: NDArray[np.generic]) -> F32:
+        """Raw samples [n, *shape] as the model takes them, computed in float64."""
+        shape = (-1, *(1,) * (x.ndim - 2))
+        mean, std = (np.array(values).reshape(shape) for values in (self.mean, self.std))
+        made: F32 = ((x.astype(np.float64) - mean) / std).astype(np.float32)
+        return made
+
+
 class Input(_Data):
-    """One sample: its shape without the batch axis, and its dtype."""
+    """One sample: its shape without the batch axis, and its dtype.
+
+    With `normalisation` a device's files hold raw samples, which are normalised when they are read; the graphs take
+    normalised ones.
+    """
 
     shape: Shape
     dtype: Literal["float32", "int64"] = "float32"
+    normalisation: Normalisation | None = None
+
+    @model_validator(mode="after")
+    def _normalises_features(self) -> Input:
+        how = self.normalisation
+        if how is None:
+            return self
+        if self.dtype != "float32":
+            raise ValueError(f"samples of {self.dtype} cannot be normalised")
+        features = self.shape[0] if self.shape else 1
+        wrong = {len(values) for values in (how.mean, how.std)} - {1, features}
+        if wrong:
+            raise ValueError(f"the normalisation has {wrong.pop()} values, a sample has {features} features")
+        return self
 
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -115,6 +150,8 @@ class Manifest(_Data):
     """A line for each layer whose channels form no group: which operator stops it."""
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
+    class_names: Annotated[tuple[str, ...], Field(max_length=MAX_TENSORS)] = ()
+    """What the classes are called, in their order; empty when they have no names."""
     draws: bool = False
     """Whether a training step drops entries at random (dropout): its graph then has the input `key` int64[1]."""
     parts: dict[PartName, Part] = {}
@@ -138,6 +175,8 @@ class Manifest(_Data):
         names = [t.name for t in (*self.parameters, *self.buffers)]
         if len(set(names)) != len(names):
             raise ValueError("two tensors have the same name")
+        if self.class_names and len(self.class_names) != (self.target.output or (0,))[-1]:
+            raise ValueError(f"{len(self.class_names)} class names for outputs of shape {self.target.output}")
         unknown = {n for layer in self.layers for n in (*layer.weights, *layer.biases)} - set(names)
         if unknown:
             raise ValueError(f"layers name tensors that no table has: {sorted(unknown)}")
@@ -159,8 +198,11 @@ class Manifest(_Data):
         return {t.name: t for t in (*self.parameters, *self.buffers)}
 
     def to_bytes(self) -> bytes:
-        """The manifest's canonical JSON."""
-        return (self.model_dump_json(indent=1) + "\n").encode()
+        """The manifest's canonical JSON; what need not be said is left out where nothing is."""
+        silent: dict[str, Any] = {} if self.class_names else {"class_names": True}
+        if self.input.normalisation is None:
+            silent["input"] = {"normalisation"}
+        return (self.model_dump_json(indent=1, exclude=silent) + "\n").encode()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -52,8 +52,13 @@ def join(
     patience: Annotated[
         float, typer.Option(min=0.0, help="Seconds without a usable answer before giving up.")
     ] = 3600.0,
-    personal: Annotated[
-        Path | None, typer.Option(help="Where the personal model goes. [default: personal.onnx in the state folder]")
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the personal model goes: an .onnx file, or a folder. [default: the state folder]"),
+    ] = None,
+    personalise: Annotated[
+        Literal["best", "global", "local"] | None,
+        typer.Option(help="The model to keep; best: on the validation samples. [default: the federation's choice]"),
     ] = None,
     max_parameters: Annotated[
         int, typer.Option(min=1, help="Most parameters of a model; a larger one is refused before it takes memory.")
@@ -64,6 +69,12 @@ def join(
     align: Annotated[
         str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
     ] = "auto",
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(
+            help="Print a line for each event, as text or JSON. [default: a live display, text without terminal]"
+        ),
+    ] = None,
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
@@ -75,8 +86,10 @@ def join(
     end_on_signals()
     from edge_client.align import align_of
     from edge_client.client import Client  # numpy and httpx only now: --help stays fast
+    from edge_client.logs import set_up
 
-    say = Terminal() if sys.stdout.isatty() else Log()
+    set_up(log_format or "text", "warning", sys.stdout if log_format else sys.stderr)
+    say = Terminal() if sys.stdout.isatty() and log_format is None else Log(log_format == "json")
     client = Client(
         url,
         token,
@@ -87,7 +100,8 @@ def join(
         threads=threads,
         patience=patience,
         poll=poll,
-        personal=personal,
+        out=out,
+        personalise=personalise,
         max_parameters=max_parameters,
         align=align_of(align),
         secret=secret,

@@ -36,7 +36,7 @@ from edge_client.errors import (
     ServerError,
     UnreachableError,
 )
-from edge_client.events import Event, OnEvent
+from edge_client.events import Event, OnEvent, Watch
 from edge_client.journal import Identity, Journal, Pending, Secret
 from edge_client.local import Outcome, failure_of, personal, run_round
 from edge_client.measure.energy import Meter
@@ -44,7 +44,19 @@ from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
 from edge_client.methods import below
 from edge_client.protocol.cost import COST_HEADER, Cost, in_words, to_header
-from edge_client.protocol.messages import Enrolled, Failure, Finish, Name, Receipt, Report, Stopped, Train, Wait, Work
+from edge_client.protocol.messages import (
+    Enrolled,
+    Failure,
+    Finish,
+    Name,
+    Personalise,
+    Receipt,
+    Report,
+    Stopped,
+    Train,
+    Wait,
+    Work,
+)
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
 from edge_client.remote import Remote
 from edge_client.remote_bundle import MAX_PARAMETERS, check_downlink
@@ -90,12 +102,13 @@ class Client:
     `data` is the path of an .npz file (see `edge_client.data`) or a DeviceData. `state` is the folder of the
     journal; a run that was interrupted there is resumed. `backend` None takes the federation's choice, else ONNX
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
-    UnreachableError; `poll` the longest it may hold a request for work; `personal` where the personal model is written
-    (default: `personal.onnx` in the state folder). A model with more than `max_parameters` parameters and statistics is
-    refused before memory is taken for it. `meter` measures a round's energy (`edge_client.measure.meters`). `align`
-    says how wide the personal model's layers are (`edge_client.compaction.tuning`); "auto" measures here. `secret`
-    fixes the device's own randomness, for experiments that must be repeatable; None draws it at the enrolment.
-    `transport` is httpx's, a seam for tests.
+    UnreachableError; `poll` the longest it may hold a request for work. `out` says where the personal model is written:
+    a file if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` says
+    which model the device keeps (`local.personal`), None: as the federation asks. A model with more than
+    `max_parameters` parameters and statistics is refused before memory is taken for it. `meter` measures a round's
+    energy (`edge_client.measure.meters`). `align` says how wide the personal model's layers are
+    (`edge_client.compaction.tuning`); "auto" measures here. `secret` fixes the device's own randomness, for experiments
+    that must be repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
     """
 
     url: str = field(kw_only=False)
@@ -107,7 +120,8 @@ class Client:
     threads: int = 1
     patience: float = 3600.0
     poll: float = HOLD
-    personal: str | Path | None = None
+    out: str | Path | None = None
+    personalise: Personalise | None = None
     max_parameters: int = MAX_PARAMETERS
     secret: int | None = field(default=None, repr=False)
     meter: str = AUTO
@@ -135,7 +149,8 @@ class Client:
     @property
     def model(self) -> Path:
         """Where the personal model goes."""
-        return self.folder / "personal.onnx" if self.personal is None else Path(self.personal)
+        out = self.folder if self.out is None else Path(self.out)
+        return out if out.suffix == ".onnx" else out / "personal.onnx"
 
     def run(self, rounds: int | None = None, once: bool = False, on_event: OnEvent | None = None) -> Result:
         """Take part until the federation ends, or `rounds` rounds are acknowledged.
@@ -230,7 +245,10 @@ class _Run:
         found = given if isinstance(given, DeviceData) else read(Path(given))  # before the token is used up
         identity = enrol(identity, self.journal, self.remote, client.token, self.say)
         cache = self.journal.folder / "bundles"
-        return open_session(identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters)
+        return open_session(
+            identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters,
+            client.personalise,
+        )  # fmt: skip
 
     # --- work
 
@@ -285,11 +303,13 @@ class _Run:
             downlink = self._downlink(session, work)
             if downlink is None:
                 return None
-            text = f"round {work.round} of {session.enrolled.rounds}: training, due in {work.deadline_in:.0f} s"
+            rounds = work.rounds or session.enrolled.rounds
+            text = f"round {work.round} of {rounds}: training, due in {work.deadline_in:.0f} s"
             self.say(Event("training", text, work.round, work.deadline_in))
             kept = self.journal.kept(before=work.round)
-            task, content = session.task(work.round, work.place), decode(downlink)
-            return self.cost.of(lambda: run_round(session.method, task, kept, content))
+            watch = Watch(work.round, self.say)
+            task, content = session.task(work.round, work.place, work.rounds, watch), decode(downlink)
+            return self.cost.of(lambda: run_round(session.method, task, kept, content, session.personalise))
         except Exception as error:  # an engine's errors share no base class
             failure = failure_of(error)
             if failure is None:
@@ -363,9 +383,10 @@ class _Run:
         if downlink is None:
             return None
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
-        task = session.task(work.round)
+        task = session.task(work.round, rounds=work.round - 1, watch=Watch(work.round, self.say))
         try:
-            model = personal(session.method, task, self.journal.kept(before=work.round), decode(downlink))
+            kept, content = self.journal.kept(before=work.round), decode(downlink)
+            chosen = personal(session.method, task, kept, content, session.personalise)
         except LostError as error:
             failure = failure_of(error)
             if self.lost_end or failure is None:
@@ -374,7 +395,19 @@ class _Run:
             self._fail(session.enrolled, work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
-        report = conclude(session.bundle, task, model, self.client.model, self.client.threads, self.client.align)
+        self.say(Event("info", f"keeping the {chosen.source} model: {chosen.why}"))
+        enrolled, client = session.enrolled, self.client
+        facts: dict[str, str | int] = {
+            "federation": enrolled.federation,
+            "device": enrolled.device,
+            "method": session.method.name,
+            "rounds": enrolled.rounds,
+            "source": chosen.source,
+            "licence": enrolled.licence,
+        }
+        report = conclude(
+            session.bundle, task, chosen.personal, client.model, client.threads, client.align, facts
+        ).model_copy(update={"source": chosen.source})
         path = f"{session.enrolled.path}/devices/{session.enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from edge_client.align import Align
 from edge_client.bundle import Bundle
+from edge_client.card import card, describe
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock
 from edge_client.errors import CompactionError, StateError
@@ -18,26 +21,35 @@ REASON_MOST = 1000  # characters of `Report.uncompacted`
 
 
 def conclude(
-    bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int = 1, align: Align = "none"
+    bundle: Bundle,
+    task: Task,
+    personal: Personal,
+    path: Path,
+    threads: int = 1,
+    align: Align = "none",
+    facts: Mapping[str, str | int] = MappingProxyType({}),
 ) -> Report:
     """Write the personal model to `path`; report its score, size and latency beside the dense model's.
 
     Latency is the median of one sample at a time, the two models timed in turns. When the compact model cannot be
     shown equal to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why.
     `align` says how wide the compact model's layers are; `auto` measures on this device (`compaction.tuning`).
+    `facts` join what the file says of itself (`card`).
     Raises CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
     """
     data, d = task.data, bundle.manifest.d
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StateError(f"cannot make {path.parent}: {error.strerror or error}; choose another --personal") from None
+        raise StateError(f"cannot make {path.parent}: {error.strerror or error}; choose another --out") from None
     score = task.score(personal)
+    entries = card(bundle.manifest, **facts)
     measure = clock(data.x[:1]) if align == "auto" else None
     try:
         compact = write_personal(bundle, personal, path, data.x, align=align, clock=measure)
     except CompactionError as error:
         write_dense(bundle, personal, path, data.x)
+        describe(path, entries)
         (of_dense,) = latency([path], data.x[:1], threads=threads)
         return Report(
             score=score,
@@ -48,6 +60,7 @@ def conclude(
             latency_compact_ms=of_dense.p50_ms,
             uncompacted=str(error)[:REASON_MOST],
         )
+    describe(path, entries)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         dense = Path(folder) / "dense.onnx"
         write_dense(bundle, personal, dense, data.x)

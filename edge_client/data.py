@@ -5,6 +5,8 @@ Keys: `x` [n, *input.shape] and `y` [n, ...], labels as the bundle's target has 
 tenth for validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording,
 a writer's page) never fall on both sides of a cut.
 
+Where the bundle says how raw samples are normalised, `fit` does that, unless the file says ``normalised = True``.
+
 `read` checks what needs no bundle, before a device joins; `fit` checks the rest.
 """
 
@@ -20,10 +22,11 @@ import numpy as np
 from edge_kernels import counter
 from numpy.typing import NDArray
 
-from edge_client.bundle import Manifest
+from edge_client.bundle import Input, Manifest
 from edge_client.errors import DataError
 
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
+SAMPLES = ("x", "x_val", "x_test")
 FEWEST = 20  # training samples below which none are kept for validation
 
 
@@ -94,7 +97,7 @@ def split(
     return ~gone, gone
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
     advice = "write x and y with numpy.savez(path, x=..., y=...)"
     try:
@@ -119,34 +122,47 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class DataFile:
-    """The arrays of a device's file: x and y are present and equally long."""
+    """The arrays of a device's file, which errors call `what`: x and y are present and equally long."""
 
-    path: Path
+    what: str
     arrays: Mapping[str, NDArray[Any]]
 
 
 def read(path: Path) -> DataFile:
     """Read a device's file, and check what needs no bundle. Raises DataError with what is wrong."""
-    arrays = _arrays(path)
+    return checked(str(path), arrays_of(path))
+
+
+def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
+    """A device's arrays, checked as far as that needs no bundle; `what` names them in errors. Raises DataError."""
     missing = {"x", "y"} - arrays.keys()
     if missing:
-        raise DataError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}")
+        raise DataError(f"{what} lacks {sorted(missing)}; it has {sorted(arrays)}")
     y = arrays["y"]
-    _check_lengths(arrays["x"], y, str(path))
+    _check_lengths(arrays["x"], y, what)
     if len(y) < 2:
-        raise DataError(f"{path} holds {len(y)} samples; training needs at least 2")
+        raise DataError(f"{what} holds {len(y)} samples; training needs at least 2")
     for part in ("val", "test"):
         names = {f"x_{part}", f"y_{part}"}
         given = names & arrays.keys()
         if len(given) == 1:
             (lacks,) = names - given
-            raise DataError(f"{path} has {given.pop()} but no {lacks}; give both, or neither")
+            raise DataError(f"{what} has {given.pop()} but no {lacks}; give both, or neither")
         if given:
-            _check_lengths(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{path} ({part})")
+            _check_lengths(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{what} ({part})")
     if "group" in arrays and arrays["group"].shape != y.shape[:1]:
         shape = arrays["group"].shape
-        raise DataError(f"{path}: `group` has shape {shape}; give one group a sample, shape {y.shape[:1]}")
-    return DataFile(path, arrays)
+        raise DataError(f"{what}: `group` has shape {shape}; give one group a sample, shape {y.shape[:1]}")
+    return DataFile(what, arrays)
+
+
+def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a file with its samples as the model takes them; those that do not fit stay as they are."""
+    how = takes.normalisation
+    if how is None or bool(np.all(arrays.get("normalised", False))):
+        return arrays
+    raw = {n: a for n, a in arrays.items() if n in SAMPLES and a.shape[1:] == takes.shape and a.dtype.kind in "fiub"}
+    return {**arrays, **{name: how.apply(array) for name, array in raw.items()}}
 
 
 def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
@@ -155,16 +171,16 @@ def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     A file without a test part gives up a fifth of its samples for one. A file without a validation part then gives up
     a tenth of the remaining training samples, unless they are fewer than `FEWEST` or no group is that small.
     """
-    path, arrays = found.path, found.arrays
-    x, y = check(manifest, arrays["x"], arrays["y"], str(path))
+    what, arrays = found.what, normalised(found.arrays, manifest.input)
+    x, y = check(manifest, arrays["x"], arrays["y"], what)
     group = arrays.get("group", np.arange(len(y)))
     if "x_test" in arrays:
-        test = check(manifest, arrays["x_test"], arrays["y_test"], f"{path} (test)")
+        test = check(manifest, arrays["x_test"], arrays["y_test"], f"{what} (test)")
     else:
         stay, gone = split(group, seed, "test", TEST_SHARE)
         test, x, y, group = (x[gone], y[gone]), x[stay], y[stay], group[stay]
     if "x_val" in arrays:
-        validation = check(manifest, arrays["x_val"], arrays["y_val"], f"{path} (validation)")
+        validation = check(manifest, arrays["x_val"], arrays["y_val"], f"{what} (validation)")
     elif len(y) < FEWEST:
         validation = x[:0], y[:0]
     else:

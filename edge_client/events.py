@@ -4,48 +4,96 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-Kind = Literal["info", "asking", "wait", "training", "trained", "sent", "dropped", "failed", "done"]
+if TYPE_CHECKING:
+    from edge_client.task import Progress  # numpy only where something is trained
+
+Kind = Literal["info", "asking", "wait", "training", "progress", "trained", "sent", "dropped", "failed", "done"]
 
 
 @dataclass(frozen=True)
 class Event:
     """Something happened, or is waited for.
 
-    `text` is a sentence for a person. `seconds` is the length of a wait, or the time left for a round; `round` is 0
-    for an event outside the rounds.
+    `text` is a sentence for a person. `seconds` is the length of a wait, or the time left for a round or its training;
+    `round` is 0 for an event outside the rounds. `progress` says how far the training is.
     """
 
     kind: Kind
     text: str
     round: int = 0
     seconds: float | None = None
+    progress: Progress | None = None
 
 
 OnEvent = Callable[[Event], None]
 
 QUIET = 30.0  # seconds before a log repeats a wait that goes on
+EPOCHS_APART = 5.0  # seconds between two lines of a log about the training
+STEPS_APART = 0.25  # seconds between two events about the training
+
+
+class Watch:
+    """Tells a training's steps as events, no more of them than a person can follow."""
+
+    def __init__(self, round_: int, say: OnEvent, clock: Callable[[], float] = time.monotonic) -> None:
+        self._round, self._say, self._clock = round_, say, clock
+        self._began = self._said = clock()
+
+    def __call__(self, p: Progress) -> None:
+        now = self._clock()
+        if p.step == 1:  # the step before it is not known, so the time of the first is not counted
+            self._began = now
+        if now - self._said < STEPS_APART:
+            return
+        self._said = now
+        left = None if p.step == 1 else (now - self._began) / (p.step - 1) * (p.steps - p.step)
+        took = "" if left is None else f", {left:.0f} s left"
+        what = "" if p.phase == "train" else f" ({p.phase})"
+        text = f"round {self._round}: epoch {p.epoch} of {p.epochs}{what}, loss {p.loss:.4f}{took}"
+        self._say(Event("progress", text, self._round, left, p))
 
 
 class Log:
-    """One line an event, for logs and pipes; a wait that goes on is repeated only after a while."""
+    """One line an event, for logs and pipes, as text or JSON; what goes on is repeated only after a while."""
 
-    def __init__(self) -> None:
-        self._said, self._at = "", 0.0
+    def __init__(self, json: bool = False) -> None:
+        self._said, self._at, self._epoch = "", 0.0, (0, "", 0)
+        self._write = _json if json else _text
 
     def __call__(self, event: Event) -> None:
+        now = time.monotonic()
         if event.kind == "asking":
             return  # becomes a line when the answer is to wait
+        if event.progress is not None:
+            epoch = event.round, event.progress.phase, event.progress.epoch
+            if epoch == self._epoch or now < self._at + EPOCHS_APART:
+                return
+            self._epoch = epoch
         subject = event.text.partition(";")[0]
-        if event.kind == "wait" and subject == self._said and time.monotonic() < self._at + QUIET:
+        if event.kind == "wait" and subject == self._said and now < self._at + QUIET:
             return
-        self._said, self._at = subject, time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} {shown(event.text)}", flush=True)
+        self._said, self._at = subject, now
+        print(self._write(event), flush=True)
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _text(event: Event) -> str:
+    return f"{time.strftime('%H:%M:%S')} {shown(event.text)}"
+
+
+def _json(event: Event) -> str:
+    from structlog.processors import JSONRenderer, TimeStamper
+
+    said: dict[str, Any] = {"event": event.text, "level": "warning" if event.kind == "failed" else "info"}
+    said |= {"kind": event.kind, "round": event.round, "seconds": event.seconds}
+    said |= {} if event.progress is None else asdict(event.progress)
+    stamped = TimeStamper(fmt="iso", utc=True)(None, "", {k: v for k, v in said.items() if v is not None})
+    return str(JSONRenderer()(None, "", stamped))
 
 
 class Terminal:
@@ -60,9 +108,15 @@ class Terminal:
 
     def __call__(self, event: Event) -> None:
         from rich.markup import escape
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
 
         text = escape(shown(event.text))
-        if event.kind in ("asking", "wait", "training"):
+        if event.progress is not None:
+            line = Table.grid(padding=(0, 1))
+            line.add_row(text, ProgressBar(event.progress.steps, event.progress.step, width=24))
+            self._status.update(line)
+        elif event.kind in ("asking", "wait", "training"):
             end = None if event.seconds is None else time.localtime(time.time() + event.seconds)
             self._status.update(text if end is None else f"{text} ({time.strftime('%H:%M:%S', end)})")
         else:

@@ -1,7 +1,10 @@
 """One round on a device: decode the downlink, train, score before and after, add the figures to the update; or why not.
 
-The HTTP client and the simulator call this same function. What travels between rounds is arrays here and typed
-values inside the method.
+And the end: which of the models that it could keep the device ends with. The HTTP client and the simulator call these
+same functions. What travels between rounds is arrays here and typed values inside the method.
+
+A device that keeps the best of its models holds the one it trained last beside what its method keeps, under names that
+begin with `TRAINED`. So both count together or not at all.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from pydantic import ValidationError
 from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError, first_fault
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
-from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind
+from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind, Personalise, Source
 from edge_client.protocol.metrics import short, with_metrics
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Personal, Task
 
 REASON_MOST = 1000  # characters of `Failure.reason`
+TRAINED = "trained/"  # no method's: the name of a dataclass's field has no slash
 OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory")  # in the engines' own words
 
 
@@ -35,26 +39,83 @@ class Outcome:
     trained: Personal
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The model a device ends with, where it is from, and why in a sentence's part.
+
+    `local` is the model after the epochs of one more round, when that was trained.
+    """
+
+    personal: Personal
+    source: Source
+    why: str
+    local: Personal | None = None
+
+
 def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
     """The kept value, None for no arrays, and the downlink decoded. Raises LostError, PayloadError.
 
     Arrays that do not make a kept value (of another version, say) count as none.
     """
-    value = None
-    if method.kept_type is not None and kept:
+    value, own = None, {name: array for name, array in kept.items() if not name.startswith(TRAINED)}
+    if method.kept_type is not None and own:
         with suppress(ValueError):
-            value = from_arrays(method.kept_type, kept)
+            value = from_arrays(method.kept_type, own)
     return value, method.receive(a, value, downlink)
 
 
-def personal(method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload) -> Personal:
-    """The device's model as a downlink leaves it. Raises LostError, PayloadError."""
-    return method.personal(task, *understand(method, task.assignment, kept, downlink))
+def personal(
+    method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload, how: Personalise = "best"
+) -> Chosen:
+    """The model that the device ends with. Raises LostError, PayloadError.
+
+    "global" is the method's personal model as the downlink leaves it, "local" the same after the epochs of one more
+    round, "last" what the device trained in its last round. The best of them has the highest score on the device's
+    validation samples; of equal ones the first counts. Without such samples it is the global one.
+    """
+    value, received = understand(method, task.assignment, kept, downlink)
+    whole = method.personal(task, value, received)
+    if how == "global":
+        return Chosen(whole, "global", "as the federation asks")
+    samples = len(task.data.y_val)
+    if how == "best" and not samples:
+        return Chosen(whole, "global", "there are no validation samples to compare it on")
+    try:
+        local = method.local_round(task, value, received).trained
+    except DivergedError as error:
+        local = None
+        if how == "local":
+            return Chosen(whole, "global", f"the last local epochs failed: {error}")
+    if how == "local":
+        assert local is not None
+        return Chosen(local, "local", "as the federation asks", local)
+    last = _last(kept, whole)
+    models: dict[Source, Personal | None] = {"global": whole, "local": local, "last": last}
+    scores = {source: task.score(model, "validation") for source, model in models.items() if model is not None}
+    best = max(scores, key=lambda source: scores[source])
+    chosen = models[best]
+    assert chosen is not None
+    figures = ", ".join(f"{source} {score:.3f}" for source, score in scores.items())
+    return Chosen(chosen, best, f"on {samples} validation samples: {figures}", local)
 
 
-def run_round(method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload) -> Outcome:
+def _last(kept: Mapping[str, Any], like: Personal) -> Personal | None:
+    """The model trained last, if it is held and fits the network."""
+    found = {name.removeprefix(TRAINED): array for name, array in kept.items() if name.startswith(TRAINED)}
+    try:
+        model = from_arrays(Personal, found)
+    except ValueError:
+        return None
+    fits = model.parameters.shape == like.parameters.shape and model.buffers.shape == like.buffers.shape
+    return model if fits else None
+
+
+def run_round(
+    method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload, how: Personalise = "global"
+) -> Outcome:
     """Train one round and score the model before and after it on the device's own test samples.
 
+    `how` is what `personal` will be called with: where it will compare models, the trained one is kept too.
     Raises LostError when the downlink builds on values the device no longer holds, DivergedError when training or its
     figures are not finite, PayloadError.
     """
@@ -76,7 +137,9 @@ def run_round(method: Method, task: Task, kept: Mapping[str, Any], downlink: Pay
             f"operator should lower the learning rate of {method.name!r}",
             at_start=False,
         ) from None
-    return Outcome(to_arrays(local.kept), with_metrics(local.update, metrics), metrics, local.trained)
+    compared = local.trained if how == "best" and len(task.data.y_val) else None
+    trained = {TRAINED + name: array for name, array in to_arrays(compared).items()}
+    return Outcome(to_arrays(local.kept) | trained, with_metrics(local.update, metrics), metrics, local.trained)
 
 
 def failure_of(error: Exception, other: FailureKind | None = None) -> Failure | None:

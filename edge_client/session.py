@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_client.backends import DEFAULT_BACKEND, check_parts
@@ -12,10 +13,10 @@ from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import Enrol, Enrolled
+from edge_client.protocol.messages import Enrol, Enrolled, Personalise
 from edge_client.remote import Remote
 from edge_client.remote_bundle import open_remote
-from edge_client.task import Assignment, Course, Task
+from edge_client.task import Assignment, Course, Progress, Task
 from edge_client.training import Trainer, open_trainer
 
 
@@ -30,10 +31,18 @@ class Session:
     trainer: Trainer
     data: DeviceData
     secret: int
+    personalise: Personalise
 
-    def task(self, round_: int, place: int = 0) -> Task:
-        """The task of a round in which the device has that place."""
-        return Task(Assignment(self.course, round_, self.enrolled.device, place), self.trainer, self.data, self.secret)
+    def task(
+        self, round_: int, place: int = 0, rounds: int | None = None, watch: Callable[[Progress], None] | None = None
+    ) -> Task:
+        """The task of a round in which the device has that place, of a federation that has `rounds` by now.
+
+        `watch` is called after every step.
+        """
+        course = replace(self.course, rounds=rounds or self.course.rounds)
+        a = Assignment(course, round_, self.enrolled.device, place)
+        return Task(a, self.trainer, self.data, self.secret, watch)
 
 
 def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:
@@ -58,6 +67,7 @@ def open_session(
     backend: str | None,
     threads: int,
     max_parameters: int,
+    personalise: Personalise | None = None,
 ) -> Session:
     """Fetch the bundle, fit the data to it and open the backend. Raises BundleError, ConfigError, DataError."""
     enrolled = identity.enrolled
@@ -80,8 +90,11 @@ def open_session(
     backend = backend or enrolled.backend or DEFAULT_BACKEND
     check_parts(backend, manifest)
     trainer = open_trainer(backend, bundle, threads)
+    remote.transport.name_engine(backend)
     course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
-    return Session(enrolled, bundle, method, course, trainer, data, identity.secret)
+    return Session(
+        enrolled, bundle, method, course, trainer, data, identity.secret, personalise or enrolled.personalise
+    )
 
 
 def try_out(session: Session) -> None:

@@ -15,7 +15,7 @@ The trainer computes gradients; the target defines scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
@@ -95,6 +95,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a pass over the training samples is: `step` of `steps`, in `epoch` of `epochs`, all counted from 1.
+
+    `loss` is the mean over the epoch's samples so far. `phase` is the method's name for what it trains.
+    """
+
+    phase: str
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True)
 class Personal:
     """A device's own model: effective parameters float32[d] (mask applied), statistics float32[buffers_d].
 
@@ -124,6 +139,9 @@ class Task:
     trainer: Trainer
     data: DeviceData
     secret: int
+    watch: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
+    """Called after every step."""
+    _mean: EpochLoss = field(default_factory=lambda: EpochLoss(), init=False, repr=False, compare=False)
     _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     @property
@@ -136,6 +154,7 @@ class Task:
         Epoch e is ordered by the stream of ``key(seed, "batches", phase, device, round, e)``.
         """
         a, data, index = self.assignment, self.data, 0
+        steps = epochs * -(-self.samples // size)
         for epoch in range(epochs):
             key = counter.key(a.seed, "batches", phase, a.device, a.round, epoch)
             order = counter.permutation(key, self.samples)
@@ -144,6 +163,8 @@ class Task:
                 drops = counter.key(key, "drops", low) % (2**31 - 1)
                 yield Batch(index, epoch, data.x[chosen], data.y[chosen], drops)
                 index += 1
+                if self.watch is not None:
+                    self.watch(Progress(phase, epoch + 1, epochs, index, steps, self._mean.mean))
 
     def gradient(self, values: F32, buffers: F32, batch: Batch) -> Gradient:
         """Loss, gradient and new statistics of one batch. `values` is float32[d], `buffers` float32[buffers_d].
@@ -154,6 +175,8 @@ class Task:
         step = next(self._steps)  # of all phases, which each count their batches from 0
         drawn = {"key": batch.key} if self.trainer.manifest.draws else {}
         g = self.trainer.gradient(values, buffers, batch.x, batch.y, **drawn)
+        if self.watch is not None:
+            self._mean.add(batch, g)
         # The dot product is finite only if every entry is; a NaN in a score would show in no later loss.
         with np.errstate(over="ignore"):
             checks = {
@@ -193,7 +216,8 @@ class Task:
         a, trainer = self.assignment, self.trainer.narrow(kept)
         course = replace(a.course, model=narrow(a.model.manifest, kept).model(a.model))
         made = replace(self, assignment=replace(a, course=course), trainer=trainer)
-        object.__setattr__(made, "_steps", self._steps)  # one count for all of a round's steps
+        for shared in ("_steps", "_mean"):  # one count for all of a round's steps
+            object.__setattr__(made, shared, getattr(self, shared))
         return made
 
 

@@ -71,6 +71,10 @@ class Transport:
             "Accept-Encoding": "identity",
         }
 
+    def name_engine(self, engine: str) -> None:
+        """Send the name of the training engine too: the operator sees it beside the version."""
+        self._headers["User-Agent"] = f"maskfleet/{version('maskfleet')} ({engine})"
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()

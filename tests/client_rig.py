@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -195,7 +196,13 @@ def problem(status: int, kind: str, detail: str, headers: dict[str, str] | None 
 
 
 def conclude(
-    bundle: Bundle, task: Task, personal: Personal, path: Path, threads: int, align: str | int = "none"
+    bundle: Bundle,
+    task: Task,
+    personal: Personal,
+    path: Path,
+    threads: int,
+    align: str | int = "none",
+    facts: Mapping[str, str | int] = MappingProxyType({}),
 ) -> Report:
     """Stands for compaction and measurement: the graph of this model was never exported."""
     write_whole(path, personal.parameters.tobytes())

@@ -241,6 +241,31 @@ MERGED_ROWS = Graph(
     {"a": "ab", "b": "bb"},
 )
 
+BY_ELEMENT = Graph(
+    (6,),
+    {"a": (8, 6), "ab": (8,), "b": (8, 8), "bb": (8,), "o": (3, 8), "ob": (3,)},
+    "i = Constant <value_ints = [0, 2, 1, 3, 4, 6, 5, 7]> () n = Shape <start = 0, end = 1> (x) "
+    "c = Constant <value_ints = [8]> () s = Concat <axis = 0> (n, c) e = Expand(i, s) "
+    "u = Gemm <transB = 1> (x, a, ab) v = GatherElements <axis = 1> (u, e) w = Relu(v) "
+    "y = Gemm <transB = 1> (w, b, bb) z = ScatterElements <axis = 1> (y, e, y) t = Tanh(z) "
+    "logits = Gemm <transB = 1> (t, o, ob)",
+    {"a": (0, 1), "b": (0, 1)},
+    {"a": "ab", "b": "bb"},
+)
+"""Units that swap places, but not the first, the last and the middle one."""
+FRAMES = Graph(
+    (4, 2, 5, 5),
+    {"a": (8, 2, 3, 3), "ab": (8,), "p": (4, 8, 1, 1), "b": (6, 8, 3, 3), "bb": (6,), "o": (3, 24), "ob": (3,)},
+    "r = Constant <value_ints = [-1, 2, 5, 5]> () s = Constant <value_ints = [-1, 4, 8, 5, 5]> () "
+    "q = Constant <value_ints = [-1, 8, 5, 5]> () x1 = Reshape(x, r) y = Conv <pads = [1, 1, 1, 1]> (x1, a, ab) "
+    "y1 = Reshape(y, s) y2 = Add(y1, p) y3 = Reshape(y2, q) v = Tanh(y3) z = Conv <pads = [1, 1, 1, 1]> (v, b, bb) "
+    "m = GlobalAveragePool(z) f = Constant <value_ints = [-1, 24]> () u = Reshape(m, f) "
+    "logits = Gemm <transB = 1> (u, o, ob)",
+    {"a": (0, 1), "b": (0, 1)},
+    {"a": "ab", "b": "bb"},
+)
+"""Convolutions on the frames of a film: what a pruned channel emits differs from frame to frame."""
+
 
 def masked(graph: Graph, kind: Kind, kept: float, seed: int) -> dict[str, F32]:
     """Random values with the share `kept` of each weight's outputs; the biases of the others are cleared by "act"."""

@@ -27,16 +27,16 @@ def test_a_bundle_is_built_once_to_the_same_bytes_and_found_again(
     assert first.manifest.d == 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10
     assert [p.name for p in (tmp_path / "a").iterdir()] == [first.folder.name]
     monkeypatch.setattr(bundles, "find_spec", lambda name: None)  # no torch: a built bundle needs none
-    monkeypatch.setattr(bundles, "_recipe", lambda: first.folder.name[-12:])
+    monkeypatch.setattr(bundles, "recipe", lambda: first.folder.name[-12:])
     assert bundles.open_named("mlp-mnist", tmp_path / "a").manifest == first.manifest
     with pytest.raises(ConfigError, match=r"maskfleet\[author\]"):
         bundles.open_named("mlp-mnist", tmp_path / "c")
 
 
 def test_changed_code_builds_a_bundle_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles, "_recipe", lambda: "0" * 12)
+    monkeypatch.setattr(bundles, "recipe", lambda: "0" * 12)
     old = bundles.open_named("mlp-mnist", tmp_path)
-    monkeypatch.setattr(bundles, "_recipe", lambda: "1" * 12)
+    monkeypatch.setattr(bundles, "recipe", lambda: "1" * 12)
     new = bundles.open_named("mlp-mnist", tmp_path)
     assert old.folder != new.folder
     assert np.array_equal(old.model().parameters, new.model().parameters)

@@ -14,7 +14,7 @@ import pytest
 
 from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
-from edge_client.errors import ConfigError
+from edge_client.errors import BundleError, ConfigError
 from edge_client.events import Event
 from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification
@@ -141,7 +141,8 @@ def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     file = tmp_path / "fleet.toml"
     file.write_text('bundle = "digit"\nrounds = 1\n')
-    with pytest.raises(ConfigError, match=rf"bundle = 'digit': there is no folder {re.escape(str(tmp_path))}/digit; "):
+    folder = re.escape(str(tmp_path / "digit"))
+    with pytest.raises(BundleError, match=rf"bundle = 'digit': the folder {folder} holds no .*did you mean 'digits'"):
         create(file)
 
 

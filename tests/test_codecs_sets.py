@@ -8,6 +8,7 @@ from typing import Any
 import codec_readers
 import numpy as np
 import pytest
+from edge_bench.testing import check_codec
 from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, auto, classes, entropy, rans
 from edge_kernels.coupling import coupling_contexts
@@ -76,6 +77,11 @@ def test_auto_names_its_codec_in_the_first_byte() -> None:
 
 
 # --- for all sets
+
+
+@pytest.mark.parametrize("name", [*codecs.names(), "bloom:0.2"])
+def test_every_codec_keeps_the_contract(name: str) -> None:
+    check_codec(codecs.codec(name))
 
 
 @QUICK

@@ -73,7 +73,8 @@ def add(device: str, sha256: str = "5" * 64, round_: int = 1) -> Callable[[Rows]
 def database(folder: Path, c: FederationConfig) -> Metadata:
     found = Metadata(f"sqlite:///{folder / 'x.db'}")
     values = Content("0" * 64, b"g")
-    if found.add_federation("fed", c.model_dump_json(), engine.dump(engine.State()), values, 1.0):
+    found.add_bundle(c.bundle, 1.0)
+    if found.add_federation("fed", c.model_dump_json(), c.bundle, engine.dump(engine.State()), values, 1.0) == "added":
         found.add_token("t" * 64, "fed", 9, 100.0)
         for name in NAMES:
             found.enrol("fed", name, name * 64, "t" * 64, 1.0, valid=True)
@@ -211,7 +212,7 @@ def test_many_processes_that_write_at_once_lose_nothing(tmp_path: Path, seed: in
 
     async def script(*processes: Process) -> None:
         for p in processes:
-            p.config = p.commits.config = config().model_copy(update={"cohort": 20, "min_updates": 20})
+            p.config = p.commits.created = config().model_copy(update={"cohort": 20, "min_updates": 20})
         await processes[0].commits.submit(Present(1.0, names))
         said = await asyncio.gather(
             *(dice.choice(processes).update(name) for name in names for _ in range(3)), return_exceptions=True

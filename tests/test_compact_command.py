@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused_with_the_tensor_or_the_choice(tmp_path: Pa
     for align, file, error, words in (
         ("none", "values.safetensors", BundleError, "lacks float32 tensor 'linear0.weight'"),
         ("none", "missing.safetensors", BundleError, "does not open"),
-        ("wide", "values.safetensors", ConfigError, "choose auto, none"),
+        ("wide", "values.safetensors", ConfigError, "choose rule, auto, none"),
     ):
         with pytest.raises(error, match=words):
             compact(tmp_path, tmp_path / file, tmp_path / "small.onnx", align=align)

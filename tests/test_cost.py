@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from client_rig import Coordinator, device, numpy_trainer
 from coordination import D, Fleet, play, update
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from coord_server.operator import cli as operator_cli
+from coord_server.operator.show import Look, overview
 from edge_client.errors import MeterError, PayloadError
 from edge_client.journal import Journal, Pending
 from edge_client.measure.energy import Accuracy, Trace, joules
 from edge_client.measure.round_cost import RoundCost
 from edge_client.protocol.cost import COST_HEADER, Cost, from_header, in_words, means, over_rounds, to_header
-from edge_client.protocol.messages import Round
+from edge_client.protocol.messages import Federation, FederationConfig, Round
 
 pytestmark = pytest.mark.usefixtures(numpy_trainer.__name__)
 __all__ = ["numpy_trainer"]
@@ -49,13 +51,20 @@ def test_a_header_of_a_usual_round_is_short() -> None:
     assert to_header(Cost()) == ""
 
 
+def test_a_device_with_a_battery_adds_what_is_left_of_it() -> None:
+    assert to_header(Cost(seconds=12.3, celsius=51, battery=87)) == "12.3,,,51,87"
+    assert from_header("12.3,,,51,87") == Cost(seconds=12.3, celsius=51, battery=87)
+    assert means([from_header("1,,,,50")]).keys() == {"seconds"}
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "1",
         "1,2,3",
-        "1,2,3,4,5",
+        "1,2,3,4,5,6",
+        "1,2,3,4,101",
         "a,,,",
         "-1,,,",
         "nan,,,",
@@ -215,9 +224,13 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
         {"seconds": (m, m + 1, 2), "joules": (10, 10, 1), "megabytes": (200, 200, 1), "celsius": (50, 50, 1)}
         for m in (2, 3)
     ]
-    (line,) = operator_cli.cost_line(found)
-    assert line.plain == "a device's round: 2.5 s, 10 J, 200 MB, 50 °C (mean of all rounds)"
-    assert operator_cli.cost_line([r.model_copy(update={"cost": {}}) for r in found]) == []
+    config = FederationConfig(name="f", bundle="a" * 64, method={"name": "fedavg"}, rounds=2, cohort=2)
+    federation = Federation(id="f", config=config, phase="finished", round=2, devices=2, updates=0)
+    for rounds, due in ((found, 1), ([r.model_copy(update={"cost": {}}) for r in found], 0)):
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(*overview(Look(federation, rounds, [], "http://x", 0.0)))
+        text = console.export_text()
+        assert " ".join(text.split()).count("cost 2.5 s, 10 J, 200 MB, 50 °C a device and round") == due
 
 
 def test_a_cost_out_of_range_is_a_bad_message_and_the_update_may_be_sent_again(tmp_path: Path) -> None:

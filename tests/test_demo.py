@@ -18,11 +18,11 @@ import pytest
 from edge_bench import cli, demo
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
+from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
-from edge_bench.report import CHOICE, warnings
-from edge_bench.simulate import BUNDLES
+from edge_bench.report import warnings
+from edge_bench.simulate import find_bundle
 
-from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
@@ -45,7 +45,7 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     methods = "lattice,fedavg,standalone"
     cli.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
     written = json.loads(out.read_text())
-    assert set(written) == {"methods", "compaction", "settings", "machine"}
+    assert set(written) == {"command", "commit", "machine", "methods", "compaction", "settings"}
     assert set(written["methods"]) == {"lattice", "fedavg", "standalone"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     for record in written["methods"].values():
@@ -75,7 +75,11 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert "which to choose" in text
     assert "when devices have no network" in text
     times = fedavg["bytes_per_device"] / lattice["bytes_per_device"]
-    assert f"points against fedavg, at 1/{times:,.0f} of its bytes" in text
+    assert f"fedavg at its best, at 1/{times:,.0f} of its bytes" in text
+    assert text.count(f"1/{times:,.0f}") == 2
+    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
+    assert f"runs {ratio:.1f} times as fast" in text
+    assert f"{compact['parameters_compact']:,.0f}" in text
     bases = lattice["score_start"], written["methods"]["standalone"]["score_mean"]
     assert text.count("warning: lattice") == sum(lattice["score_mean"] < base for base in bases)
 
@@ -83,7 +87,7 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
 def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_model_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = Bundle.open(BUNDLES / "digits")
+    bundle = find_bundle("digits")
     names = ("a", "b", "c")
     reports = [
         Report(score=0.5, test_samples=4, parameters_dense=6570, parameters_compact=size, max_abs_diff=size / 1e9)
@@ -123,7 +127,7 @@ def test_a_short_demo_prunes_early_enough(rounds: int, after: int) -> None:
 
 
 def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_helps() -> None:
-    methods = {"mine": make_method({"name": "coupled"}), "standalone": make_method({"name": "standalone"})}
+    methods = {"mine": make_method({"name": "coupled", "epochs": 5}), "standalone": make_method({"name": "standalone"})}
     good, bad = {"score_mean": 0.9, "score_start": 0.1}, {"score_mean": 0.05, "score_start": 0.1}
     assert warnings({"mine": {**good, "score_mean": 0.95}, "standalone": good}, methods) == []
     (alone,) = warnings({"mine": {**good, "score_mean": 0.5}, "standalone": good}, methods)

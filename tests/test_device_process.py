@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from federation import Federation, until
+from federation import PATIENCE, Federation, environment, until
 
 from edge_client.bundle import Bundle
 from edge_client.exit_codes import ExitCode
@@ -81,3 +84,62 @@ def test_the_same_secret_and_seed_give_the_same_bytes_and_another_secret_others(
             assert fed.join("a", data, "--secret", secret).wait() == ExitCode.DONE
             updates.append(fed.state())
     assert updates[0] == updates[1] != updates[2]
+
+
+def test_from_a_packaged_bundle_to_predictions_with_what_every_file_and_log_says(tmp_path: Path, data: Path) -> None:
+    def command(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "edge_client.cli", *arguments], env=environment(), capture_output=True, text=True,
+            timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with Federation(tmp_path / "fed") as fed:
+        file = tmp_path / "fleet.toml"
+        file.write_text(
+            'name = "fleet"\nbundle = "digits"\nrounds = 2\ncohort = 1\nlicence = "for tests"\n'
+            '[method]\nname = "fedmask"\nepochs = 1\n'
+        )
+        at = ("--url", fed.url)
+        fed.id = command("federation", "create", str(file), *at).strip()
+        fed.token = command("federation", "token", fed.id, *at).strip()
+        device = fed.join("a", data, "--out", str(tmp_path / "models"), "--log-format", "json")
+        assert device.wait() == ExitCode.DONE, device.text()
+        said = [json.loads(line) for line in device.text().splitlines() if line.startswith("{")]
+        assert [e["round"] for e in said if e["kind"] == "sent"] == [1, 2]
+        (kept,) = [e["event"] for e in said if e["event"].startswith("keeping the ")]
+        source = kept.split()[2]
+
+        model = tmp_path / "models" / "personal.onnx"
+        entries = json.loads(command("predict", str(model), str(data), "--json"))
+        facts = {"federation": "fleet", "device": "a", "method": "fedmask", "rounds": "2", "licence": "for tests"}
+        assert {name: entries["model"][name] for name in facts} == facts
+        assert entries["model"]["source"] == source
+        (shown,) = fed.ask("GET", "/v1/federations/fleet/devices")
+        assert shown["report"]["source"] == source
+        assert entries["samples"] == 200
+        assert entries["score"] > 0.1
+
+        whole = tmp_path / "global.onnx"
+        assert "the global model after round 2 of 2" in command(
+            "federation", "export", "fleet", "--onnx", str(whole), *at
+        )
+        assert "score" in command("predict", str(whole), str(data))
+        overview = " ".join(command("federation", "show", "fleet", *at).split())
+        assert "fleet fedmask, finished, round 2 of 2" in overview
+        assert "of the personal models" in overview
+        assert "next `maskfleet federation export fleet" in overview
+        assert "finished" in command("federation", "show", "fleet", "--watch", *at)
+
+        assert fed.operator.get("/v1/no%1bwhere").status_code == 404
+        until(lambda: "refused" in fed.coordinator.text(), fed.coordinator.text)
+        log = fed.coordinator.text()
+        for words in (
+            "fleet: a joined",
+            "fleet: round 1 ended: 1 devices",
+            "fleet: a ends with its",
+            "refused, not-found",
+        ):
+            assert words in log, log
+        assert "\x1b" not in log

@@ -18,7 +18,9 @@ from coord_server.events import (
     Acknowledge,
     Aggregate,
     Aggregated,
+    Changed,
     Decision,
+    Deleted,
     Draw,
     Event,
     Failed,
@@ -394,11 +396,80 @@ def test_attempts_whose_updates_cannot_be_folded_count_too() -> None:
     assert (state.phase, [type(d) for d in said]) == ("paused", [GiveUp])
 
 
+# --- settings that change
+
+
+def changed(c: FederationConfig, state: State, now: float = 5.0, **new: Any) -> tuple[State, list[Decision]]:
+    return run(c, Changed(now, new), state=state)
+
+
+def test_a_new_deadline_counts_for_the_attempt_under_way_and_for_a_pause() -> None:
+    c = config()
+    state, said = changed(c, opened(c), deadline_seconds=30.0)
+    assert (state.deadline, said) == (30.0, [])
+    paused, _ = run(c, Paused(10.0), state=state)
+    assert paused.remaining == 20.0
+    shorter, _ = changed(c, paused, deadline_seconds=15.0)
+    assert run(c, Resumed(20.0), state=shorter)[0].deadline == 25.0
+    one_in, _ = run(c, updated(c, state, state.cohort[0]), state=state)
+    closed, said = changed(c, one_in, now=6.0, deadline_seconds=2.0)
+    assert (closed.stage, said) == ("aggregating", [Aggregate(1, 1, (state.cohort[0],))])
+
+
+def test_fewer_updates_that_are_enough_close_an_attempt_that_failed_and_open_one_that_waits() -> None:
+    c = config(min_updates=2)
+    state, _ = run(c, updated(c, opened(c), opened(c).cohort[0]), Tick(10.0), state=opened(c))
+    assert state.stage == "drawing"
+    assert changed(c, state, min_updates=1)[0].stage == "aggregating"
+    state, _ = run(c, Tick(10.0), here("a", 11.0), state=opened(c))
+    assert state.stage == "drawing"
+    state, _ = run(c, Changed(12.0, {"min_updates": 1}), state=state, present="a")
+    assert (state.stage, state.cohort) == ("collecting", ("a",))
+
+
+def test_a_new_number_of_rounds_is_in_force_from_the_next_round() -> None:
+    c = config(rounds=2)
+    state, _ = changed(c, opened(c), rounds=3)
+    assert (engine.in_force(c, state).rounds, state.next_rounds) == (2, 3)
+    closes = [updated(c, state, d) for d in state.cohort]
+    state, _ = run(c, *closes, Aggregated(6.0, 1, 1), state=state, present="abc")
+    assert (engine.in_force(c, state).rounds, state.next_rounds, state.round) == (3, None, 2)
+    less, _ = changed(c, state, rounds=4)
+    assert engine.in_force(c, less).rounds == 3
+    last = [updated(c, less, d) for d in less.cohort]
+    less, _ = run(c, *last, Aggregated(7.0, 2, 1), state=less, present="abc")
+    assert (less.phase, less.round) == ("running", 3)
+    assert changed(c, State(), rounds=7)[0].changed == {"rounds": 7}
+
+
+def test_a_smaller_cohort_counts_from_the_next_attempt_and_keeps_the_places_of_the_first() -> None:
+    c = config(cohort=4, min_devices=5, rounds=3)
+    state, _ = changed(c, opened(c, "abcde"), cohort=2)
+    assert len(state.cohort) == 4
+    state, _ = run(
+        c, *(updated(c, state, d) for d in state.cohort), Aggregated(6.0, 1, 1), state=state, present="abcde"
+    )
+    assert (len(state.cohort), sorted(state.asked.values())) == (2, [0, 1])
+    again, _ = changed(c, state, cohort=4)
+    assert refused(changed(c, again, cohort=5)[1]) == "cannot-change"
+
+
+@pytest.mark.parametrize(
+    "new", [{"rounds": 1}, {"cohort": 3}, {"min_updates": 3}, {"min_devices": 1}, {"cohort": 1, "min_updates": 2}]
+)
+def test_what_the_round_under_way_does_not_allow_is_refused_and_changes_nothing(new: dict[str, Any]) -> None:
+    c = config()
+    state = opened(c)
+    after, said = changed(c, state, **new)
+    assert (refused(said), after) == ("cannot-change", state)
+
+
 # --- the tables
 
 EXAMPLES: dict[type, Event] = {
     Present: here("abc", 5.0), Started: Started(5.0, ("a", "b", "c")), Removed: Removed(5.0, "z"), Tick: Tick(5.0),
-    Paused: Paused(5.0), Resumed: Resumed(5.0), Stopped: Stopped(5.0),
+    Paused: Paused(5.0), Resumed: Resumed(5.0), Stopped: Stopped(5.0), Changed: Changed(5.0, {"rounds": 9}),
+    Deleted: Deleted(5.0),
 }  # fmt: skip
 
 
@@ -447,7 +518,9 @@ def test_every_event_in_every_phase_and_stage_is_refused_or_leads_where_the_tabl
     if state is None:
         return
     assert (state.phase, state.stage) == (phase, stage)
-    for kind in get_args(Event):
+    kinds = Event.__subclasses__()
+    assert set(kinds) == set(engine._HANDLERS)
+    for kind in kinds:
         device = state.cohort[0] if state.cohort else "a"
         examples = {
             **EXAMPLES, Updated: updated(c, state, device, 5.0), Failed: failed(c, state, device, 5.0),
@@ -457,7 +530,7 @@ def test_every_event_in_every_phase_and_stage_is_refused_or_leads_where_the_tabl
         after, said = run(c, examples[kind], state=state)
         due = MOVES[phase, stage].get(kind, (phase, stage))
         assert (after.phase, after.stage) == due, kind
-        if kind not in engine.ACCEPTED[phase]:
+        if kind not in engine.ACCEPTED[phase] or (kind is Deleted and phase in ("running", "paused")):
             assert refused(said) == "wrong-phase", kind
         if any(isinstance(d, Refuse) for d in said):
             assert after == state
@@ -503,7 +576,7 @@ def test_after_a_restart_the_decisions_that_are_not_carried_out_are_pending() ->
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["come", "go", "remove", "update", "again", "other", "fail", "lost", "tick", "late",
-                         "aggregated", "unusable", "pause", "resume", "start"]),
+                         "aggregated", "unusable", "pause", "resume", "start", "change"]),
         st.integers(0, 7),
     ),
     max_size=120,
@@ -539,6 +612,9 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
             event = updated(c, state, device, now, "t" if word == "other" else "s")
         elif word in ("fail", "lost"):
             event = failed(c, state, device, now, "lost" if word == "lost" else "data")
+        elif word == "change":
+            names = ["deadline_seconds", "rounds", "cohort", "min_devices", "min_updates"]
+            event = Changed(now, data.draw(st.dictionaries(st.sampled_from(names), st.integers(1, 6), max_size=3)))
         elif word == "unusable":
             event = Unusable(now, state.round, state.attempt, engine.usable(state))
         else:
@@ -548,19 +624,24 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
                      "pause": Paused(now), "resume": Resumed(now),
                      "start": Started(now, tuple(sorted(present)))}[word]  # fmt: skip
         for happening in (event, Present(now, tuple(sorted(present)))):
-            before = state
+            before, force = state, engine.in_force(c, state)
             state, decisions = apply(c, state, happening)
+            if isinstance(happening, Changed):
+                force = engine.in_force(c, state)
+            places = [place for d, place in state.asked.items() if d in {*state.cohort, *state.received}]
+            assert sorted(set(places)) == sorted(places)
+            assert set(places) <= set(range(cohort))
             assert engine.load(engine.dump(state)) == state
             for decision in decisions:
                 if isinstance(decision, Acknowledge) and not decision.duplicate:
                     acknowledged[decision.round, decision.device] += 1
                 elif isinstance(decision, Aggregate):
                     assert folding is None
-                    assert len(decision.devices) >= c.min_updates
+                    assert len(decision.devices) >= force.min_updates
                     folding = decision
                 elif isinstance(decision, OpenRound):
                     assert set(decision.cohort) <= present - set(state.received)
-                    assert 0 < len(decision.cohort) <= c.cohort - len(engine.usable(state))
+                    assert 0 < len(decision.cohort) <= force.cohort - len(engine.usable(state))
                     asked_again = {d for d in decision.cohort if d in state.failed and state.failed[d].kind != "lost"}
                     spared = present - set(state.received) - set(state.failed) - set(decision.cohort)
                     assert not (asked_again and spared)
@@ -580,6 +661,8 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
                     left_out |= {(folding.round, d) for d in folding.devices}
                 folding = None
     assert closed == list(range(1, len(closed) + 1))
+    if state.phase == "finished":
+        assert len(closed) == engine.in_force(c, state).rounds
     assert all(n == 1 for n in acknowledged.values())
     done = {key: n for key, n in acknowledged.items() if key[0] in closed and key not in left_out}
     assert counted == Counter(done)

@@ -14,14 +14,19 @@ from edge_client.bundle import MANIFEST, Bundle, Part, digest
 from edge_client.compaction.personal import write_personal
 from edge_client.errors import BundleError, ConfigError, ModelError
 from edge_client.measure import engines
+from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
 from edge_client.training import open_trainer
 
 pytest.importorskip("torch")
 pytest.importorskip("executorch", reason="ExecuTorch is not installed: pip install 'maskfleet[author]'")
+from coordination import Fleet
 from edge_export.executorch import parts
 from edge_export.executorch.parts import add_parts
 from exported import exported
+from test_exports import PATH, ended, with_digits
+
+from edge_client.runtimes.executorch import open_pte
 
 
 @pytest.fixture(scope="module", params=["mlp", "max-pool cnn"])
@@ -132,3 +137,32 @@ def test_a_personal_model_becomes_a_program_that_says_the_same(bundle: Bundle, k
     else:
         assert 1e-4 < proof.error_rms < 0.25
     assert onnx.load(tmp_path / "personal.onnx").graph.node
+
+
+def test_gelu_by_tanh_is_not_the_exact_one_that_the_delegate_computes(tmp_path: Path) -> None:
+    rng, make_node, info = np.random.default_rng(0), onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    weights = [onnx.numpy_helper.from_array(rng.standard_normal((12, 12)).astype(np.float32), name) for name in "ab"]
+    nodes = [
+        make_node("MatMul", ["x", "a"], ["h"]),
+        make_node("Gelu", ["h"], ["g"], approximate="tanh"),
+        make_node("MatMul", ["g", "b"], ["logits"]),
+    ]
+    ends = ([info(name, onnx.TensorProto.FLOAT, ["n", 12])] for name in ("x", "logits"))
+    graph = onnx.helper.make_graph(nodes, "g", *ends, weights)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    assert make(model.SerializeToString(), "pte", tmp_path / "g.pte").error_std < 1e-5
+
+
+def test_the_coordinator_hands_out_a_program(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> list[bytes]:
+        files = []
+        for kind in ("pte", "onnx"):
+            found = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": kind})).json())
+            assert found["state"] == "ready", found
+            files.append((await fleet.operator("GET", f"{PATH}/{found['id']}/file")).content)
+        return files
+
+    program, graph = with_digits(tmp_path, script)
+    x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    (due,) = open_onnx(graph).run(None, {"x": x})
+    np.testing.assert_allclose(open_pte(program)(x)[0], due, rtol=1e-5, atol=1e-5)

@@ -72,6 +72,7 @@ EACH = [
             "Sign",
             "Sin",
             "Softmax",
+            "Mish",
             "Softplus",
             "Tanh",
             "Gelu",

@@ -221,6 +221,22 @@ def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
     assert not (tmp_path / "b").exists()
 
 
+def test_class_names_and_the_normalisation_of_raw_samples_are_written_down_if_they_fit(tmp_path: Path) -> None:
+    def exported(names: list[str], means: list[float]) -> Bundle:
+        return export_bundle(
+            nn.Linear(3, 2), torch.zeros(1, 3), tmp_path / "b", name="b", target={"kind": "classification"},
+            torch_part=False, class_names=names, normalisation={"mean": means, "std": [2.0]},
+        )  # fmt: skip
+
+    made = exported(["no", "yes"], [0.0, 1.0, 2.0]).manifest
+    assert made.class_names == ("no", "yes")
+    assert made.input.normalisation is not None
+    assert made.input.normalisation.mean == (0.0, 1.0, 2.0)
+    for names, means, words in ((["a"], [0.0], "1 class names"), (["a", "b"], [0.0, 1.0], "3 features")):
+        with pytest.raises(ModelError, match=words):
+            exported(names, means)
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(ModelError, match="other files"):
@@ -233,11 +249,6 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 def test_the_command_loads_a_factory_and_names_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("def make():\n    return 7\n")
-    assert cli.load_factory(f"{file}:make")() == 7
-    with pytest.raises(ConfigError, match="no callable 'other'"):
-        cli.load_factory(f"{file}:other")
-    with pytest.raises(ConfigError, match=r"FILE\.py:NAME"):
-        cli.load_factory("net.py")
     with pytest.raises(ConfigError, match="must return a torch"):
         cli.export(f"{file}:make", "4", tmp_path / "b")
     with pytest.raises(ConfigError, match="not a shape"):

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from edge_client import authored
 from edge_client.bundle import views
 from edge_client.errors import ModelError
 from edge_client.graphs import check_graph
@@ -19,7 +20,7 @@ from edge_client.training import open_trainer
 torch = pytest.importorskip("torch")
 from edge_bench.export_cases import CASES, Branches, Buffered, Case, Held, Unused  # noqa: E402
 from edge_bench.export_operators import certify  # noqa: E402
-from edge_export import cli, export_bundle  # noqa: E402
+from edge_export import export_bundle  # noqa: E402
 from edge_export.dropout import PRIME, kept  # noqa: E402
 from edge_export.proof import prove  # noqa: E402
 from edge_export.writer import proved_graphs  # noqa: E402
@@ -223,7 +224,7 @@ def test_a_module_file_with_postponed_annotations_and_a_dataclass_is_imported(tm
         "from torch import nn\n@dataclass\nclass Sizes:\n    width: int = 4\n    kind: ClassVar[str] = 'a'\n"
         "def make():\n    return nn.Linear(Sizes().width, 3)\n"
     )
-    assert cli.load_factory(f"{file}:make")().in_features == 4
+    assert authored.load(f"{file}:make", "a model")().in_features == 4
 
 
 # --- the proof fails when a graph is wrong

@@ -36,14 +36,15 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "threads": ("3", 3),
     "poll": ("7.5", 7.5),
     "patience": ("11", 11.0),
-    "personal": ("mine.onnx", Path("mine.onnx")),
+    "out": ("mine.onnx", Path("mine.onnx")),
+    "personalise": ("local", "local"),
     "max-parameters": ("1000", 1000),
     "secret": ("7", 7),
     "meter": ("none", "none"),
     "align": ("16", 16),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
-            "personal": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto",
+            "out": None, "personalise": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto",
             "align": "auto"}  # fmt: skip
 
 
@@ -170,14 +171,15 @@ def test_the_personal_model_goes_where_it_is_asked_to_and_is_timed_with_the_thre
 ) -> None:
     seen: list[tuple[Path, int]] = []
 
-    def conclude(bundle: Bundle, task: Any, personal: Any, path: Path, threads: int = 1, align: Any = None) -> Report:
+    def conclude(bundle: Bundle, task: Any, personal: Any, path: Path, threads: int, *_: Any) -> Report:
         seen.append((path, threads))
         return Report(score=1.0, test_samples=1, parameters_dense=8, parameters_compact=8)
 
     monkeypatch.setattr("edge_client.conclude.conclude", conclude)
     asked = tmp_path / "elsewhere" / "mine.onnx"
     for folder, options, path in (
-        ("given", {"personal": asked, "threads": 2}, asked),
+        ("given", {"out": asked, "threads": 2}, asked),
+        ("folder", {"out": tmp_path / "models", "threads": 2}, tmp_path / "models" / "personal.onnx"),
         ("default", {"threads": 2}, tmp_path / "default" / "personal.onnx"),
     ):
         made = Client(URL, TOKEN, clusters(M, 1), state=tmp_path / folder, transport=federation(FINISH), **options)

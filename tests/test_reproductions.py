@@ -20,7 +20,7 @@ def test_every_reproduction_that_is_due_is_there() -> None:
     assert set(names()) >= DUE
 
 
-ABSENT = "there is no method", "codec is called", "setting data.name"
+ABSENT = "there is no method", "codec is called", "[data] setting name"
 """How the errors begin that mean: what this reproduction uses comes with another package, or is not there yet."""
 
 

@@ -31,7 +31,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(serve, "open_store", opened)
     monkeypatch.setattr(serve, "_run", run)
-    monkeypatch.setattr(serve.logging, "basicConfig", lambda **given: found.update(given))
+    monkeypatch.setattr(serve, "set_up", lambda form, level: found.update(form=form, level=level.upper()))
     return found
 
 

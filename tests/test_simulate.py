@@ -51,7 +51,14 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
 
 
 def config(**changes: Any) -> SimulationConfig:
-    table = {"bundle": "digits", "data": DIGITS.model_dump(), "methods": METHODS, "rounds": 3, "cohort": 2, "seed": 5}
+    table = {
+        "bundle": "digits",
+        "data": DIGITS.model_dump(exclude_unset=True),
+        "methods": METHODS,
+        "rounds": 3,
+        "cohort": 2,
+        "seed": 5,
+    }
     return read_config({**table, **changes})
 
 
@@ -163,6 +170,7 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     start = written["idle"]["score_start"]
     assert start == written["standalone"]["score_start"] == pytest.approx(written["idle"]["score_mean"])
     assert f"warning: idle ends at {start:.3f}, below training alone (" in said
+    assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
 
 
@@ -270,7 +278,7 @@ def test_a_downlink_is_made_once_for_each_audience(bundle: Bundle, devices: dict
     assert {"whole", "whole+head", "short", "long"} >= {audience for _, audience in made} >= {"whole+head", "short"}
 
 
-def test_methods_run_at_their_defaults_and_a_plot_and_the_labels_are_there_on_request(
+def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -279,13 +287,77 @@ def test_methods_run_at_their_defaults_and_a_plot_and_the_labels_are_there_on_re
         'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
         "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n"
     )
-    cli.simulate(file, out, method="fedavg,standalone", plot=plot, labels=True)
+    cli.simulate(file, out, method="fedavg,standalone", plot=plot)
     written = json.loads(out.read_text())["methods"]
     assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": None}
     assert plot.read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().out
-    assert "3 devices: " in said
     assert said.count(" left\n") == 4
     file.write_text(file.read_text().partition("[methods")[0])  # no table at all
     cli.simulate(file, rounds=1, method="standalone")
     assert "standalone" in capsys.readouterr().out
+
+
+def test_labels_are_printed_and_drawn_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, plot = tmp_path / "run.toml", tmp_path / "labels.png"
+    file.write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.standalone]\n'
+    )
+    cli.simulate(file, labels=True, plot=plot)
+    said = capsys.readouterr().out
+    assert "device-2" in said
+    assert "3 devices: " in said
+    assert "bits" not in said
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 2\ncohort = 2\nevaluate_every = 1\n[data]\nname = "digits"\ndevices = 3\n'
+        "samples = 200\n[methods.standalone]\nepochs = 1\n[methods.lattice]\nepochs = 1\n"
+        '[methods.fedpm]\nlayers=["9"]\n'
+    )
+    with pytest.raises(ConfigError, match="fedpm"):
+        cli.simulate(file, out)
+    capsys.readouterr()
+    cli.simulate(schema=True)
+    schema = json.loads(capsys.readouterr().out)
+    written = json.loads(out.read_text())
+    assert set(written) == set(schema["required"])
+    for table, entries in (("Row", written["rows"]), ("MethodResult", list(written["methods"].values()))):
+        for entry in entries:
+            assert set(schema["$defs"][table]["required"]) <= set(entry) <= set(schema["$defs"][table]["properties"])
+    assert [(r["method"], r["round"]) for r in written["rows"]] == [
+        ("standalone", 1), ("standalone", 2), ("lattice", 1), ("lattice", 2)
+    ]  # fmt: skip
+    last = written["rows"][-1]
+    assert last["bytes_so_far"] == pytest.approx(written["methods"]["lattice"]["bytes_per_device"])
+    assert last["bytes_up"] == pytest.approx(
+        sum(written["methods"]["lattice"]["rounds"][1]["traffic"]["up"].values()) / 2
+    )
+    assert last["score_of_all_devices"] == written["methods"]["lattice"]["score_mean"]
+    assert "layers = ['9']" in written["failed"]["fedpm"]
+    assert written["settings"]["methods"]["lattice"] == {"epochs": 1}
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.json_normalize(json.load(out.open()), "rows")
+    assert frame.groupby("method")["score_after"].max().between(0, 1).all()
+
+
+def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line(
+    bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Standalone, task: Task, kept: Any, received: Any) -> Local:
+        raise ZeroDivisionError("nothing left")
+
+    monkeypatch.setattr(Coupled, "local_round", broken)
+    failures: dict[str, MaskfleetError] = {}
+    two = config(methods={"coupled": {}, "standalone": {"epochs": 1}}, processes=1)
+    assert set(run_all(two, bundle, devices, failed=failures.__setitem__)) == {"standalone"}
+    said = str(failures["coupled"])
+    assert "test_simulate.py, line " in said
+    assert "raise ZeroDivisionError(" in said
+    assert said.count("nothing left") == 2

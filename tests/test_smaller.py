@@ -10,13 +10,24 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from small_graphs import GRAPHS, MERGED_HEADS, MERGED_ROWS, Graph, Kind, bundle_of, masked, personal_of
+from small_graphs import (
+    BY_ELEMENT,
+    FRAMES,
+    GRAPHS,
+    MERGED_HEADS,
+    MERGED_ROWS,
+    Graph,
+    Kind,
+    bundle_of,
+    masked,
+    personal_of,
+)
 
 from edge_client.bundle import F32
 from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
 
-EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS}
+EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
 
 
 def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:

@@ -17,13 +17,13 @@ from coord_server import auth, store
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, Incoming
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import Seen
+from coord_server.store.tables import Known, Seen
 from coord_server.store.values import INLINE, Content, put, read
 from edge_client.bundle import digest
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
 
-ROW = ("fed", "{}", "s0", Content("0" * 64, b"g"), 1.0)
+ROW = ("fed", "{}", "d" * 64, "s0", Content("0" * 64, b"g"), 1.0)
 
 
 def write_twice_and_commit(incoming: Incoming, data: bytes) -> None:
@@ -34,7 +34,8 @@ def write_twice_and_commit(incoming: Incoming, data: bytes) -> None:
 
 def database(folder: Path) -> Metadata:
     found = Metadata(f"sqlite:///{folder / 'x.db'}")
-    if found.add_federation(*ROW):
+    found.add_bundle("d" * 64, 1.0)
+    if found.add_federation(*ROW) == "added":
         found.add_token("t" * 64, "fed", 1, 100.0)
     return found
 
@@ -245,7 +246,7 @@ def test_closing_a_round_drops_the_small_contents_and_switches_values_and_record
     assert data.update_content("fed", 1, "a") == Content("f" * 64, None)
     assert data.acknowledged("fed", 1, "a") == ("f" * 64, 6)  # still the same receipt
     assert data.record("fed", "a") == (2, Content("d" * 64, b"second"))
-    assert data.rounds("fed") == ['{"round":1}', '{"round":2}']
+    assert data.rounds("fed") == {1: '{"round":1}', 2: '{"round":2}'}
     again = (2, "{}", Content("e" * 64, None), {"a": None})
     with pytest.raises(StorageDamagedError, match="UNIQUE"):  # a round is closed once
         data.commit("fed", 3, "s9", [lambda rows: rows.close_round(*again)])
@@ -292,7 +293,7 @@ def test_ready_devices_are_counted_once_and_listed_while_they_are_present(tmp_pa
     for n, (name, at) in enumerate([("a", 10.0), ("b", 20.0), ("a", 10.0)]):
         data.commit("fed", n, "s", [lambda rows, name=name, at=at: rows.arrive(name, at)])  # type: ignore[misc]
     data.save_seen("fed", {"a": Seen(9.0), "c": Seen(30.0)})
-    assert (data.head("fed").ready, data.versions()) == (2, {"fed": 3})
+    assert (data.head("fed").ready, data.known()) == (2, {"fed": Known(3, 0)})
     assert data.present("fed", 10.0) == {"a": 10.0, "b": 20.0}
     assert data.present("fed", 10.5) == {"b": 20.0}
     gone = list[int]()
@@ -355,8 +356,8 @@ def test_coordinators_that_start_together_on_a_new_folder_agree(tmp_path: Path) 
 
 def used(folder: Path) -> None:
     store = open_store(folder)
-    store.metadata.add_federation(*ROW)
     store.metadata.add_bundle("d" * 64, 1.0)
+    store.metadata.add_federation(*ROW)
     store.blobs.put("bundles/" + "d" * 64, b"m")
     store.close()
 
@@ -387,7 +388,7 @@ def test_a_folder_that_lost_a_half_is_refused_until_init_starts_anew_and_deletes
             open_store(folder)
     before = {p.name for p in folder.rglob("*") if p.is_file() and p.suffix not in (".lock", ".db")}
     store = open_store(folder, init=True)
-    assert store.metadata.versions() == {}
+    assert store.metadata.known() == {}
     assert not store.metadata.has_bundle("d" * 64)
     store.close()
     after = {p.name for p in folder.rglob("*") if p.is_file()}

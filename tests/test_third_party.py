@@ -1,28 +1,37 @@
-"""Another package adds a method, a set codec, a value codec, a target and a training engine, each in one file.
+"""Another package adds a method, codecs, a meter, a target and a training engine: the blocks of docs/extending.md.
 
-The package is written to a temporary folder with entry points of its own, as pip would install it. Nothing of
+The package is written to a temporary folder with the page's entry points, as pip would install it. Nothing of
 maskfleet changes; the federations run through the simulator, which shares engine and aggregation with the coordinator.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
 from edge_bench.simulate import Simulated, run
 from edge_kernels import codecs
 from edge_kernels.codecs import values
-from numpy_mlp import NumpyMlp, mlp
+from numpy_mlp import mlp
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.data import DataFile, DeviceData, fit
-from edge_client.errors import BundleError, ConfigError, DataError
+from edge_client.errors import BundleError, ConfigError, DataError, MeterError
+from edge_client.measure.meters import choose
 from edge_client.methods import make_method
 from edge_client.protocol.messages import FederationConfig
 from edge_client.training import open_trainer
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 METHOD = '''
 """Federated averaging with a proximal term; devices that took part receive the change of the model only."""
@@ -111,104 +120,28 @@ class Prox(Method):
         return Personal(received, task.assignment.model.buffers)
 '''
 
-SETS = '''
-"""Positions as plain 32-bit numbers."""
-
-import numpy as np
-from edge_kernels.codecs import SetCodec
-
-plain = SetCodec(
-    "acme-plain", True,
-    lambda positions, d, contexts: positions.astype("<u4").tobytes(),
-    lambda data, d, contexts: np.frombuffer(data, "<u4"),
-)
-'''
-
-VALUES = '''
-"""The upper half of each float32."""
-
-import numpy as np
-from edge_kernels.codecs.values import ValueCodec
-
-brain = ValueCodec(
-    "acme-brain",
-    lambda values, stream: (values.view("<u4") >> 16).astype("<u2").tobytes(),
-    lambda data, d, stream: (np.frombuffer(data, "<u2").astype("<u4") << 16).view(np.float32),
-)
-'''
-
-TARGET = '''
-"""Ordered classes: a prediction that is near scores more than one that is far."""
-
-from typing import Literal
-
-import numpy as np
-
-from edge_client.errors import DataError
-from edge_client.targets import Target
-
-
-class Ordinal(Target):
-    kind: Literal["acme-ordinal"] = "acme-ordinal"
-    classes: int
-
-    @property
-    def output(self):
-        return (self.classes,)
-
-    def labels(self, n):
-        return np.zeros(n, np.int64)
-
-    def check(self, y, what):
-        if y.min(initial=0) < 0 or y.max(initial=0) >= self.classes:
-            raise DataError(f"{what}: grades are 0..{self.classes - 1}")
-        return y.astype(np.int64)
-
-    def score(self, outputs, y):
-        return 1 - float(np.abs(outputs.argmax(1) - y).mean()) / (self.classes - 1)
-
-    def torch_loss(self, outputs, y):
-        return (outputs.softmax(1) * (outputs.argmax(1, keepdim=True) - y[:, None]).abs()).sum(1).mean()
-'''
-
-TRAINER = '''
-"""A multilayer perceptron in numpy."""
-
-from numpy_mlp import NumpyMlp
-
-
-def open_numpy(bundle, threads):
-    return NumpyMlp(bundle.manifest)
-'''
-
-ENTRY_POINTS = """
-    [maskfleet.methods]
-    acme-prox = acme_fleet.method:Prox
-    acme-broken = acme_fleet.nowhere:Nothing
-    [maskfleet.codecs.sets]
-    acme-plain = acme_fleet.sets:plain
-    [maskfleet.codecs.values]
-    acme-brain = acme_fleet.values:brain
-    acme-missing = acme_fleet.values:missing
-    [maskfleet.targets]
-    acme-ordinal = acme_fleet.target:Ordinal
-    [maskfleet.trainers]
-    acme-numpy = acme_fleet.trainer:open_numpy
-"""
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+BLOCKS = dict(re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+MORE = {
+    "maskfleet.methods": {"acme-prox": "acme_fleet.prox:Prox", "acme-broken": "acme_fleet.nowhere:Nothing"},
+    "maskfleet.codecs.values": {"acme-missing": "acme_fleet.codecs:missing"},
+}
+"""Beside the page's own entry points: a method with records and audiences, and two that do not load."""
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The package, installed beside maskfleet."""
     folder = tmp_path_factory.mktemp("site-packages")
-    package, info = folder / "acme_fleet", folder / "acme_fleet-1.0.dist-info"
-    package.mkdir()
+    info = folder / "acme_fleet-1.0.dist-info"
     info.mkdir()
-    files = {"__init__": "", "method": METHOD, "sets": SETS, "values": VALUES, "target": TARGET, "trainer": TRAINER}
-    for name, source in files.items():
-        (package / f"{name}.py").write_text(source)
+    for name, source in {**BLOCKS, "acme_fleet/__init__.py": "", "acme_fleet/prox.py": METHOD}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source)
+    groups = tomllib.loads(BLOCKS["pyproject.toml"])["project"]["entry-points"]
+    lines = [[f"[{g}]", *(f"{k} = {v}" for k, v in {**groups[g], **MORE.get(g, {})}.items())] for g in groups]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-fleet\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(dedent(ENTRY_POINTS))
+    (info / "entry_points.txt").write_text("\n".join(line for group in lines for line in group))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield folder
@@ -288,8 +221,35 @@ def test_a_target_checks_labels_and_scores(bundle: Bundle, devices: dict[str, De
         fit(DataFile(Path("z"), {"x": np.zeros((4, 6)), "y": np.arange(4)}), bundle.manifest)
 
 
-def test_a_trainer(bundle: Bundle) -> None:
-    assert isinstance(open_trainer("acme-numpy", bundle), NumpyMlp)
+CHECKS = re.findall(r"def (test_\w+)\((\w*)\)", BLOCKS["tests/test_acme.py"])
+
+
+@pytest.mark.parametrize(("name", "argument"), CHECKS)
+def test_the_page_s_own_tests_pass(installed: Path, tmp_path: Path, name: str, argument: str) -> None:
+    space: dict[str, Any] = {}
+    exec(BLOCKS["tests/test_acme.py"], space)
+    space[name](*([tmp_path] if argument else []))
+
+
+def test_every_block_has_under_thirty_lines() -> None:
+    assert len(CHECKS) == 4
+    for name, source in BLOCKS.items():
+        lines = [line for line in source.splitlines() if line.strip()]
+        assert len(lines) < 30, (name, len(lines))
+
+
+def test_the_page_s_method_trains_on_the_page_s_engine(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    result = federation(bundle, devices, name="acme-avgm", lr=0.02, epochs=1)
+    assert result.final is not None
+    assert result.final.mean > 0.8
+    assert "beta" in import_module("acme_fleet.method").AvgM.search
+
+
+def test_the_page_s_meter_is_found_by_name(installed: Path, tmp_path: Path) -> None:
+    with pytest.raises(MeterError, match="start the UPS driver"):
+        choose(f"acme-ups:path={tmp_path}/watts")
+    (tmp_path / "watts").write_text("4.2")
+    assert choose(f"acme-ups:path={tmp_path}/watts").meter is not None
 
 
 def test_what_does_not_load_or_is_not_installed_is_named_with_the_choices(installed: Path, bundle: Bundle) -> None:

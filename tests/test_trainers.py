@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_client.bundle import F32, Bundle
+from edge_client.bundle import Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.named_bundles import packaged
 from edge_client.targets import Classification, Regression, Sequence, Target
-from edge_client.training import Trainer, open_trainer
-from edge_client.training.sgd import Sgd
+from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
-from edge_bench.simulate import BUNDLES  # noqa: E402
+from edge_bench.testing import trainers  # noqa: E402
 from edge_export import export_bundle  # noqa: E402
 from exported import SHARED, spread  # noqa: E402
 from exported import exported as exported_once  # noqa: E402
@@ -141,28 +141,19 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.manual_seed(5)
     module = case.make()
     spread(module)
-    x, _ = _batch(case, 2, 0)
+    x = np.zeros((2, *case.sample), np.int64 if case.tokens else np.float32)
     folder = tmp_path_factory.mktemp("bundle") / "b"
     bundle = export_bundle(module, torch.from_numpy(x), folder, name="c", target=case.target)
     return Exported(case, module, with_programs(bundle))
 
 
-def _batch(case: Case, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shape = (n, *case.sample)
-    x = rng.integers(0, case.tokens, shape) if case.tokens else rng.standard_normal(shape).astype(np.float32)
-    if isinstance(case.target, Regression):
-        return x, rng.standard_normal((n, *case.target.output)).astype(np.float32)
-    return x, rng.integers(0, case.target.output[-1], (n, *case.target.output[:-1]))
-
-
-def _distance(a: F32, b: F32) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+def _batch(case: Case, bundle: Bundle, n: int) -> trainers.Samples:
+    return trainers.samples(bundle.manifest, n, n, case.tokens)
 
 
 @pytest.mark.parametrize("n", [32, 7, 2])
 def test_loss_gradients_and_statistics_equal_eager_pytorch_whatever_the_batch_size(exported: Exported, n: int) -> None:
-    x, y = _batch(exported.case, n, n)
+    x, y = _batch(exported.case, exported.bundle, n)
     module = exported.case.make().train()
     module.load_state_dict(exported.module.state_dict())
     loss = exported.case.loss(module(torch.from_numpy(x)), y)
@@ -174,7 +165,7 @@ def test_loss_gradients_and_statistics_equal_eager_pytorch_whatever_the_batch_si
     for backend in BACKENDS:
         got = open_trainer(backend, exported.bundle).gradient(start.parameters, start.buffers, x, y)
         assert got.loss == pytest.approx(float(loss.detach()), rel=1e-5), backend
-        assert _distance(got.parameters, expected) < 1e-4, backend
+        assert trainers.distance(got.parameters, expected) < 1e-4, backend
         for t in m.parameters:  # no layer hides behind a larger one; a bias under batch-norm has gradient 0 +- rounding
             norm = np.linalg.norm(expected[t.span])
             error = np.linalg.norm(got.parameters[t.span] - expected[t.span])
@@ -211,7 +202,7 @@ def test_a_batch_of_one_sample_leaves_the_running_variance_and_moves_the_running
 def test_logits_equal_eager_pytorch_in_evaluation_mode(exported: Exported) -> None:
     start = exported.bundle.model()
     for n in (1, 33):
-        x, _ = _batch(exported.case, n, n)
+        x, _ = _batch(exported.case, exported.bundle, n)
         with torch.no_grad():
             expected = exported.module.eval()(torch.from_numpy(x)).numpy()
         for backend in BACKENDS:
@@ -219,53 +210,22 @@ def test_logits_equal_eager_pytorch_in_evaluation_mode(exported: Exported) -> No
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def _train(trainer: Trainer, bundle: Bundle, case: Case) -> tuple[F32, F32]:
-    start = bundle.model()
-    parameters, buffers = start.parameters.copy(), start.buffers.copy()
-    sgd = Sgd(len(parameters), lr=0.02, momentum=0.9)
-    for step in range(50):
-        x, y = _batch(case, (16, 9, 16, 4, 2)[step % 5], 100 + step)
-        g = trainer.gradient(parameters, buffers, x, y)
-        buffers[:] = g.buffers
-        sgd.step(parameters, g.parameters)
-    return parameters, buffers
-
-
 def test_fifty_identical_sgd_steps_end_at_the_same_model_on_every_backend(exported: Exported) -> None:
-    start = exported.bundle.model()
-    expected, stats = _train(open_trainer(REFERENCE, exported.bundle), exported.bundle, exported.case)
-    assert _distance(start.parameters, expected) > 0.02  # the model moved
+    bundle, tokens = exported.bundle, exported.case.tokens
+    expected = trainers.trained(open_trainer(REFERENCE, bundle), bundle, tokens)
     for backend in BACKENDS:
-        got, got_stats = _train(open_trainer(backend, exported.bundle), exported.bundle, exported.case)
-        assert _distance(got, expected) < 1e-3, backend
-        np.testing.assert_allclose(got_stats, stats, rtol=1e-3, atol=1e-4)
+        trainers.ends_where(open_trainer(backend, bundle), expected, bundle, tokens)
 
 
 def test_a_trainer_is_a_pure_function_and_opens_a_graph_only_when_it_needs_it(exported: Exported) -> None:
-    start = exported.bundle.model()
-    x, y = _batch(exported.case, 8, 1)
     for backend in BACKENDS:
-        trainer = open_trainer(backend, exported.bundle)
-        first = trainer.gradient(start.parameters, start.buffers, x, y)
-        kept = first.parameters.copy(), first.buffers.copy()
-        trainer.gradient(start.parameters * 2, start.buffers, x, y)
-        trainer.logits(start.parameters, start.buffers, x)
-        again = trainer.gradient(start.parameters, start.buffers, x, y)
-        np.testing.assert_array_equal(again.parameters, kept[0])
-        np.testing.assert_array_equal(again.buffers, kept[1])
+        trainers.is_pure(open_trainer(backend, exported.bundle), exported.bundle, exported.case.tokens)
 
 
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 def test_parameters_of_a_payload_which_cannot_be_changed_serve_as_any(exported: Exported) -> None:
-    bundle, (x, y) = exported.bundle, _batch(exported.case, 4, 1)
-    start = bundle.model()
-    parameters, buffers = (np.frombuffer(a.tobytes(), np.float32) for a in (start.parameters, start.buffers))
     for backend in BACKENDS:
-        trainer = open_trainer(backend, bundle)
-        loss = trainer.gradient(parameters, buffers, x, y).loss
-        assert loss == trainer.gradient(start.parameters, start.buffers, x, y).loss
-        logits = trainer.logits(parameters, buffers, x)
-        assert np.array_equal(logits, trainer.logits(start.parameters, start.buffers, x))
+        trainers.takes_read_only(open_trainer(backend, exported.bundle), exported.bundle, exported.case.tokens)
 
 
 def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backends_are_refused(tmp_path: Path) -> None:
@@ -300,7 +260,7 @@ def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytes
         return open_session(graph, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
-    bundle = Bundle.open(BUNDLES / "digits")
+    bundle = Bundle.open(packaged()["digits"])
     x = np.zeros((1, *bundle.manifest.input.shape), np.float32)
     start = bundle.model()
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,19 +55,34 @@ def open_named(name: str, cache: Path | None = None) -> Bundle:
     """
     if name not in NAMES:
         raise BundleError(f"no bundle is named {name!r}; there are {', '.join(NAMES)}")
-    folder = (cache or cache_folder()) / f"{name}-{_recipe()}"
+
+    def check() -> None:
+        if find_spec("torch") is None or find_spec("onnxscript") is None:
+            raise ConfigError(f"bundle {name!r} is built with PyTorch; run: pip install 'maskfleet[author]'")
+
+    def make(folder: Path) -> None:
+        from edge_bench.pretrain import build
+
+        build(name, folder)
+
+    return into_cache(f"{name}-{recipe()}", make, check, cache)
+
+
+def into_cache(
+    name: str, build: Callable[[Path], None], check: Callable[[], None], cache: Path | None = None
+) -> Bundle:
+    """The bundle in the cache's folder `name`; when there is none, `check` may refuse and `build` writes it."""
+    folder = (cache or cache_folder()) / name
     if (folder / MANIFEST).is_file():
         return Bundle.open(folder)
-    if find_spec("torch") is None or find_spec("onnxscript") is None:
-        raise ConfigError(f"bundle {name!r} is built with PyTorch; run: pip install 'maskfleet[author]'")
-    from edge_bench.pretrain import build
-
+    check()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as fresh:
-            made = build(name, Path(fresh) / "bundle")
+            made = Path(fresh) / "bundle"
+            build(made)
             try:
-                made.folder.rename(folder)
+                made.rename(folder)
             except OSError:  # another process was first
                 if not (folder / MANIFEST).is_file():
                     raise
@@ -78,7 +93,7 @@ def open_named(name: str, cache: Path | None = None) -> Bundle:
     return Bundle.open(folder)
 
 
-def _recipe() -> str:
+def recipe() -> str:
     """Twelve hex digits of everything that decides a built bundle's bytes but PyTorch itself."""
     here = Path(__file__).parent
     exporter = find_spec("edge_export")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,19 +17,30 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edge_bench import curves, datasets, histogram, provenance, report
+from edge_bench import curves, datasets, demo_report, histogram, provenance, report, result
+from edge_bench.bundles import NAMES
 from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
-from edge_bench.simulate import RoundRow, SimulationConfig, find_bundle, read_config, run_all, starting_scores
+from edge_bench.simulate import (
+    RoundRow,
+    SimulationConfig,
+    find_bundle,
+    prepare,
+    read_config,
+    run_all,
+    starting_scores,
+)
+from edge_client.authored import is_place
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
+from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Round
-from edge_client.targets import Classification
+from edge_client.targets import Classification, Sequence
 from edge_client.training import open_trainer
 
 if sys.version_info >= (3, 11):
@@ -88,10 +101,13 @@ def open_simulation(
     table for them. Raises ConfigError, BundleError or DataError.
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
+    if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
+        content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
+        content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):
         content["methods"] = {label: tables.get(label, {}) for label in methods.split(",")}
-    config = read_config(content)
+    config = read_config(content, file.parent)
     if only is not None:
         wanted = only.split(",")
         unknown = sorted(set(wanted) - config.methods.keys())
@@ -100,8 +116,7 @@ def open_simulation(
         config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
-    bundle = find_bundle(config.bundle)
-    return config, bundle, datasets.load(config.data, config.seed, bundle.manifest)
+    return config, *prepare(config)
 
 
 def _outcome(r: Round) -> str:
@@ -114,6 +129,23 @@ def _warn(console: Console, sentences: list[str]) -> None:
     """A paragraph each, after the table."""
     if sentences:
         console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
+
+
+def _labels(
+    console: Console,
+    config: SimulationConfig,
+    bundle: Bundle,
+    devices: Mapping[str, DeviceData],
+    plot: Path | None,
+) -> None:
+    """Print which labels each device holds, and draw it. Raises ConfigError for a target without classes."""
+    target = bundle.manifest.target
+    if not isinstance(target, Classification | Sequence):
+        raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
+    console.print(histogram.table(devices, target.classes))
+    if plot is not None:
+        histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
+        console.print(f"wrote {plot}")
 
 
 def simulate(
@@ -133,28 +165,37 @@ def simulate(
         typer.Option(help="These methods, comma-separated, at their defaults where the file has no table for them."),
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Instead of the file's `bundle`: a name, a folder or FILE.py:FUNCTION.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
-    labels: Annotated[bool, typer.Option("--labels", help="Print how many labels of each class devices hold.")] = False,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Only print which labels devices hold (with --plot: draw it), and end.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of --json's file, and end.")] = False,
 ) -> None:
     """Run federations on this machine, on the same engine and methods as the real thing, and compare them."""
+    if schema:
+        typer.echo(json.dumps(result.SimulationResult.model_json_schema(), indent=1))
+        return
     if config is None:
         raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
     if json_file is not None:
         check_writable(json_file)
     if plot is not None:
         curves.check_plot(plot)
-    checked, bundle, devices = open_simulation(config, only, method, rounds=rounds, seed=seed, processes=processes)
+    checked, opened, devices = open_simulation(
+        config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
+    )
     console = plain_console()
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
-        f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {checked.data.name} on {len(devices)} devices, "
+        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
     )
     if labels:
-        target = bundle.manifest.target
-        if not isinstance(target, Classification):
-            raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
-        console.print(histogram.table(devices, target.classes))
+        _labels(console, checked, opened, devices, plot)
+        return
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
 
@@ -162,22 +203,22 @@ def simulate(
             everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
             steps.step(f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {_outcome(row.record)}{everyone}")
 
-        results = run_all(checked, bundle, devices, said, failures.__setitem__, models=False)
+        results = run_all(checked, opened, devices, said, failures.__setitem__, models=False)
     failed = "; ".join(f"{label}: {error}" for label, error in failures.items())
     if not results:
         raise ConfigError(failed)
-    model = bundle.model()
+    model = opened.model()
     made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
     records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
-    title = f"{checked.data.name}: every device's own model from the final downlink"
+    title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")
     if json_file is not None:
-        settings = checked.model_dump(mode="json", exclude={"methods"})
-        write_json(json_file, {"methods": records, "settings": settings, "machine": provenance.machine()})
+        reasons = {label: str(error) for label, error in failures.items()}
+        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if failed:
         raise ConfigError(failed)
 
@@ -221,6 +262,7 @@ def demo(
         f"{rounds} rounds of each method"
     )
     started = time.monotonic()
+    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
     with ExitStack() as stack:
@@ -244,23 +286,15 @@ def demo(
             console.print("stopped; every process of the demo has ended")
             raise typer.Exit(130) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
-    console.print("", report.table(records, title), report.choices(made), sep="\n")
-    _warn(console, report.warnings(records, made))
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     first = names[0]
-    if "fedavg" in records and first != "fedavg":
-        console.print("\n" + report.headline(first, records[first], records["fedavg"]))
-    ratio = compact["latency_dense_ms"] / compact["latency_compact_ms"]
-    share = compact["parameters_compact"] / compact["parameters_dense"]
-    console.print(
-        f"{first}'s models on the devices: {compact['parameters_compact']:,.0f} of "
-        f"{compact['parameters_dense']:,.0f} parameters ({share:.0%}, median);\none sample takes "
-        f"{compact['latency_compact_ms']:.3f} ms in ONNX Runtime, the whole network "
-        f"{compact['latency_dense_ms']:.3f} ms:\n{ratio:.1f} times as fast"
-    )
+    console.print("", demo_report.table(records, title), sep="\n")
+    console.print("", demo_report.small_models(first, records[first], compact, records.get("fedavg")), sep="\n")
+    console.print("", demo_report.conclusions(first, records, compact), "", demo_report.choices(made), sep="\n")
+    _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw(lines, plot, title)
         console.print(f"wrote {plot}")
@@ -277,5 +311,5 @@ def demo(
         run |= {"cohort": len(parts), "methods": tables}
         write_json(
             json_file,
-            {"methods": records, "compaction": compact, "settings": run, "machine": provenance.machine()},
+            {**origin, "methods": records, "compaction": compact, "settings": run},
         )

@@ -1,113 +1,69 @@
 """Data sets divided over devices, as the table `[data]` of a simulation says.
 
-`sources` reads the files, `partition` says which device gets what, and this module joins them to the bundle's input.
-UCI HAR, FEMNIST and Shakespeare are divided by who made the samples; the others by chance or by class. docs/data.md
-describes each data set and every key.
+`data_table` says what is read, `partition` which device gets what, and this module joins them to the bundle's input.
+docs/data.md describes each data set and every key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
+import psutil
 from edge_kernels import counter
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
-from edge_bench import partition, sources
+from edge_bench import own_data, partition
+from edge_bench.data_table import DataConfig, Shape, source
+from edge_bench.own_data import Fleet
 from edge_bench.partition import FEWEST, Share
 from edge_bench.sources import Samples, find
 from edge_client.bundle import Manifest
-from edge_client.data import DeviceData, check, split
+from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "divide", "find", "load", "read", "write"]
+__all__ = ["DataConfig", "divide", "find", "load", "read", "undivided", "write"]
 
-_MAKERS = {"har": "person", "femnist": "writer", "shakespeare": "role"}  # how devices of natural splits are called
-_DEPENDENT = ("har", "shakespeare")  # neighbouring samples of one maker belong together, so nothing else divides them
-
-
-class DataConfig(BaseModel):
-    """The table `[data]` of a simulation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Literal["har", "digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "femnist", "shakespeare", "npz"]
-    path: Path | None = None
-    """The data set's file or folder; None looks where `sources` says. `npz` needs it."""
-    devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """By maker: the first so many (None: all). Others: over how many devices (None: 10)."""
-    split: Literal["natural", "iid", "dirichlet", "classes"] = "natural"
-    """`natural`: by maker where the data set knows makers, else as `iid`, an even deal. `dirichlet`: each class by
-    Dirichlet shares. `classes`: a device holds some classes only."""
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
-    """Dirichlet concentration: small is uneven."""
-    classes: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Classes a device holds with `split = "classes"`."""
-    per_class: Annotated[int, Field(ge=1)] | None = None
-    """`split = "classes"`: training samples of each class a device holds; None deals out all samples."""
-    validation_per_class: Annotated[int, Field(ge=0)] = 5
-    """With `per_class`: validation samples of each class beside them, which the device keeps."""
-    test_per_class: Annotated[int, Field(ge=1)] = 100
-    """With `per_class`: test samples of each class a device holds."""
-    balance: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """With `per_class`: training samples of a device's last class over those of its first."""
-    inside: Literal["recording", "window"] = "recording"
-    """HAR: a device's held-out samples are whole recordings, or (as published tables do it) single windows."""
-    characters: Annotated[int, Field(ge=1)] = 5000
-    """Shakespeare: only roles with at least so many characters."""
-    standardise: bool = False
-    """`npz`: features by mean and deviation of all devices' training samples together (HAR always is)."""
-    samples: Annotated[int, Field(ge=FEWEST)] | None = None
-    """Use only so many samples of the whole data set (None: all); not with makers."""
-    labels: Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1)] | None = None
-    """Use only the samples of these classes, numbered anew in this order (None: all); not with makers."""
-    evaluate: Literal["validation", "test"] = "test"
-    """`validation`: train on the training part, report on the validation part, to choose settings.
-    `test`: train on both, report on the test part."""
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a device's training samples that it holds as its own validation part, whole units only; 0: none."""
+_SPARE = 1 << 28  # bytes of memory to leave free
 
 
-def read(config: DataConfig) -> Samples:
-    """All samples of a data set, of the classes that `labels` keeps. Raises DataError or ConfigError."""
-    if config.name == "digits":
-        s = sources.read_digits()
-    elif config.name == "npz":
-        if config.path is None:
-            raise ConfigError('data set "npz" needs `path`, the file with arrays x and y')
-        s = sources.read_npz(config.path)
-    else:
-        path = find(config.name, config.path)
-        if config.name == "har":
-            s = sources.read_har(path)
-        elif config.name == "femnist":
-            s = sources.read_femnist(path)
-        elif config.name == "shakespeare":
-            s = sources.read_shakespeare(path, config.characters)
-        else:
-            s = sources.read_cifar(path) if config.name.startswith("cifar") else sources.read_mnist(path)
-    if config.labels is None:
+def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
+    """All samples of a data set, of the classes that `labels` keeps, for a model whose input has `shape`.
+
+    Raises DataError or ConfigError.
+    """
+    s = source(config.name).read(config, shape)
+    if config.labels is None or isinstance(s, Fleet):
         return s
     y = _classes(config, s)
     number = np.full(max(int(y.max()), *config.labels) + 1, -1)
     number[list(config.labels)] = np.arange(len(config.labels))
     kept = np.flatnonzero(number[y] >= 0)
-    return _chosen(s, kept, number[y[kept]])
+    names = tuple(s.classes[label] for label in config.labels) if s.classes else ()
+    return replace(_chosen(s, kept, number[y[kept]]), classes=names)
+
+
+def undivided(config: DataConfig) -> Samples:
+    """The same of a data set that is not divided yet. Raises DataError for one with every device's own file."""
+    found = read(config)
+    if isinstance(found, Fleet):
+        raise DataError(f"{config.called} is divided over devices already")
+    return found
 
 
 def _chosen(s: Samples, rows: NDArray[np.int64], y: NDArray[Any] | None = None) -> Samples:
     """Only these rows, with labels `y` of theirs."""
-    return Samples(
-        s.x[rows],
-        s.y[rows] if y is None else y,
-        s.unit[rows],
-        None if s.owner is None else s.owner[rows],
-        s.names,
-        None if s.published is None else s.published[rows],
-        s.sequential,
+    return replace(
+        s,
+        x=s.x[rows],
+        y=s.y[rows] if y is None else y,
+        unit=s.unit[rows],
+        owner=None if s.owner is None else s.owner[rows],
+        published=None if s.published is None else s.published[rows],
     )
 
 
@@ -118,18 +74,18 @@ def _classes(config: DataConfig, s: Samples) -> NDArray[np.int64]:
     return s.y.astype(np.int64)
 
 
-def divide(config: DataConfig, seed: int) -> tuple[Samples, dict[str, Share]]:
-    """The samples that are used, and by device which of them it holds. Raises DataError or ConfigError."""
-    natural = config.split == "natural"
-    if config.name in _DEPENDENT and (not natural or config.samples is not None or config.labels is not None):
-        called = "UCI HAR" if config.name == "har" else "Shakespeare"
+def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple[Samples, dict[str, Share]]:
+    """The samples that are used, and by device which of them it holds; `found` are those `read` already.
+
+    Raises DataError or ConfigError.
+    """
+    natural, dependent = config.split == "natural", source(config.name).dependent
+    if dependent and (not natural or config.samples is not None or config.labels is not None):
         raise ConfigError(
-            f"{called} is divided by {_MAKERS[config.name]}; leave out `samples`, `labels`, and `split` or set it to "
-            '"natural"'
+            f"{dependent} is divided by {source(config.name).maker}; leave out `samples`, `labels`, and `split` or set "
+            'it to "natural"'
         )
-    if config.per_class is not None and config.split != "classes":
-        raise ConfigError(f'per_class = {config.per_class} needs split = "classes"')
-    s = read(config)
+    s = undivided(config) if found is None else found
     if natural and s.owner is not None:
         if config.samples is not None or config.labels is not None:
             raise ConfigError(
@@ -149,13 +105,13 @@ def divide(config: DataConfig, seed: int) -> tuple[Samples, dict[str, Share]]:
 
 def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: int) -> tuple[Samples, dict[str, Share]]:
     makers = np.unique(owner)
-    label = _MAKERS.get(config.name, "device")
+    label = source(config.name).maker
     if config.devices is not None and config.devices > len(makers):
         raise ConfigError(f"{config.name} has {len(makers)} {label}s; devices = {config.devices} is too many")
     rows = np.flatnonzero(np.isin(owner, makers[: config.devices]))
     s = _chosen(s, rows)
     if config.name == "har" and config.inside == "window":
-        s = Samples(s.x, s.y, np.arange(len(s.y)), s.owner)
+        s = replace(s, unit=np.arange(len(s.y)))
     return s, _parts(s, owner[rows], label, seed)
 
 
@@ -188,18 +144,23 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
     return shares
 
 
-def load(config: DataConfig, seed: int, manifest: Manifest) -> dict[str, DeviceData]:
-    """Every device's data by its name, in the shape and dtype of the bundle's input.
+def load(
+    config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None
+) -> dict[str, DeviceData]:
+    """Every device's data by its name, in the shape and dtype of the bundle's input; `found` is what `read` gave.
 
     Features of HAR are standardised with the mean and deviation of all devices' training samples together.
     Raises DataError or ConfigError.
     """
-    s, shares = divide(config, seed)
-    x: NDArray[Any] = s.x
+    if found is None:
+        found = read(config, manifest.input.shape)
+    if isinstance(found, Fleet):
+        return _fitted(config, found, seed, manifest)
+    s, shares = divide(config, seed, found)
+    _check_memory(config, shares, manifest)
+    scale = None
     if config.name == "har" or config.standardise:
-        train = x[np.sort(np.concatenate([share.train for share in shares.values()]))].astype(np.float64)
-        x = (x - train.mean(axis=0)) / np.maximum(train.std(axis=0), 1e-6)
-    x = _shaped(x, manifest.input.shape)
+        scale = _scale(s.samples(np.sort(np.concatenate([share.train for share in shares.values()]))))
     devices = {}
     for name, share in shares.items():
         trained, validated, reported = share.train, share.train[:0], share.validation
@@ -214,9 +175,68 @@ def load(config: DataConfig, seed: int, manifest: Manifest) -> dict[str, DeviceD
         if config.validation:
             stay, gone = split(s.unit[trained], seed, "validation", config.validation, must=False)
             trained, validated = trained[stay], np.sort(np.concatenate([validated, trained[gone]]))
-        sides = (check(manifest, x[i], s.y[i], f"{config.name}, {name}") for i in (trained, validated, reported))
+        sides = []
+        for rows in (trained, validated, reported):
+            x = _shaped(_scaled(s.samples(rows), scale), manifest.input.shape)
+            sides.append(check(manifest, x, s.y[rows], f"{config.name}, {name}"))
         devices[name] = DeviceData(*(array for side in sides for array in side))
     return devices
+
+
+def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> dict[str, DeviceData]:
+    """What each device makes of its own file, as a real device of a federation with the same seed does."""
+    for key in ("split", "samples", "labels", "validation"):
+        if key in config.model_fields_set:
+            raise ConfigError(
+                f"`{key}` divides a data set, but {config.name} has every device's own file; leave it out"
+            )
+    names = list(fleet.devices)
+    if config.devices is not None and config.devices > len(names):
+        raise ConfigError(f"{config.name} has {len(names)} devices; devices = {config.devices} is too many")
+    shape = manifest.input.shape
+    files = {
+        name: replace(f, arrays={k: _shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
+        for name, f in list(fleet.devices.items())[: config.devices]
+    }
+    if config.standardise:
+        scale = _scale(np.concatenate([fit(file, manifest, seed).x for file in files.values()]))
+        files = {
+            name: replace(f, arrays={k: _scaled(a, scale) if k[0] == "x" else a for k, a in f.arrays.items()})
+            for name, f in files.items()
+        }
+    devices = {name: fit(file, manifest, seed) for name, file in files.items()}
+    if config.evaluate == "test":
+        return devices
+    return {
+        name: replace(d, x_test=d.x_val, y_test=d.y_val, x_val=d.x_val[:0], y_val=d.y_val[:0])
+        for name, d in devices.items()
+    }
+
+
+Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def _scale(train: NDArray[Any]) -> Scale:
+    """Mean and deviation of each feature."""
+    wide = train.astype(np.float64)
+    return wide.mean(axis=0), np.maximum(wide.std(axis=0), 1e-6)
+
+
+def _scaled(x: NDArray[Any], scale: Scale | None) -> NDArray[Any]:
+    """`x` standardised, or as it is."""
+    return x if scale is None else (x - scale[0]) / scale[1]
+
+
+def _check_memory(config: DataConfig, shares: Mapping[str, Share], manifest: Manifest) -> None:
+    """Raise DataError when the devices' samples would not fit into this machine's memory."""
+    rows = sum(len(part) for share in shares.values() for part in (share.train, share.validation, share.test))
+    needed = rows * prod(manifest.input.shape) * np.dtype(manifest.input.dtype).itemsize
+    free = psutil.virtual_memory().available
+    if needed > free - _SPARE:
+        raise DataError(
+            f"{config.name}: {rows:,} samples of {manifest.input.shape} take {needed / 2**30:.1f} GiB and "
+            f"{free / 2**30:.1f} GiB are free; lower `devices` or `samples`, or give the model smaller ones"
+        )
 
 
 def _shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -227,10 +247,12 @@ def _shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def write(devices: Mapping[str, DeviceData], folder: Path) -> dict[str, Path]:
-    """One .npz file a device, as `maskfleet join --data` reads it."""
+    """One .npz file a device, as `maskfleet join --data` reads it. Raises DataError for a name that is no device's."""
+    for name in devices:
+        own_data.check_name(name, "data")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for name, data in devices.items():
         paths[name] = folder / f"{name}.npz"
-        np.savez(paths[name], **vars(data))
+        np.savez(paths[name], **vars(data), normalised=np.True_)
     return paths

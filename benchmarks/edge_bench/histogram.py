@@ -1,16 +1,11 @@
-"""Which labels each device holds: counts, a table for the terminal and a plot.
-
-python -m edge_bench.histogram CONFIG.toml [--plot PNG]
-"""
+"""Which labels each device holds: counts, a table for the terminal and a plot (`maskfleet simulate --labels`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
 from edge_bench.curves import check_plot
@@ -90,22 +85,3 @@ def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def main(
-    config: Annotated[Path, typer.Argument(help="A simulation's TOML file.")],
-    plot: Annotated[Path | None, typer.Option(help="Also draw it here, as a PNG.")] = None,
-    lines: Annotated[int, typer.Option(min=1, help="Devices with a line of their own.")] = 20,
-) -> None:
-    """Print which labels each device of a simulation holds."""
-    from edge_bench.cli import open_simulation
-
-    checked, bundle, devices = open_simulation(config, None)
-    classes = bundle.manifest.target.output[-1]
-    print(table(devices, classes, lines))
-    if plot is not None:
-        draw(devices, classes, plot, f"{checked.data.name}, split {checked.data.split}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

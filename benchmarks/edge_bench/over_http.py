@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import onnx
 import typer
 from edge_kernels import counter
 
@@ -39,7 +40,7 @@ class Outcome:
     state: str
     """Of the server's state, as `GET /v1/federations/{id}/state` answers it."""
     models: Mapping[str, str]
-    """Of each device's `personal.onnx`."""
+    """Of each device's `personal.onnx` without its metadata."""
     rounds: Sequence[Round]
     """The rounds' records, with 0 seconds and no cost."""
     scores: Scores | None
@@ -54,7 +55,14 @@ class Outcome:
 def outcome(state: str, models: Mapping[str, Path], rounds: Sequence[Round], scores: Scores | None) -> Outcome:
     """The outcome of a federation whose devices' models are these files."""
     timeless = [r.model_copy(update={"seconds": 0.0, "cost": {}}) for r in rounds]
-    return Outcome(state, {name: digest(path.read_bytes()) for name, path in models.items()}, timeless, scores)
+    return Outcome(state, {name: digest(graph(path)) for name, path in models.items()}, timeless, scores)
+
+
+def graph(path: Path) -> bytes:
+    """A model without what it says of itself: a simulation's names no federation."""
+    model = onnx.load(path)
+    del model.metadata_props[:]
+    return bytes(model.SerializeToString(deterministic=True))
 
 
 def in_one_process(bundle: Bundle, devices: Mapping[str, DeviceData], result: Simulated, folder: Path) -> Outcome:

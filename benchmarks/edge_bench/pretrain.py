@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench import models, sources
-from edge_bench.datasets import DataConfig, read
+from edge_bench.datasets import DataConfig, undivided
 from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
@@ -80,7 +80,7 @@ def _shuffled(x: NDArray[np.float32], y: NDArray[np.int64], samples: int | None 
 def build_mlp(name: str, folder: Path, samples: int | None = None) -> Bundle:
     """Pre-train 784-300-100 on the digits 0-4 and write it with a new head for five classes."""
     torch.manual_seed(SEED)
-    known = read(DataConfig(name="mnist", labels=KNOWN))
+    known = undivided(DataConfig(name="mnist", labels=KNOWN))
     net = models.mlp(784, 300, 100, len(KNOWN))
     right = _trained(net, *_shuffled(known.x, known.y, samples), MLP_EPOCHS)
     print(f"digits 0-4, held out: {right:.2%}")

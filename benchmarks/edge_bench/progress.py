@@ -46,6 +46,11 @@ class Steps:
             left = now / self._done * (self._total - self._done) if self._done else 0.0
             self._console.print(f"{now:7.1f} s  {words}  {duration(left)} left")
 
+    def skip(self, count: int) -> None:
+        """`count` steps need not be done: the time left is that of the others."""
+        self._total -= count
+        self._bar.update(self._task, total=self._total)
+
     def say(self, words: str) -> None:
         """A line that stays, above the bar."""
         self._console.print(words)

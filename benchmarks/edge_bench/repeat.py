@@ -21,12 +21,13 @@ from edge_bench.curves import shown
 from edge_bench.simulate import run_all
 from edge_client.methods import make_method
 
-ROW = "round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic"
+ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",
+       "score_of_all_devices")  # fmt: skip
 
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:
     """A run's record with the compared columns of its rounds."""
-    rounds = [{k: r[k] for k in ROW} for r in record["rounds"]]
+    rounds = [{k: r[k] for k in ROW if k in r} for r in record["rounds"]]
     for r in rounds:
         for moment in ("score_before", "score_after"):
             r[moment] = r[moment] and r[moment]["mean"]

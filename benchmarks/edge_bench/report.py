@@ -33,17 +33,6 @@ up, down: payload bytes a device sends and receives in a round; bits: the same
   per parameter that is exchanged; bytes in all: of one device, both ways, all
   rounds and the last downlink, with what is sent only once (bundle apart)"""
 
-CHOICE: Mapping[str, str] = {
-    "lattice": "first: FedAvg's score at few bytes, and small fast models",
-    "fedavg": "when bytes cost nothing, and as the score to compare with",
-    "coupled": "to learn masks of a good pre-trained network in few bytes",
-    "fedmask": "to learn masks of frozen weights, each device its own structure",
-    "hermes": "when each device shall prune as far as its own score allows",
-    "federated_pruning": "for one smaller network of all devices, in float32",
-    "standalone": "when devices have no network; what any other method has to beat",
-}
-"""When to choose a method, in a few words; docs/choosing.md has all."""
-
 
 def traffic(rounds: Sequence[Round], devices: int) -> Record:
     """Bytes per device and round up and down, bits per parameter, what is sent once, and bytes in all.
@@ -145,29 +134,20 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> li
 
     Both mappings have the same labels.
     """
-    alone = [r["score_mean"] for label, r in records.items() if methods[label].name == ALONE]
-    bases = {"training alone": alone[0] if alone else None}
+    alone = next((label for label in records if methods[label].name == ALONE), None)
     found = []
     for label, r in records.items():
-        score = r["score_mean"]
-        for than, base in {"the bundle's own start": r["score_start"], **bases}.items():
+        score, bases = r["score_mean"], {"the bundle's own start": r["score_start"]}
+        hint = methods[label].hint
+        if alone is not None and alone != label:
+            bases["training alone"] = records[alone]["score_mean"]
+            fewer, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
+            if fewer is not None and epochs is not None and fewer < epochs:
+                hint = f"epochs = {epochs}, as {alone} has (here {fewer}), then {hint}"
+        for than, base in bases.items():
             if score is not None and base is not None:
-                found.append(below(label, score, base, than, methods[label].hint))
+                found.append(below(label, score, base, than, hint))
     return [sentence for sentence in found if sentence is not None]
-
-
-def choices(methods: Mapping[str, Method]) -> str:
-    """When to choose each of these methods, a line each."""
-    width = max(map(len, methods))
-    lines = [f"  {label:{width}}  {CHOICE[m.name]}" for label, m in methods.items() if m.name in CHOICE]
-    return "\n".join(["which to choose (docs/choosing.md has all)", *lines])
-
-
-def headline(label: str, r: Record, reference: Record) -> str:
-    """A method beside FedAvg in one sentence."""
-    points = 100 * (r["score_mean"] - reference["score_mean"])
-    share = reference["bytes_per_device"] / r["bytes_per_device"]
-    return f"{label}: {points:+.1f} points against fedavg, at 1/{share:,.0f} of its bytes"
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:

@@ -8,7 +8,9 @@ say otherwise; deadlines and other failures are not simulated.
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,26 +18,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Contribution, Encoded
+from edge_bench import datasets
 from edge_bench.bundles import NAMES, open_named
 from edge_bench.datasets import DataConfig
+from edge_bench.own_model import ExportConfig, open_module
 from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
+from edge_client.authored import described, is_place, place_of
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError, first_fault, suggestion
+from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import FederationConfig, Round, Scores
+from edge_client.named_bundles import bundle_folder, packaged
+from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
-
-BUNDLES = Path(__file__).parent / "bundles"
 
 
 class SimulationConfig(BaseModel):
@@ -43,8 +47,10 @@ class SimulationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bundle: str
-    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), or a bundle's folder."""
+    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), a bundle's folder, or FILE.py:FUNCTION."""
     data: DataConfig
+    export: ExportConfig = ExportConfig()
+    """How a `bundle` of a Python file is exported."""
     methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     rounds: Annotated[int, Field(ge=1, le=1_000_000)]
     cohort: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -57,6 +63,8 @@ class SimulationConfig(BaseModel):
     once a method's remaining work is worth their start."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
+    personalise: Personalise = "best"
+    """Which model a device ends with, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
     """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
     final_epochs: bool = True
@@ -78,9 +86,9 @@ class Simulated:
     rows: tuple[RoundRow, ...]
     devices: int
     final: Scores | None
-    """Every device's personal model from the final downlink, on its own test samples; None when no device has any."""
+    """The model that every device ends with, on its own test samples; None when no device has any."""
     final_after: Scores | None
-    """The same after local epochs from there."""
+    """Every device's score after the local epochs of one more round."""
     kept_share: float
     """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
@@ -88,40 +96,64 @@ class Simulated:
     state_sha256: str
     personal_sha256: str
     seconds: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
 
 
-def read_config(data: Mapping[str, Any]) -> SimulationConfig:
-    """Check a parsed TOML file. Raises ConfigError with the setting and its value."""
+def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationConfig:
+    """Check a parsed TOML file, whose paths are relative to `folder`.
+
+    Raises ConfigError with the setting and its value.
+    """
     tables = data.get("methods")
     if "method" in data or not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
         raise ConfigError("a simulation has [methods.NAME] tables, one for each method")
+    models: dict[str, type[BaseModel]] = {"data": DataConfig, "export": ExportConfig}
+    checked: dict[str, BaseModel] = {}
+    for name, model in models.items():  # apart, so that a key is suggested from its own table
+        if isinstance(data.get(name), Mapping):
+            checked[name] = _checked(model, data[name], f"[{name}]")
+    config = _checked(SimulationConfig, {**data, **checked}, "simulation")
+    if config.export.model_fields_set and not is_place(config.bundle):
+        raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
+    named = config.bundle in (*packaged(), *NAMES)
+    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
+    return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def _checked(model: type[_M], table: Any, called: str) -> _M:
     try:
-        return SimulationConfig.model_validate(data)
+        return model.model_validate(table)
     except ValidationError as error:
-        fault = first_fault(error, "table", SimulationConfig.model_fields)
-        raise ConfigError(f"simulation setting {fault}") from None
+        raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
 
 
-def find_bundle(name: str) -> Bundle:
+def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
 
     Raises BundleError; ConfigError or DataError when it cannot be built.
     """
-    packaged = BUNDLES / name
-    if (packaged / MANIFEST).is_file():
-        return Bundle.open(packaged)
-    if name in NAMES:
+    if name in NAMES and name not in packaged():
         return open_named(name)
-    folder = Path(name)
-    if not (folder / MANIFEST).is_file():
-        names = [*sorted(path.parent.name for path in BUNDLES.glob(f"*/{MANIFEST}")), *NAMES]
-        raise BundleError(
-            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(names)}{suggestion(name, names)}"
-        )
-    return Bundle.open(folder)
+    return Bundle.open(bundle_folder(name, beside, *NAMES))
+
+
+def prepare(config: SimulationConfig) -> tuple[Bundle, dict[str, DeviceData]]:
+    """The bundle, exported now when it is a function of a Python file, and every device's data.
+
+    Raises BundleError, DataError or ConfigError.
+    """
+    if not is_place(config.bundle):
+        bundle = find_bundle(config.bundle)
+        return bundle, datasets.load(config.data, config.seed, bundle.manifest)
+    found = datasets.read(config.data, config.export.input)
+    bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
+    return bundle, datasets.load(config.data, config.seed, bundle.manifest, found)
 
 
 @dataclass(frozen=True)
@@ -262,11 +294,12 @@ def run(
     opener = partial(open_trainer, config.backend or DEFAULT_BACKEND, bundle)
     looks = len(names) * ((config.rounds // evaluate_every if evaluate_every else 0) + 1 + final_epochs)
     expected = config.rounds * min(config.cohort, len(names)) + looks
-    with Workers(Site(method, course, parts, opener), trainer, processes, expected) as workers:
+    with Workers(Site(method, course, parts, opener, config.personalise), trainer, processes, expected) as workers:
         sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
         rows = _rounds(sim, names, evaluate_every, progress)
         sim.lose(config.rounds + 1, names)
-        last = sim.evaluate(config.rounds + 1, Evaluation(epochs=final_epochs, models=models))
+        what = Evaluation(final_epochs, models, config.personalise)
+        last = sim.evaluate(config.rounds + 1, what)
     rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     after = [e.after for e in last.values() if e.after is not None]
     return Simulated(
@@ -279,6 +312,7 @@ def run(
         state_sha256=digest(aggregation.pack(sim.state)),
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
         seconds=time.perf_counter() - started,
+        sources={d: e.source for d, e in last.items()},
     )
 
 
@@ -362,6 +396,7 @@ def run_all(
             seed=config.seed,
             backend=config.backend,
             guard=config.guard,
+            personalise=config.personalise,
         )
         shown, often = partial(progress, label), config.evaluate_every
         try:
@@ -369,12 +404,21 @@ def run_all(
                 federation, method, bundle, trainer, devices, often, config.final_epochs, shown,
                 processes=config.processes if config.threads == 1 else 1, models=models,
             )  # fmt: skip
-        except MaskfleetError as error:
+        except Exception as error:
             if failed is None:
                 raise
-            failed(label, error)
+            failed(label, error if isinstance(error, MaskfleetError) else _blamed(label, method, error))
     start = starting_scores(bundle, trainer, devices) if results else None
     return {label: replace(result, start=start) for label, result in results.items()}
+
+
+def _blamed(label: str, method: Method, error: Exception) -> MaskfleetError:
+    """The error of a method whose code raised something that is none of the project's own errors."""
+    if os.environ.get("MASKFLEET_DEBUG"):
+        traceback.print_exception(error)
+    package = type(method).__module__
+    where = place_of(error) or ("maskfleet itself" if package.startswith("edge_client.") else package)
+    return ConfigError(f"{label} failed in {where}: {described(error)}; MASKFLEET_DEBUG=1 shows the traceback")
 
 
 def starting_scores(bundle: Bundle, trainer: Trainer, devices: Mapping[str, DeviceData]) -> Scores | None:

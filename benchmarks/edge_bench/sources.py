@@ -1,7 +1,7 @@
-"""Reading data sets as they lie on disk: samples, labels, who made each sample, and the publisher's own test part.
+"""Reading published data sets: samples, labels, who made each sample, and the publisher's own test part.
 
 Nothing is downloaded: the files must be at the given path, in the folder $MASKFLEET_DATA, or in `shared/data` beside
-the checkout. `partition` divides what is read here over devices.
+the checkout. `own_data` reads a user's own, `partition` divides either over devices.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data import DataFile
-from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError
 
 FILES: Mapping[str, str] = {
@@ -45,7 +43,8 @@ class Samples:
     `owner` int64[n] says who made each sample, None when the data set does not know; `names` are the owners' names when
     they are not numbers. Samples of one `unit` int64[n] (a recording) are never parted between training and testing.
     `published` bool[n] marks the publisher's own test samples. In `sequential` data an owner's samples follow one
-    another in time.
+    another in time. With `decode`, `x` holds no samples but what it makes them of, such as the places of image files:
+    a device's samples are made when they are needed. `classes` are the labels' names when they are not numbers.
     """
 
     x: NDArray[Any]
@@ -55,6 +54,12 @@ class Samples:
     names: tuple[str, ...] = ()
     published: NDArray[np.bool_] | None = None
     sequential: bool = False
+    decode: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+    classes: tuple[str, ...] = ()
+
+    def samples(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """The samples of these rows, [n, ...]."""
+        return self.x[rows] if self.decode is None else self.decode(self.x[rows])
 
 
 def find(name: str, path: Path | None) -> Path:
@@ -164,41 +169,3 @@ def read_shakespeare(path: Path, characters: int) -> Samples:
     if min(x.min(), y.min()) < 0:
         raise DataError(f"{path} holds characters that are not among the {len(CHARACTERS)} of Shakespeare's roles")
     return Samples(x, y, np.arange(len(y)), np.concatenate(owners), sequential=True)
-
-
-_NPZ = ("x", "y", "owner", "group", "is_test")
-
-
-def read_npz(path: Path) -> Samples:
-    """A user's own data: x, y; optional `owner` (the device of each sample), `group` (kept together), `is_test`.
-
-    Raises DataError naming what is missing, too long or unknown.
-    """
-    file: DataFile = read_file(path)
-    arrays = file.arrays
-    unknown = sorted(arrays.keys() - set(_NPZ))
-    if unknown:
-        raise DataError(f"{path} holds {unknown}; a simulation reads {', '.join(_NPZ)}")
-    n = len(arrays["y"])
-    for key in ("owner", "group", "is_test"):
-        if key in arrays and arrays[key].shape != (n,):
-            raise DataError(f"{path}: `{key}` has shape {arrays[key].shape}; give one a sample, shape {(n,)}")
-    x, y = arrays["x"], arrays["y"]
-    if np.issubdtype(x.dtype, np.floating):
-        x = x.astype(np.float32)
-    unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
-    names: tuple[str, ...] = ()
-    owner = arrays.get("owner")
-    if owner is not None and not np.issubdtype(owner.dtype, np.integer):
-        found, owner = np.unique(owner.astype(str), return_inverse=True)
-        names = tuple(found.tolist())
-        if odd := [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]:
-            raise DataError(f"{path}: owner {odd[0]!r} cannot name a device; use letters, digits, '-' and '_'")
-    return Samples(
-        x,
-        y,
-        unit.astype(np.int64),
-        None if owner is None else owner.astype(np.int64),
-        names,
-        arrays["is_test"].astype(bool) if "is_test" in arrays else None,
-    )

@@ -32,6 +32,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import LostError, MaskfleetError
 from edge_client.methods import Method
 from edge_client.protocol import payload
+from edge_client.protocol.messages import Personalise, Source
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer
@@ -48,6 +49,7 @@ class Site:
     course: Course
     devices: Mapping[str, DeviceData]
     open_trainer: Callable[[], Trainer]
+    personalise: Personalise = "global"
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,15 @@ class Lost:
 class Evaluated:
     """A device's personal model from a downlink: its score, its SHA-256, and the model itself when it was asked for.
 
-    `kept` is the share of the parameters that its mask keeps, 1 for a dense model. `after` is the score after the local
+    `source` says which model it is. `kept` is the share of the parameters that its mask keeps, 1 for a dense model.
+    `after` is the score after the local
     epochs of one more round, None when they were not asked for.
     """
 
     score: float
     sha256: str
     kept: float
+    source: Source
     after: float | None
     personal: Personal | None
 
@@ -96,6 +100,7 @@ class Evaluation:
 
     epochs: bool = False
     models: bool = False
+    personalise: Personalise = "global"
 
 
 # --- one turn
@@ -117,7 +122,8 @@ class _Bench:
 
 def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
     try:
-        outcome = local.run_round(bench.site.method, bench.task(round_, turn), turn.kept, downlink)
+        task, site = bench.task(round_, turn), bench.site
+        outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise)
     except LostError as error:
         return Lost(str(error))
     return Trained(outcome.kept, payload.encode(outcome.update))
@@ -126,15 +132,16 @@ def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained
 def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
     method, task = bench.site.method, bench.task(round_, turn)
     try:
-        kept, received = local.understand(method, task.assignment, turn.kept, downlink)
+        chosen = local.personal(method, task, turn.kept, downlink, what.personalise)
     except LostError as error:
         return Lost(str(error))
-    model = method.personal(task, kept, received)
-    score = task.score(model)
+    model, after = chosen.personal, None
+    if what.epochs:
+        trained = chosen.local or local.personal(method, task, turn.kept, downlink, "local").personal
+        after = task.score(trained)
     sha = digest(np.concatenate([model.parameters, model.buffers]).tobytes())
-    after = task.score(method.local_round(task, kept, received).trained) if what.epochs else None
     kept_share = 1.0 if model.mask is None else float(model.mask.mean())
-    return Evaluated(score, sha, kept_share, after, model if what.models else None)
+    return Evaluated(task.score(model), sha, kept_share, chosen.source, after, model if what.models else None)
 
 
 # --- many turns

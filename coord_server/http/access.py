@@ -1,4 +1,4 @@
-"""Callers: admission of requests, and dependencies that turn a bearer token into the operator or a device.
+"""Callers: admission of requests, and dependencies that turn a bearer token into the operator, a viewer or a device.
 
 `Admission` limits the requests under way: of an address while no credential is known, of a credential after that. The
 operator is always admitted.
@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coord_server import auth
 from coord_server.connections import Connection, Places
-from coord_server.coordinator import Coordinator
+from coord_server.coordinator import Coordinator, Role
 from coord_server.http.problems import problem
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import Name, Sha256
 
 OF_ADDRESS = 64  # requests under way of one address that have shown no valid credential
+OF_VIEWER = 32  # requests under way of one viewer's token, streams of events among them
 OF_CREDENTIAL = 8  # requests under way of one device: a poll, an upload, and those whose link broke
 CALL = "maskfleet.call"  # where the scope holds a request's Call
 
@@ -35,25 +36,37 @@ class Call:
     """One request under way, counted for its address, then for the credential it has shown."""
 
     def __init__(self, counted: Counter[str], address: str, places: Places, connection: Connection | None) -> None:
-        self.places, self.connection, self.operator = places, connection, False
+        self.places, self.connection = places, connection
+        self.role: Role | None = None
         self._counted, self._key = counted, address
         counted[address] += 1
 
     def of_operator(self) -> None:
         """It has shown the operator's token."""
-        self.operator = True
-        if self.connection is not None:
-            self.places.proven(self.connection)
+        self.role = "operator"
+        self._proven()
+
+    def of_viewer(self, token: str) -> bool:
+        """It has shown a viewer's token, this SHA-256, and now counts for that; False when that has too many."""
+        self.role = "viewer"
+        return self._count(token) <= OF_VIEWER
 
     def of_device(self, credential: str) -> None:
         """It has shown a device's credential and now counts for that. Raises Refusal when that has too many."""
+        if self._count(credential) > OF_CREDENTIAL:
+            raise Refusal("too-many", f"this device has {OF_CREDENTIAL} requests under way; wait for their answers")
+
+    def _proven(self) -> None:
         if self.connection is not None:
             self.places.proven(self.connection)
+
+    def _count(self, secret: str) -> int:
+        """Count for a secret, no longer for the address; how many requests it has under way now."""
+        self._proven()
         self.over()
-        self._key = credential
-        self._counted[credential] += 1
-        if self._counted[credential] > OF_CREDENTIAL:
-            raise Refusal("too-many", f"this device has {OF_CREDENTIAL} requests under way; wait for their answers")
+        self._key = secret
+        self._counted[secret] += 1
+        return self._counted[secret]
 
     def over(self) -> None:
         """The request is answered and no longer counts."""
@@ -75,9 +88,9 @@ class Admission:
             return
         address = scope["client"][0] if scope.get("client") else ""
         shown = Headers(scope=scope).get("authorization", "").partition(" ")[2]
-        operator = self._coordinator.is_operator(shown)
+        role = self._coordinator.role(shown)
         connection: Connection | None = scope.get("state", {}).get("connection")
-        if not operator:
+        if role != "operator":
             refused = None
             if self._places.full(connection):
                 text = f"all {self._places.most} connections are in use; try again in a few seconds"
@@ -88,16 +101,22 @@ class Admission:
                 await refused(scope, receive, send)
                 return
         call = scope[CALL] = Call(self._counted, address, self._places, connection)
-        if operator:
-            call.of_operator()
         try:
+            if role == "operator":
+                call.of_operator()
+            elif role == "viewer" and not call.of_viewer(auth.hashed(shown)):
+                text = f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers"
+                await problem("too-many", text)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
         finally:
             call.over()
 
 
 _operator_scheme = HTTPBearer(
-    scheme_name="operator", description="The operator's token, from the data folder.", auto_error=False
+    scheme_name="operator",
+    description="The operator's token, from the data folder; for every GET a viewer's token too.",
+    auto_error=False,
 )
 _device_scheme = HTTPBearer(
     scheme_name="device", description="The credential that the device made when it enrolled.", auto_error=False
@@ -122,13 +141,22 @@ Served = Annotated[Coordinator, Depends(coordinator)]
 async def operator(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
     """The coordinator, for its operator. Raises Refusal."""
     call: Call = request.scope[CALL]
-    if not call.operator:
+    if call.role == "viewer":
+        raise Refusal("forbidden", "a viewer's token may read, not change or create; this needs the operator's token")
+    return await viewer(request, served, None)
+
+
+async def viewer(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
+    """The coordinator, for a viewer or its operator. Raises Refusal."""
+    call: Call = request.scope[CALL]
+    if call.role is None:
         how = "send Authorization: Bearer TOKEN; `maskfleet serve` prints where it is"
         raise Refusal("unauthorized", f"this needs the operator's token: {how}")
     return served
 
 
 Operated = Annotated[Coordinator, Depends(operator)]
+Viewed = Annotated[Coordinator, Depends(viewer)]
 
 
 @dataclass(frozen=True)
@@ -172,7 +200,7 @@ Calling = Annotated[Caller, Depends(caller)]
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of a bundle: a device of a federation that uses it, or the operator (`device` is None)."""
+    """A reader of a bundle: a device of a federation that uses it, or the operator or a viewer (`device` is None)."""
 
     served: Coordinator
     live: LiveFederation | None
@@ -185,9 +213,9 @@ class Reader:
 
 
 async def reader(request: Request, served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
-    """The operator, or a device whose federation uses bundle `digest`. Raises Refusal."""
+    """The operator, a viewer, or a device whose federation uses bundle `digest`. Raises Refusal."""
     call: Call = request.scope[CALL]
-    if call.operator:
+    if call.role is not None:
         return Reader(served, None, None)
     refused = Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
     credential = "" if given is None else auth.hashed(given.credentials)

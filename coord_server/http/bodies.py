@@ -24,7 +24,7 @@ DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long re
 JSON_DEPTH = 201  # levels of nested objects and lists that the parser reads
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):\s*(?:,|$)")
 _COUNT = re.compile(r"^[0-9]{1,18}$")
-_UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/parts/|federations/[^/]+/rounds/[^/]+/updates/)")
+_UPLOADS = re.compile(r"^/v1/(bundles$|bundles/[^/]+/(parts/|weights$)|federations/[^/]+/rounds/[^/]+/updates/)")
 
 
 class BoundedBody:
@@ -62,7 +62,7 @@ async def _message(scope: Scope, receive: Receive) -> Message:
     """A message in one piece, or the disconnect of its sender. Raises HTTPException."""
     headers, body = Headers(scope=scope), bytearray()
     call: Call = scope[CALL]
-    limit = JSON_LIMIT if call.operator else DEVICE_LIMIT
+    limit = JSON_LIMIT if call.role == "operator" else DEVICE_LIMIT
     too_long = HTTPException(413, f"a message has at most {limit} bytes, this one more; shorten it")
     announced, more = headers.get("content-length", ""), True
     if _COUNT.match(announced) and int(announced) > limit:

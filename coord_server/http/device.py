@@ -20,6 +20,7 @@ from edge_client.protocol.cost import from_header
 from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
+AGENT_MOST = 64  # characters of a User-Agent that are kept
 WAIT_MOST = 60.0  # seconds that an answer is held back at most
 
 log = logging.getLogger("maskfleet")
@@ -85,12 +86,13 @@ async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
 
 
 @router.get("/federations/{federation}/work", response_model=Work)
-async def ask_for_work(calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
+async def ask_for_work(request: Request, calling: Calling, wait: Annotated[float, Hold] = 0.0) -> Any:
     """What this device has to do now: `train`, `finish`, `stopped`, or `wait` and ask again after `poll_after` seconds.
 
     A device counts, and may be drawn, from its first request on. With `wait` the answer is held back until there is
     work. When connections run out, held answers are given early and their connections closed.
     """
+    calling.live.devices.introduces(calling.device, request.headers.get("user-agent", "")[:AGENT_MOST])
     found = await _work(calling, min(wait, WAIT_MOST))
     answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
     calling.live.devices.count(calling.device, "down", "work", _length(answer))
@@ -168,7 +170,8 @@ async def upload_update(
     maskfleet_lease: Lease,
     content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
     maskfleet_cost: Annotated[
-        str | None, Header(description="`seconds,joules,megabytes,celsius` of the round, each of which may be empty.")
+        str | None,
+        Header(description="`seconds,joules,megabytes,celsius`, then `,battery` if it has one; empty: unknown."),
     ] = None,
     wait: Annotated[float | None, Hold] = None,
 ) -> Any:
@@ -184,15 +187,21 @@ async def upload_update(
             from_header(maskfleet_cost)
         except PayloadError as error:
             raise Refusal("bad-message", str(error)) from None
-    known = await calling.live.uploads.admit(round_, device, maskfleet_lease, sha256)
+    uploads = calling.live.uploads
+    try:
+        known = received = await uploads.admit(round_, device, maskfleet_lease, sha256)
+        if received is None:
+            bodies.check_length(request, await uploads.limit(), "an update of this method")
+            body = request.stream()
+            received = await uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
+    except Refusal as error:
+        calling.live.refused(round_, device, error)
+        raise
     if known is None:
-        bodies.check_length(request, await calling.live.uploads.limit(), "an update of this method")
-        body = request.stream()
-        receipt = await calling.live.uploads.take(round_, device, maskfleet_lease, sha256, body, maskfleet_cost)
-        receipt, released = await _with_work(calling, receipt, wait)
+        receipt, released = await _with_work(calling, received, wait)
         answer = _json(receipt, 201, released)
     else:  # its sender reads the answer only after sending the whole body: answer at once
-        receipt, _ = await _with_work(calling, known, None if wait is None else 0.0)
+        receipt, _ = await _with_work(calling, received, None if wait is None else 0.0)
         answer = _json(receipt)
     calling.live.devices.count(device, "down", "receipt", _length(answer))
     return answer

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from coord_server.http.problems import describe
 from edge_client.bundle import Manifest
-from edge_client.protocol.messages import Problem
+from edge_client.protocol.messages import AnyChange, Problem, Snapshot
 
 COMPONENTS = "#/components/schemas/"
 MANIFEST_SCHEMA = {"$ref": f"{COMPONENTS}Manifest"}
@@ -22,7 +23,7 @@ EXAMPLES: dict[str, Any] = json.loads(Path(__file__).with_name("examples.json").
 """An example of each model; together they tell of device pi-07 in one federation."""
 
 
-def _schema(model: type[Manifest] | type[Problem]) -> dict[str, Any]:
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
     """A model's schema and, under their names, those of the models in it."""
     schema = model.model_json_schema(ref_template=f"{COMPONENTS}{{model}}")
     return {**schema.pop("$defs", {}), model.__name__: schema}
@@ -63,7 +64,8 @@ def install(app: FastAPI) -> None:
         components = document["components"]["schemas"]
         for replaced in ("HTTPValidationError", "ValidationError"):
             components.pop(replaced, None)
-        components |= {**_schema(Manifest), **_schema(Problem)}
+        for model in (Manifest, Problem, Snapshot, *AnyChange.__args__):
+            components |= _schema(model)
         for name, example in EXAMPLES.items():
             components[name]["examples"] = [example]
         for message in _messages(document):

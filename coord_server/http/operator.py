@@ -1,40 +1,36 @@
-"""The operator's side of `/v1`: bundles, federations, tokens, devices, rounds, the final state."""
+"""The operator's side of `/v1`: federations, their devices, rounds and final state."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Response
 
 from coord_server import events
-from coord_server.http import bodies
-from coord_server.http.access import BundleDigest, FederationId, Operated, RoundNumber, Served
-from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.access import FederationId, Operated, RoundNumber, Served, Viewed
+from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import (
-    BundleReceipt,
+    MAX_ROUNDS,
+    Change,
     Device,
+    DeviceState,
     Federation,
     FederationConfig,
     Health,
-    JoinToken,
     Name,
+    Phase,
     Round,
-    TokenRequest,
 )
 from edge_client.protocol.payload import MEDIA_TYPE
-
-MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 health = APIRouter(prefix="/v1", tags=["health"])
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_MANIFEST = {"required": True, "content": {"application/json": {"schema": MANIFEST_SCHEMA}}}
-_PART = {"required": True, "content": {"application/octet-stream": _BINARY}}
 _STATE: dict[int | str, dict[str, Any]] = {
     200: {"description": "the method's global state after the last closed round", "content": {MEDIA_TYPE: _BINARY}}
 }
@@ -49,30 +45,6 @@ async def show_health(served: Served) -> Health:
     return Health(version=version("maskfleet"), federations=len(served.federations()))
 
 
-@router.post(
-    "/bundles",
-    status_code=201,
-    responses=documented("too-large", "bad-bundle"),
-    openapi_extra={"requestBody": _MANIFEST},
-)
-async def upload_manifest(request: Request, served: Operated) -> BundleReceipt:
-    """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
-    return await served.add_bundle(await bodies.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
-
-
-@router.put(
-    "/bundles/{digest}/parts/{name}",
-    responses=documented("too-large", "bad-bundle"),
-    openapi_extra={"requestBody": _PART},
-)
-async def upload_part(request: Request, served: Operated, digest: BundleDigest, name: Name) -> BundleReceipt:
-    """Checked against the size and SHA-256 in the manifest. Sending it again is harmless."""
-    shelf, sha256, size = await served.part(digest, name)
-    if served.store.blobs.size(shelf, sha256) != size:
-        await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
-    return await served.bundle(digest)
-
-
 # --- federations
 
 
@@ -84,24 +56,55 @@ async def create_federation(served: Operated, response: Response, config: Federa
     return live.summary()
 
 
-@router.get("/federations")
-async def list_federations(served: Operated) -> list[Federation]:
+@router.get("/federations", responses=LINK)
+async def list_federations(
+    served: Viewed,
+    page: Paged,
+    phase: Annotated[Phase | None, Query(description="Only those in this phase.")] = None,
+    method: Annotated[str | None, Query(description="Only those of this method.")] = None,
+    prefix: Annotated[str, Query(description="Only those whose name begins with it.")] = "",
+) -> list[Federation]:
     """All federations, oldest first; those that could not be loaded come last, with their `fault`."""
-    return served.summaries()
+    after = page.after(bool, float, str) or ()
+    found = [
+        (place, f)
+        for f in served.summaries()
+        if (place := (f.config is None, f.created_at, f.id)) > after
+        and (phase is None or f.phase == phase)
+        and (method is None or (f.config is not None and f.config.method.get("name") == method))
+        and f.id.startswith(prefix)
+    ]
+    return list(page.cut([f for _, f in found], [place for place, _ in found]))
 
 
 @router.get("/federations/{federation}")
-async def show_federation(served: Operated, federation: FederationId) -> Federation:
+async def show_federation(served: Viewed, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
     with suppress(Refusal):  # a federation that could not be loaded has a summary too
         await served.find(federation)
     return served.summary(federation)
 
 
-@router.post("/federations/{federation}/tokens", status_code=201)
-async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
-    """The token is shown once; only its digest is kept."""
-    return await served.new_token(federation, request)
+@router.patch("/federations/{federation}", responses=documented("cannot-change", "wrong-phase", "bad-config"))
+async def change_federation(served: Operated, federation: FederationId, change: Change) -> Federation:
+    """`deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
+
+    `cohort` counts from the next attempt and is at most that of the creation, `rounds` from the next round.
+    `min_devices` can change while the federation recruits. Everything else is fixed.
+    """
+    live = await served.find(federation)
+    await live.change(change)
+    return live.summary()
+
+
+@router.delete("/federations/{federation}", status_code=204, responses=documented("wrong-phase"))
+async def delete_federation(served: Operated, federation: FederationId) -> None:
+    """Delete it with its devices, tokens, rounds, state and blobs; its name is free again.
+
+    A federation that runs or is paused is refused: stop it first. Devices of a finished one that have not fetched their
+    last downlink get none.
+    """
+    await served.delete(federation)
 
 
 @router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))
@@ -119,10 +122,17 @@ async def operate_federation(
     return live.summary()
 
 
-@router.get("/federations/{federation}/devices")
-async def list_devices(served: Operated, federation: FederationId) -> list[Device]:
+@router.get("/federations/{federation}/devices", responses=LINK)
+async def list_devices(
+    served: Viewed,
+    federation: FederationId,
+    page: Paged,
+    state: Annotated[DeviceState | None, Query(description="Only those in this state.")] = None,
+) -> list[Device]:
     """Every device that ever enrolled, by name, with its bytes, its last failure and its report."""
-    return await (await served.find(federation)).devices.listed()
+    (after,) = page.after(str) or ("",)
+    found = await (await served.find(federation)).devices.listed(state, after, page.limit + 1)
+    return list(page.cut(found, [(d.device,) for d in found]))
 
 
 @router.delete("/federations/{federation}/devices/{device}", status_code=204)
@@ -131,26 +141,35 @@ async def remove_device(served: Operated, federation: FederationId, device: Name
     await (await served.find(federation)).remove(device)
 
 
-@router.get("/federations/{federation}/rounds", response_model=list[Round])
-async def list_rounds(served: Operated, federation: FederationId) -> Any:
+@router.get("/federations/{federation}/rounds", response_model=list[Round], responses=LINK)
+async def list_rounds(
+    served: Viewed,
+    federation: FederationId,
+    page: Paged,
+    first: Annotated[int, Query(alias="from", ge=1, le=MAX_ROUNDS, description="The first round.")] = 1,
+    last: Annotated[int, Query(alias="to", ge=1, le=MAX_ROUNDS, description="The last round.")] = MAX_ROUNDS,
+) -> Any:
     """Traffic, bits per parameter, loss, scores, failures and guarded updates of every closed round.
 
     The last round's `traffic.last_down` grows as devices fetch the downlink after it.
     """
-    records = await (await served.find(federation)).rounds()
-    return Response("[" + ",".join(records) + "]", media_type="application/json")
+    (after,) = page.after(int) or (0,)
+    first = max(first, after + 1)
+    records = await (await served.find(federation)).rounds(first, last, page.limit + 1)
+    records = list(page.cut(records, [(first + i,) for i in range(len(records))]))  # no closed round is missing
+    return Response("[" + ",".join(records) + "]", headers=page.response.headers, media_type="application/json")
 
 
 @router.get("/federations/{federation}/rounds/{round}", response_model=Round)
-async def show_round(served: Operated, federation: FederationId, round_: RoundNumber) -> Any:
+async def show_round(served: Viewed, federation: FederationId, round_: RoundNumber) -> Any:
     """One closed round's record."""
-    record = await (await served.find(federation)).round(round_)
-    if record is None:
+    records = await (await served.find(federation)).rounds(round_, round_)
+    if not records:
         raise Refusal("not-found", f"round {round_} of {federation} is not closed; GET .../rounds lists those that are")
-    return Response(record, media_type="application/json")
+    return Response(records[0], media_type="application/json")
 
 
 @router.get("/federations/{federation}/state", response_class=Response, responses=_STATE)
-async def export_state(served: Operated, federation: FederationId) -> Response:
+async def export_state(served: Viewed, federation: FederationId) -> Response:
     """The same seed and updates give the same bytes, here and in the simulator."""
     return Response(await (await served.find(federation)).exported(), media_type=MEDIA_TYPE)

@@ -18,7 +18,16 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
-    "operator": ("unauthorized", "not-found", "not-loaded", "bad-message", *_STORAGE),
+    "operator": (
+        "unauthorized",
+        "forbidden",
+        "too-many",
+        "too-busy",
+        "not-found",
+        "not-loaded",
+        "bad-message",
+        *_STORAGE,
+    ),
 }
 """What every operation with this tag may answer."""
 
@@ -26,8 +35,10 @@ log = logging.getLogger("maskfleet")
 
 
 def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
-    """The response for a problem of this kind."""
+    """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit."""
     body = message(kind, detail, status)
+    level = logging.INFO if body.status in (404, 409) else logging.WARNING
+    log.log(level, "refused, %s: %s", kind, body.detail, extra={"refused": kind, "limited": f"refused {kind}"})
     return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
 
 
@@ -60,7 +71,6 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _storage(_: Request, error: Exception) -> Response:
-    log.error("%s", error)
     if isinstance(error, StorageDamagedError):
         return problem("storage-damaged", str(error))
     return problem("storage-unreachable" if isinstance(error, StorageUnreachableError) else "storage-full", str(error))
@@ -85,9 +95,8 @@ async def _malformed(request: Request, error: Exception) -> Response:
     return problem("bad-message", f"{first_fault(error)}; correct it and send again")
 
 
-async def _disconnected(request: Request, error: Exception) -> Response:
-    log.info("%s %s: the caller disconnected", request.method, request.url.path)
-    return problem("bad-request", "the body ended before it was complete; send it again")
+async def _disconnected(_: Request, error: Exception) -> Response:
+    return problem("bad-request", "the caller disconnected before the body was complete; send it again")
 
 
 async def _broken(_: Request, error: Exception) -> Response:

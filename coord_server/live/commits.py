@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coord_server import engine
+from coord_server import engine, metrics
 from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Tick
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
@@ -46,6 +46,8 @@ class Followers:
     """Begin what a commit of this process decided."""
     reloaded: Callable[[Head], None]
     """Another process has committed; called before `moved`."""
+    committed: Callable[[engine.State], None] = lambda before: None
+    """Memory holds a new version; the argument is the state before, which may be the same."""
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Commits:
         faults: Faults,
         clock: Callable[[], float],
     ) -> None:
-        self.id, self.config = id_, config
-        self.version, self.state = head.version, engine.load(head.state)
+        self.id, self.created = id_, config
+        self.version, self.first, self.state = head.version, head.first, engine.load(head.state)
         self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
         self._memory = asyncio.Lock()  # held while the state and its version change
@@ -90,6 +92,11 @@ class Commits:
         self._timer: asyncio.TimerHandle | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def config(self) -> FederationConfig:
+        """The settings in force: `created` with what the operator has changed since."""
+        return engine.in_force(self.created, self.state)
 
     # --- events
 
@@ -126,9 +133,9 @@ class Commits:
 
     async def ask(self, event: Event) -> Decision | None:
         """The engine's first decision about `event`, without applying it. Raises Refusal, StateError."""
-        _, decisions = engine.apply(self.config, self.state, event)
+        _, decisions = engine.apply(self.created, self.state, event)
         if decisions and isinstance(decisions[0], Refuse) and await self.refresh():
-            _, decisions = engine.apply(self.config, self.state, event)
+            _, decisions = engine.apply(self.created, self.state, event)
         first = decisions[0] if decisions else None
         if isinstance(first, Refuse):
             raise Refusal(first.kind, first.detail)
@@ -175,10 +182,10 @@ class Commits:
 
     async def _apply(self, state: engine.State, event: Event) -> tuple[engine.State, Answer]:
         """Apply an event; a Draw is answered at once."""
-        state, decisions = engine.apply(self.config, state, event)
+        state, decisions = engine.apply(self.created, state, event)
         if any(isinstance(d, Draw) for d in decisions):
             now = self.clock()
-            state, more = engine.apply(self.config, state, Present(now, await self._followers.present(now)))
+            state, more = engine.apply(self.created, state, Present(now, await self._followers.present(now)))
             decisions = (*decisions, *more)
         return state, decisions
 
@@ -189,7 +196,8 @@ class Commits:
         """
         rows, text = [one.write for one in counted if one.write is not None], engine.dump(state)
         try:
-            written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
+            with metrics.COMMIT.time():
+                written = await asyncio.to_thread(self._metadata.commit, self.id, self.version, text, rows)
         except StateError as error:
             self.faults.set("commits", str(error))
             raise
@@ -204,6 +212,8 @@ class Commits:
     async def _reload(self) -> bool:
         """Load the database's state when its version differs; whether it did. Raises StateError."""
         head = await asyncio.to_thread(self._metadata.head, self.id)
+        if head.first != self.first:
+            raise Refusal("not-found", f"federation {self.id!r} was deleted; another one has its name now")
         if head.version == self.version:
             return False
         before, self.state = self.state, engine.load(head.state)
@@ -222,6 +232,7 @@ class Commits:
         self._arm()
         if before != self.state:
             self._followers.moved(before)
+        self._followers.committed(before)
 
     def _arm(self, look: float | None = None) -> None:
         """Set the timer to the state's deadline; in stage drawing to `look` seconds, by default LOOK_DRAWING."""

@@ -11,26 +11,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from coord_server import auth
+from coord_server import auth, metrics
 from coord_server.aggregation import sum_kinds
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
-from edge_client.errors import StateError, StorageDamagedError, first_fault
-from edge_client.protocol.messages import Device, Enrol, Failure, FederationConfig, Report
+from edge_client.errors import PayloadError, StateError, StorageDamagedError, first_fault
+from edge_client.protocol.cost import from_header
+from edge_client.protocol.messages import Device, DeviceState, Enrol, Failure, FederationConfig, Report
 
 log = logging.getLogger("maskfleet")
 
 RECENT = 2.0  # seconds between reads of the devices that are present at other processes
 FLUSH = 10.0  # seconds between writes, at most
 _KINDS = TypeAdapter(dict[str, int])
+_AGENT = re.compile(r"([\w.+-]+/[\w.+-]+)(?: \(([\w.+-]+)\))?")  # as `maskfleet/1.2.0 (onnxruntime)`
 
 
 class Devices:
@@ -51,6 +54,7 @@ class Devices:
         self._ready: set[str] = set()
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
         self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
+        self._agents: dict[str, str] = {}  # what each device said last that it is
         self._unwritten: dict[str, Seen] = {}
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -75,6 +79,9 @@ class Devices:
                 raise Refusal("wrong-phase", f"the federation is stopped; {self.id} enrols no more devices")
             how = "has expired" if now >= expires_at else "has been used up"
             raise Refusal("token-spent", f"this join token {how}; ask the operator for a new one")
+        if found == "new":
+            log.info("%s: %s joined", self.id, name,
+                     extra={"federation": self.id, "device": name, "limited": "joined"})  # fmt: skip
 
     async def device_of(self, credential: str) -> str | None:
         """The device with this credential. Raises Refusal when it was removed, StateError."""
@@ -108,6 +115,11 @@ class Devices:
         """A device has made a request."""
         self._last[device] = self._change(device).at = self._clock()
 
+    def introduces(self, device: str, agent: str) -> None:
+        """A device says what it is, as its User-Agent."""
+        if self._agents.get(device) != agent:
+            self._agents[device] = self._change(device).agent = agent
+
     def arrives(self, device: str) -> bool:
         """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
         silent = self._clock() - self._last.get(device, 0.0)
@@ -131,6 +143,11 @@ class Devices:
             self._queried = now
         return tuple(sorted(d for d in self._ready if d in self._polls or self._last.get(d, since - 1.0) >= since))
 
+    def present_now(self) -> int:
+        """How many devices are present, as far as this process has seen or read it."""
+        since = self._clock() - self._config.presence_seconds
+        return sum(d in self._polls or self._last.get(d, since - 1.0) >= since for d in self._ready)
+
     @contextmanager
     def polling(self, device: str) -> Iterator[asyncio.Event]:
         """A device's long poll is open: the device is present, and `wake` sets the event. A newer poll replaces it."""
@@ -153,12 +170,14 @@ class Devices:
         """A message that is no payload went "up" or "down"; `size` are the bytes of its body."""
         if kind not in {"up": UP, "down": DOWN}[side]:
             raise ValueError(f"there is no message {kind!r} {side}")
+        metrics.BYTES.labels(side, kind).inc(size)
         messages, name = self._change(device).messages, f"{side}_{kind}"
         messages[name] = messages.get(name, 0) + size
 
     def fetched(self, device: str, size: int) -> None:
         """A device has fetched so many bytes of a payload."""
         self.note(device)
+        metrics.BYTES.labels("down", "downlink").inc(size)
         self._change(device).bytes_down += size
 
     def has_last(self, device: str, sizes: Mapping[str, int]) -> None:
@@ -203,9 +222,13 @@ class Devices:
         """Store a device's report. Raises StateError."""
         await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json())
 
-    async def listed(self) -> list[Device]:
-        """Every device that ever enrolled, with what happened since its row was written. Raises StateError."""
-        return [self._shown(row) for row in await asyncio.to_thread(self._metadata.devices, self.id)]
+    async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
+        """Every device that ever enrolled, or those in a state, by name beyond `after`. Raises StateError.
+
+        Each with what happened since its row was written.
+        """
+        rows = await asyncio.to_thread(self._metadata.devices, self.id, state, after, limit)
+        return [self._shown(row) for row in rows]
 
     def _shown(self, row: Any) -> Device:
         u = self._unwritten.get(row.device) or Seen(row.last_seen_at)
@@ -226,20 +249,38 @@ class Devices:
                 messages_up=messages("up", UP),
                 messages_down=messages("down", DOWN),
                 removed=row.removed,
+                state=_state(row),
                 ready=row.ready,
                 report=None if row.report is None else Report.model_validate_json(row.report),
                 failure=None if row.failure is None else Failure.model_validate_json(row.failure),
+                cost={} if row.cost is None else from_header(row.cost).model_dump(exclude_none=True),
+                **_said(u.agent or row.agent or ""),
             )
-        except ValidationError as error:
+        except (ValidationError, PayloadError) as error:
+            why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
             raise StorageDamagedError(
-                f"the row of device {row.device!r} is damaged: {first_fault(error, 'row')}; restore the database"
+                f"the row of device {row.device!r} is damaged: {why}; restore the database"
             ) from None
 
-    async def close(self) -> None:
-        """Write what is not written yet and stop."""
+    async def close(self, deleted: bool = False) -> None:
+        """Write what is not written yet and stop; of a federation that was deleted nothing is written."""
         self._closed = True
+        if deleted:
+            self._unwritten.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._flushing is not None:
             await asyncio.wait([self._flushing])
         await self._flush_logged()
+
+
+def _state(row: Any) -> DeviceState:
+    if row.removed:
+        return "removed"
+    return "new" if not row.ready else "ready" if row.failure is None else "failed"
+
+
+def _said(agent: str) -> dict[str, str]:
+    """Client, version and training engine in a device's User-Agent; nothing when it is of another form."""
+    found = _AGENT.fullmatch(agent)
+    return {} if found is None else {"client": found[1], "engine": found[2] or ""}

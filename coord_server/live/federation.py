@@ -5,6 +5,7 @@ uploads        updates on their way in: HTTP calls this room itself
 rounds         the fold of a round, and the sweep after it
 method_state   the method's global state and records
 downlinks      what devices fetch, by audience
+feed           what happened, for those who watch
 devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
 status         its state in words, and what keeps it from going on
 
@@ -19,13 +20,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coord_server import engine, events
+import numpy as np
+from numpy.typing import NDArray
+
+from coord_server import engine, events, metrics, warm
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
+from coord_server.live.feed import Feed
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
-from coord_server.live.status import Faults, reason, summary
+from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -33,6 +38,8 @@ from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
 from edge_client.protocol.messages import (
+    MAX_ROUNDS,
+    Change,
     Enrol,
     Enrolled,
     Failure,
@@ -43,6 +50,7 @@ from edge_client.protocol.messages import (
     Round,
     Stopped,
     Train,
+    UpdateRefused,
     Wait,
     Work,
 )
@@ -61,16 +69,22 @@ class LiveFederation:
         self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float] = time.time
     ) -> None:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
-        self.id, self.config = id_, config
+        self.id, self.first, self.created_at = id_, head.first, head.created_at
         self._store, self._clock, self._faults = store, clock, Faults()
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
-        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded)
+        self.feed = Feed(head.version, head.ready)
+        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded, self._committed)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
         self.uploads = Uploads(store, self._commits, self._values, self._rounds)
         self._closing = False
+
+    @property
+    def config(self) -> FederationConfig:
+        """The settings in force."""
+        return self._commits.config
 
     # --- life
 
@@ -79,16 +93,20 @@ class LiveFederation:
         self._rounds.begin()
         self._commits.begin()
 
-    async def close(self) -> None:
-        """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
+    async def close(self, deleted: bool = False) -> None:
+        """Stop timers and tasks and write down which devices made requests. What is not committed is done again.
+
+        Of a federation that was `deleted` nothing is written.
+        """
         self.answer_polls()
         await self._commits.close()
         await self._rounds.close()
-        await self.devices.close()
+        await self.devices.close(deleted)
 
     def answer_polls(self) -> None:
-        """Answer every long poll now: the coordinator is about to go down."""
+        """Answer every long poll now and end streams: the coordinator is about to go down."""
         self._closing = True
+        self.feed.close()
         self.devices.wake()
 
     # --- what follows from a commit
@@ -101,6 +119,9 @@ class LiveFederation:
             self.devices.wake()
         elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
             self.devices.wake(engine.missing(now))
+
+    def _committed(self, before: engine.State) -> None:
+        self.feed.committed(self._commits.version, before, self._commits.state, self.devices.ready_count)
 
     def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
         for decision in decisions:
@@ -122,6 +143,10 @@ class LiveFederation:
             if isinstance(decision, events.Aggregate):
                 self._rounds.fold(decision, OTHERS_FOLD)
 
+    async def refresh(self) -> None:
+        """Bring memory up to date. Raises Refusal, StateError."""
+        await self._commits.refresh()
+
     async def look(self, version: int) -> None:
         """Reload when the database has another version than memory. Raises Refusal, StateError."""
         if version != self._commits.version and await self._commits.refresh():
@@ -139,7 +164,8 @@ class LiveFederation:
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
-            cohort=c.cohort, seed=c.seed, backend=c.backend,
+            cohort=self._commits.created.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise,
+            licence=c.licence,
         )  # fmt: skip
 
     def fetched(self, device: str, down: Downlink, size: int) -> None:
@@ -219,6 +245,7 @@ class LiveFederation:
             return Train(
                 round=round_,
                 lease=engine.lease(self.config, round_, device),
+                rounds=self.config.rounds,
                 place=s.asked[device],
                 downlink=down.sha256,
                 downlink_size=down.size,
@@ -243,6 +270,12 @@ class LiveFederation:
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
 
+    def refused(self, round_: int, device: str, error: Refusal) -> None:
+        """An update was refused."""
+        log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error)
+        metrics.REFUSED.labels(error.kind).inc()
+        self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
+
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Repeating it is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
@@ -253,7 +286,9 @@ class LiveFederation:
                 lambda rows: rows.add_failure(device, text, forget=lost),
                 lambda: self._downlinks.forget(device),
             )
-        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason)
+        log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason,
+                    extra={"federation": self.id, "device": device, "round": round_, "failure": failure.kind,
+                           "limited": "failed"})  # fmt: skip
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
@@ -262,6 +297,10 @@ class LiveFederation:
                 down = await self._downlinks.get(self.config.rounds + 1, device)
                 self.devices.has_last(device, down.sizes)
             await self.devices.report(device, report)
+        log.info("%s: %s ends with its %s model, score %.3f on %d samples, %d of %d parameters", self.id, device,
+                 report.source, report.score, report.test_samples, report.parameters_compact, report.parameters_dense,
+                 extra={"federation": self.id, "device": device, "score": report.score,
+                        "limited": "reported"})  # fmt: skip
 
     # --- the operator
 
@@ -272,6 +311,24 @@ class LiveFederation:
             await self._commits.refresh()
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
+        log.info("%s: the operator's %s, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
+                 extra={"federation": self.id})  # fmt: skip
+
+    async def change(self, change: Change) -> None:
+        """Change settings. Raises Refusal, StateError."""
+        new = change.model_dump(exclude_none=True)
+        if change.rounds is not None:
+            await self._values.check_rounds(change.rounds)
+        if new:
+            await self._commits.submit(events.Changed(self._clock(), new))
+            await self._call()  # fewer devices may now be enough to start
+
+    async def delete(self) -> None:
+        """Delete the federation and all its rows; its blobs stay. Raises Refusal, StateError."""
+        await self._commits.submit(
+            events.Deleted(self._clock()), lambda rows: rows.delete_federation(self._commits.version + 1)
+        )
+        log.info("%s: deleted by the operator", self.id)
 
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
@@ -287,24 +344,31 @@ class LiveFederation:
     def summary(self) -> Federation:
         """The federation as it stands."""
         fault = self._commits.state.fault or self._faults.text
-        return summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+        found = summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
+        return found.model_copy(update={"created_at": self.created_at})
 
-    async def rounds(self) -> list[str]:
-        """The records of the closed rounds as JSON, in order. Raises StateError."""
-        return await self._records()
+    def progress(self) -> Progress:
+        """The round under way, by device."""
+        return progress(self._commits.state, self._clock())
 
-    async def round(self, round_: int) -> str | None:
-        """The record of one closed round as JSON, None while it is not closed. Raises StateError."""
-        return next(iter(await self._records(round_)), None)
+    async def rounds(self, first: int = 1, last: int = MAX_ROUNDS, limit: int | None = None) -> list[str]:
+        """The records of the closed rounds `first` .. `last` as JSON, in order. Raises StateError.
 
-    async def _records(self, round_: int | None = None) -> list[str]:
-        """Records of closed rounds; the last round's with what was fetched after it was written."""
-        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, round_)
-        if self._commits.state.phase == "finished" and round_ in (None, self.config.rounds):
-            last = Round.model_validate_json(found[-1])
-            traffic = last.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
-            found[-1] = last.model_copy(update={"traffic": traffic}).model_dump_json()
-        return found
+        The last round's with what was fetched after it was written.
+        """
+        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, first, last, limit)
+        end = self.config.rounds
+        if self._commits.state.phase == "finished" and end in found:
+            last_one = Round.model_validate_json(found[end])
+            traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
+            found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()
+        return list(found.values())
+
+    async def global_values(self) -> dict[str, NDArray[np.float32]]:
+        """The global model after the last closed round, by name. Raises ConfigError, StateError."""
+        values = await self._values.values()
+        model = await asyncio.to_thread(warm.global_model, self._values.method, values.course, values.state)
+        return warm.by_name(values.course.model.manifest, model)
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""

@@ -7,16 +7,18 @@ own. A sweep drops only shelves of older rounds, never one that another process 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coord_server import aggregation
 from coord_server.bundles import load_model
 from coord_server.live.commits import Commits
+from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf
 from coord_server.store.tables import Head
 from coord_server.store.values import read
-from edge_client.errors import MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method
 from edge_client.task import Course
 
@@ -41,6 +43,7 @@ class MethodState:
         self.id, self.method = commits.id, method
         self.closed = head.values_round
         """The last closed round, 0 at first."""
+        self.root = federation_shelf(commits.id, head.first)
         self._store, self._commits = store, commits
         self._course: Course | None = None
         self._values: Values | None = None
@@ -52,13 +55,24 @@ class MethodState:
             async with self._loading:
                 if self._values is None:
                     await self._load()
+        rounds = self._commits.config.rounds
+        if rounds != self._values.course.rounds:
+            self._values = replace(self._values, course=replace(self._values.course, rounds=rounds))
         return self._values
+
+    async def check_rounds(self, rounds: int) -> None:
+        """Refuse a number of rounds that the method would not start with. Raises Refusal, StateError."""
+        course = replace((await self.values()).course, rounds=rounds)
+        try:
+            await asyncio.to_thread(self.method.start, course)
+        except ConfigError as error:
+            raise Refusal("bad-config", str(error)) from None
 
     async def _load(self) -> None:
         config = self._commits.config
         if self._course is None:
             model = await asyncio.to_thread(load_model, self._store, config.bundle)
-            self._course = Course(model, config.seed, config.rounds, config.cohort)
+            self._course = Course(model, config.seed, config.rounds, self._commits.created.cohort)
         round_, data = await asyncio.to_thread(self._stored)
         if round_ != self.closed:
             await self._commits.refresh()
@@ -97,8 +111,8 @@ class MethodState:
 
     def shelf(self, kind: str, round_: int) -> str:
         """Where the large values, updates or downlinks of a round lie."""
-        return f"{self.id}/{kind}/{round_}"
+        return f"{self.root}/{kind}/{round_}"
 
     def record_shelf(self, device: str, round_: int) -> str:
         """Where a large record that a round has written lies."""
-        return f"{self.id}/records/{device}/{round_}"
+        return f"{self.root}/records/{device}/{round_}"

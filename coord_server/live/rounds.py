@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coord_server import aggregation, engine, events
+from coord_server import aggregation, engine, events, metrics
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
@@ -25,6 +25,7 @@ from coord_server.store.tables import Head
 from coord_server.store.values import Content, put, read
 from edge_client.errors import MaskfleetError, StorageDamagedError
 from edge_client.protocol.cost import from_header, means
+from edge_client.protocol.messages import Round
 
 log = logging.getLogger("maskfleet")
 
@@ -124,15 +125,22 @@ class Rounds:
             return
         costs = await asyncio.to_thread(self._store.metadata.costs, self.id, round_)
         taken = [from_header(costs[d]) for d in closed.round.devices if d in costs]
-        more = {"seconds": max(now - state.opened, 0.0), "failed": dict(state.failed), "cost": means(taken),
+        seconds = max(now - state.opened, 0.0)
+        more = {"seconds": seconds, "failed": dict(state.failed), "cost": means(taken),
                 "skipped": sorted({*state.unusable, *left_out})}  # fmt: skip
-        record = closed.round.model_copy(update=more).model_dump_json()
+        ended = closed.round.model_copy(update=more)
+        record = ended.model_dump_json()
         content, kept = await asyncio.to_thread(self._written, closed, round_)
         await self._commits.submit(
             events.Aggregated(now, round_, decision.attempt),
             lambda rows: rows.close_round(round_, record, content, kept),
-            lambda: self._stand_at(round_, Values(values.course, round_, closed.state)),
+            lambda: self._ended(ended, Values(values.course, round_, closed.state)),
         )
+        metrics.ROUND.observe(seconds)
+
+    def _ended(self, round_: Round, values: Values) -> None:
+        self._stand_at(round_.round, values)
+        _say(self.id, round_)
 
     def _close(
         self,
@@ -212,11 +220,11 @@ class Rounds:
         blobs, closed = self._store.blobs, self._values.closed
         over = self._commits.state.phase in ("finished", "stopped")
         for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
-            for round_ in self._rounds_on(f"{self.id}/{name}"):
+            for round_ in self._rounds_on(f"{self._values.root}/{name}"):
                 if round_ < oldest:
-                    blobs.drop(f"{self.id}/{name}/{round_}")
-        for device in blobs.shelves(f"{self.id}/records") if devices is None else devices:
-            old = [round_ for round_ in self._rounds_on(f"{self.id}/records/{device}") if round_ < closed]
+                    blobs.drop(self._values.shelf(name, round_))
+        for device in blobs.shelves(f"{self._values.root}/records") if devices is None else devices:
+            old = [round_ for round_ in self._rounds_on(f"{self._values.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
                 if found is None or round_ != found[0]:
@@ -230,6 +238,18 @@ class Rounds:
             log.warning("%s: folders that are not the coordinator's are left alone: %s", self.id, sorted(foreign))
             self._foreign |= foreign
         return [int(name) for name in names if name.isascii() and name.isdecimal()]
+
+
+def _say(id_: str, r: Round) -> None:
+    """Log how a round ended."""
+    up, down = (sum(side.values()) for side in (r.traffic.up, r.traffic.down))
+    scores = {} if r.score_after is None else r.score_after.model_dump()
+    score = f", score {scores['mean']:.3f} (worst {scores['worst']:.3f})" if scores else ""
+    missing = f"; failed: {', '.join(sorted(r.failed))}" if r.failed else ""
+    log.info("%s: round %d ended: %d devices, %.1f s%s, %d bytes up, %d down%s", id_, r.round, len(r.devices),
+             r.seconds, score, up, down, missing,
+             extra={"federation": id_, "round": r.round, "devices": len(r.devices), "seconds": r.seconds,
+                    "bytes_up": up, "bytes_down": down, "score": scores.get("mean")})  # fmt: skip
 
 
 def _size(value: Any) -> int:

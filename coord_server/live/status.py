@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from coord_server import engine
+from coord_server.state import Stage
 from edge_client.errors import StateError
-from edge_client.protocol.messages import Federation, FederationConfig
+from edge_client.protocol.messages import WAITS_SHOWN, Failure, Federation, FederationConfig
 
 
 def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:
     """The federation as it stands at `now`."""
+    missing = engine.missing(state) if state.stage == "collecting" else ()
     return Federation(
         id=config.name,
-        config=config,
+        config=config if state.next_rounds is None else config.model_copy(update={"rounds": state.next_rounds}),
         phase=state.phase,
         round=state.round,
         devices=devices,
         updates=len(engine.usable(state)),
-        expected=len(engine.missing(state)) if state.stage == "collecting" else 0,
+        expected=len(missing),
+        waits_for=sorted(missing)[:WAITS_SHOWN],
         attempt=state.attempt,
         deadline_in=engine.left(config, state, now),
         fault=fault,
+    )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The round under way by device, as it stands at `now`. Names are sorted."""
+
+    now: float
+    stage: Stage
+    closed: int
+    """Rounds that are closed."""
+    seconds: float | None
+    """Since the round's first attempt opened; None when none has."""
+    reported: tuple[str, ...]
+    training: tuple[str, ...]
+    """Devices of this attempt that it waits for."""
+    overdue: tuple[str, ...]
+    """Devices of earlier attempts that did not report; their updates would still count."""
+    failed: Mapping[str, Failure]
+    unusable: tuple[str, ...]
+    """Devices whose acknowledged update cannot be folded."""
+
+
+def progress(state: engine.State, now: float) -> Progress:
+    """The round under way at `now`."""
+    training = engine.missing(state) if state.stage == "collecting" else ()
+    failed = {d: f for d, f in sorted(state.failed.items()) if d not in training}
+    overdue = state.asked.keys() - state.received.keys() - failed.keys() - set(training)
+    return Progress(
+        now=now,
+        stage=state.stage,
+        closed=state.round if state.phase == "finished" else max(state.round - 1, 0),
+        seconds=max(now - state.opened, 0.0) if state.asked else None,
+        reported=engine.usable(state),
+        training=training,
+        overdue=tuple(sorted(overdue)),
+        failed=failed,
+        unusable=state.unusable,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from coord_server import aggregation
+from coord_server import aggregation, metrics
 from coord_server.aggregation import Checked
 from coord_server.events import Acknowledge, Updated
 from coord_server.live.commits import Commits
@@ -94,6 +94,8 @@ class Uploads:
             return known
         finally:
             incoming.discard()
+        metrics.ACCEPTED.inc()
+        metrics.BYTES.labels("up", "update").inc(size)
         return self._receipt(event, size)
 
     async def _check(self, event: Updated, incoming: Incoming, small: bytes | None) -> Checked:

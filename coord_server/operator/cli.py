@@ -6,25 +6,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from coord_server import aggregation
 from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
+from coord_server.operator import tables
 from coord_server.operator.client import Operator
+from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client.errors import ConfigError, first_fault
-from edge_client.methods import below, make_method
-from edge_client.protocol.cost import UNITS, in_words, over_rounds
-from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Phase, Round, TokenRequest
+from edge_client.files import write_whole
+from edge_client.named_bundles import bundle_folder
+from edge_client.protocol.messages import FederationConfig, TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,16 +38,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
+PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
 DIGEST = re.compile("[0-9a-f]{64}")
-REMOVED, NOT_READY, FAILED = "removed", "not ready", "failed"  # a device's state; empty when it takes part
-WHOLE: dict[str, tuple[str, ...]] = {  # columns of unbroken words
-    "phase": get_args(Phase),
-    "state": (REMOVED, NOT_READY, FAILED),
-    "method": ("standalone",),
-}
-NAMES = {"id": 24, "device": 30}  # columns to copy from: a name of so many characters stays in one line
-DIGITS = 12  # of a digest that is shown
-UNKNOWN = "-"  # a round's loss or score when no device reported one
 
 
 def _operator(url: str, token_file: Path) -> Operator:
@@ -88,56 +78,18 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
         raise ConfigError(f"{where}, {fault}") from None
 
 
-def _show(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
-    """Print what the coordinator answers: as JSON, or what `table` makes of it."""
-    with _operator(url, token_file) as operator:
-        found = ask(operator)
+def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
+    """Print what the coordinator answered: as JSON, or what `table` makes of it."""
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
     else:
-        Console().print(*table(found), sep="\n")
+        Console(highlight=False).print(*table(found), sep="\n")
 
 
-def _plain(text: str) -> Text:
-    """Text of a device or coordinator without markup and control characters."""
-    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
-
-
-def _failure(who: str, failure: Failure) -> Text:
-    return _plain(f"{who} failed ({failure.kind}): {failure.reason}")
-
-
-def _table(*heads: str) -> Table:
-    """A table for narrow terminals: text that does not fit continues in the next line, and nothing is cut off.
-
-    A column of NAMES gives up no width to the others; its values come from `_name`.
-    """
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
-    for head in heads:
-        words = (*head.split(), *WHOLE.get(head, ()))
-        table.add_column(
-            head,
-            overflow="fold",
-            no_wrap=head in WHOLE or head in NAMES,
-            min_width=max((len(word) for word in words), default=0),
-        )
-    return table
-
-
-def _name(head: str, name: str) -> str:
-    """A name in lines of its column's width: one line for all but very long names."""
-    most = NAMES[head]
-    return "\n".join(name[at : at + most] for at in range(0, len(name), most))
-
-
-def _row(f: Federation) -> tuple[str, ...]:
-    if f.config is None or f.phase is None:
-        return ("",) * 6
-    method = str(f.config.method.get("name"))
-    rounds = f"{f.round}/{f.config.rounds}" + (f" try {f.attempt}" if f.attempt > 1 else "")
-    waits = f"{f.updates} in, {f.expected} due"
-    ends = "" if f.deadline_in is None else f"{f.deadline_in:.0f} s"
-    return method, f.phase, rounds, str(f.devices), waits, ends
+def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
+    with _operator(url, token_file) as operator:
+        found = ask(operator)
+    _say(found, table, as_json)
 
 
 @app.command()
@@ -149,20 +101,14 @@ def create(
 ) -> None:
     """Upload the bundle and create the federation; prints its id.
 
-    `bundle` in the file is a folder (relative to the file) or the digest of a bundle that is there already.
+    `bundle` in the file is the name of a packaged bundle ("digits"), a folder relative to the file, or the digest of a
+    bundle that the coordinator has.
     """
     settings = read_settings(file)
     folder = bundle
     named = settings.get("bundle")
-    if folder is None and isinstance(named, str):
-        there = file.parent / named
-        if there.is_dir():
-            folder = there
-        elif not DIGEST.fullmatch(named):
-            raise ConfigError(
-                f"{file}, bundle = {named!r}: there is no folder {there.resolve()}; give a bundle's folder (relative "
-                "to the file) or the digest of an uploaded one"
-            )
+    if folder is None and isinstance(named, str) and not DIGEST.fullmatch(named):
+        folder = bundle_folder(named, file.parent)
     # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
     with _operator(url, token_file) as operator:
@@ -174,90 +120,39 @@ def create(
 @app.command("list")
 def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the federations."""
-    _show(lambda operator: operator.federations(), _federations, url, token_file, as_json)
-
-
-def _federations(found: Sequence[Federation]) -> list[Table | Text]:
-    table = _table("id", "method", "phase", "round", "devices", "updates", "ends in")
-    for f in found:
-        table.add_row(_name("id", f.id), *_row(f))
-    return [table, *(_plain(f"fault of {f.id}: {f.fault}") for f in found if f.fault)]
+    _print(lambda operator: operator.federations(), tables.federations, url, token_file, as_json)
 
 
 @app.command()
-def show(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """Show a federation: phase, round, updates, deadline, fault, and its settings (--json: the whole digest)."""
-    if as_json:
-        _show(lambda operator: operator.federation(id_), _federation, url, token_file, as_json)
-        return
+def show(
+    id_: Id,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the federation ends; Ctrl-C leaves.")] = False,
+    config: Annotated[bool, typer.Option("--config", help="Print the settings instead.")] = False,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+    as_json: AsJson = False,
+) -> None:
+    """Show a federation: what runs, how well, who is missing and why, what to do next."""
+    if watch + config + as_json > 1:
+        raise ConfigError("--watch, --config and --json exclude each other; give one of them")
     with _operator(url, token_file) as operator:
-        found = operator.federation(id_)
-        rounds, devices = (operator.rounds(id_), operator.devices(id_)) if found.round > 1 else ([], [])
-    Console().print(*_federation(found), *cost_line(rounds), *warnings(found, rounds, devices), sep="\n")
-
-
-def cost_line(rounds: Sequence[Round]) -> list[Text]:
-    """What a round costs a device, as a mean over all rounds; nothing when no device said."""
-    figures = over_rounds([r.cost for r in rounds])
-    if not figures:
-        return []
-    return [Text(f"a device's round: {in_words({name: f.mean for name, f in figures.items()})} (mean of all rounds)")]
-
-
-def warnings(found: Federation, rounds: Sequence[Round], devices: Sequence[Device]) -> list[Text]:
-    """A sentence when the federation scores below where it started, on its devices' test samples.
-
-    It started with what the cohort of round 1 received. It ends with the personal models that devices reported; before
-    that, with what the cohort of the last closed round received.
-    """
-    scores = [s.mean for s in (r.score_before for r in rounds) if s is not None]
-    reports = [d.report for d in devices if d.report is not None]
-    final = aggregation.scores([r.score for r in reports], [r.test_samples for r in reports])
-    if found.config is None or not scores:
-        return []
-    end = scores[-1] if final is None else final.mean
-    try:
-        method = make_method(found.config.method)
-    except ConfigError:
-        return []  # its package is not installed here
-    sentence = below(method.name, end, scores[0], "the model that round 1 started from", method.hint)
-    return [] if sentence is None else [Text(f"warning: {sentence}")]
-
-
-def _federation(found: Federation) -> list[Table]:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    names = ("id", "method", "phase", "round", "devices", "updates", "deadline in", "fault")
-    values: tuple[str | Text, ...] = (found.id, *_row(found), _plain(found.fault or ""))
-    for name, value in zip(names, values, strict=True):
-        if value and name != "method":  # which follows with its settings
-            table.add_row(name, value)
-    settings = {} if found.config is None else found.config.model_dump(mode="json")
-    if "bundle" in settings:
-        settings["bundle"] = settings["bundle"][:DIGITS]
-    for name, setting in settings.items():
-        if name != "name" and setting is not None:
-            table.add_row(name, _plain(setting if isinstance(setting, str) else json.dumps(setting)))
-    return [table]
+        if as_json:
+            _say(operator.federation(id_), lambda _: [], True)
+        elif config:
+            _say(operator.federation(id_), settings_table, False)
+        elif watch:
+            show_live(lambda: look(operator, id_, url), Console(highlight=False))
+        else:
+            _say(look(operator, id_, url), overview, False)
 
 
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List a federation's devices: updates, bytes of payloads, score, last failure (--json: all bytes)."""
-    _show(lambda operator: operator.devices(id_), _devices, url, token_file, as_json)
-
-
-def _devices(found: Sequence[Device]) -> list[Table | Text]:
-    table = _table("device", "updates", "up", "down", "score", "state")
-    note = Text("\nup, down: bytes of payloads since enrolment (--json: bundle and messages too)")
-    for d in found:
-        score = "" if d.report is None else f"{d.report.score:.4f}"
-        state = REMOVED if d.removed else NOT_READY if not d.ready else FAILED if d.failure is not None else ""
-        table.add_row(
-            _name("device", d.device), *(f"{n:,}" for n in (d.updates, d.bytes_up, d.bytes_down)), score, state
-        )
-    return [table, note, *(_failure(d.device, d.failure) for d in found if d.failure is not None)]
+    """List a federation's devices: updates, bytes of payloads, score, when last seen, state (--json: all bytes)."""
+    with _operator(url, token_file) as operator:
+        config, found = operator.federation(id_).config, operator.devices(id_)
+    presence = PRESENCE if config is None else config.presence_seconds
+    _say(found, lambda devices: tables.devices(devices, presence), as_json)
 
 
 @app.command()
@@ -275,43 +170,7 @@ def remove(
 @app.command()
 def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the closed rounds: scores, bits per parameter, payload bytes by kind, failures, guarded updates."""
-    _show(lambda operator: operator.rounds(id_), _rounds, url, token_file, as_json)
-
-
-def _rounds(found: Sequence[Round]) -> list[Table | Text]:
-    table = _table(
-        "round", "devices", "loss", "score", "worst", "bits/par up", "bits/par down", "seconds", "failed", "skipped"
-    )
-    for r in found:
-        loss = UNKNOWN if r.loss is None else f"{r.loss:.4f}"
-        after = r.score_after
-        scores = (UNKNOWN, UNKNOWN) if after is None else (f"{after.mean:.4f}", f"{after.worst:.4f}")
-        bits = (f"{r.bits_per_parameter_up:.3f}", f"{r.bits_per_parameter_down:.3f}")
-        figures = (loss, *scores, *bits, f"{r.seconds:.1f}", str(len(r.failed) or ""))
-        table.add_row(str(r.round), str(len(r.devices)), *figures, str(len(r.skipped) or ""))
-    kinds = _table("round", "bytes up", "bytes down", "once up", "once down", "last down")
-    for r in found:
-        t = r.traffic
-        sides = (t.up, t.down, t.one_time_up, t.one_time_down, t.last_down)
-        kinds.add_row(str(r.round), *(_by_kind(side) for side in sides))
-    costs = _table("round", *(f"{name} {unit}" for name, unit in UNITS.items()), "joules most", "devices")
-    for r in found:
-        most = r.cost.get("joules")
-        means = (f"{r.cost[name].mean:.4g}" if name in r.cost else "" for name in UNITS)
-        given = max((c.devices for c in r.cost.values()), default=0)
-        costs.add_row(str(r.round), *means, "" if most is None else f"{most.most:.4g}", str(given or ""))
-    spent: list[Table | Text] = [costs, Text()] if any(r.cost for r in found) else []
-    notes = list[Text]()
-    for r in found:
-        notes += [_failure(f"round {r.round}: {device}", failure) for device, failure in r.failed.items()]
-        notes += [_plain(f"round {r.round}: {device} {reason}") for device, reason in r.guarded.items()]
-        notes += [_plain(f"round {r.round}: {device} skipped: its update could not be folded") for device in r.skipped]
-    return [table, Text(), kinds, Text(), *spent, *notes]
-
-
-def _by_kind(sizes: dict[str, int]) -> str:
-    """Payload bytes of all devices together, one line for each kind."""
-    return "\n".join(f"{kind} {size:,}" for kind, size in sizes.items())
+    _print(lambda operator: operator.rounds(id_), tables.rounds, url, token_file, as_json)
 
 
 @app.command()
@@ -348,15 +207,29 @@ for _action, _help in {
 @app.command()
 def export(
     id_: Id,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the method's state here, as safetensors.")
+    ] = None,
+    onnx: Annotated[Path | None, typer.Option(help="Write the global model here, ready to run.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An .npz file: verify the model on its x too; a model of integers needs it."),
+    ] = None,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
-    """Write the global state after the last closed round as a safetensors file."""
+    """Write the global model as ONNX, or the method's state, after the last closed round.
+
+    The model is verified before it is written: it is run against the masked network on random inputs.
+    """
+    if output is None and onnx is None:
+        raise ConfigError("nothing to write; give --onnx FILE for the model, or --output FILE for the method's state")
     with _operator(url, token_file) as operator:
-        data = operator.state(id_)
-    try:
-        output.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    print(f"{output}: {len(data)} bytes")
+        if output is not None:
+            written = operator.state(id_)
+            write_whole(output, written, mode=0o666, elsewhere="choose another --output")
+            print(f"{output}: {len(written)} bytes")
+        if onnx is not None:
+            from coord_server.operator.export import export_onnx  # onnx is needed only here
+
+            print(export_onnx(operator, id_, onnx, data))

@@ -6,7 +6,7 @@ One `Operator` speaks to one coordinator by httpx. Every refusal is a ServerErro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.protocol.messages import (
     BundleReceipt,
+    BundleSummary,
+    Change,
     Device,
     Federation,
     FederationConfig,
@@ -25,6 +27,10 @@ from edge_client.protocol.messages import (
     JoinToken,
     Round,
     TokenRequest,
+    TokenSummary,
+    Viewer,
+    ViewerRequest,
+    ViewerToken,
 )
 
 T = TypeVar("T")
@@ -61,6 +67,9 @@ class Operator:
         self._http.close()
 
     def _send(self, method: str, path: str, **body: Any) -> bytes:
+        return self._response(method, path, **body).content
+
+    def _response(self, method: str, path: str, **body: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **body)
         except httpx.RequestError as error:
@@ -68,7 +77,7 @@ class Operator:
                 f"{self._http.base_url} does not answer ({type(error).__name__}: {error}); is the coordinator running?"
             ) from None
         if response.is_success:
-            return response.content
+            return response
         try:
             problem = json.loads(response.content)
             detail, kind = str(problem["detail"]), str(problem["type"]).rpartition("/")[2]
@@ -78,6 +87,16 @@ class Operator:
 
     def _ask(self, answer: type[T], method: str, path: str, **body: Any) -> T:
         return TypeAdapter(answer).validate_json(self._send(method, path, **body))
+
+    def _list(self, item: type[T], path: str, **query: Any) -> list[T]:
+        """All items of a list, page by page."""
+        found, response = list[T](), self._response("GET", path, params=query)
+        while True:
+            found += TypeAdapter(list[item]).validate_json(response.content)  # type: ignore[valid-type]
+            following = response.links.get("next", {}).get("url")
+            if following is None:
+                return found
+            response = self._response("GET", following)
 
     def health(self) -> Health:
         """Raises UnreachableError when the coordinator is not up."""
@@ -98,13 +117,21 @@ class Operator:
             )
         return digest(manifest)
 
+    def fetch_bundle(self, address: str, folder: Path, parts: Sequence[str]) -> Bundle:
+        """Those of the `parts` that the bundle has, and its manifest, in an empty `folder`. Raises BundleError."""
+        manifest = self._send("GET", f"/v1/bundles/{address}")
+        (folder / MANIFEST).write_bytes(manifest)
+        for name in parse_manifest(manifest).parts.keys() & set(parts):
+            (folder / name).write_bytes(self._send("GET", f"/v1/bundles/{address}/parts/{name}"))
+        return Bundle.open(folder)
+
     def create(self, config: FederationConfig) -> Federation:
         """Create a federation from a bundle that is there."""
         return self._ask(Federation, "POST", "/v1/federations", json=config.model_dump(mode="json"))
 
-    def federations(self) -> list[Federation]:
-        """All federations."""
-        return self._ask(list[Federation], "GET", "/v1/federations")
+    def federations(self, **filters: str) -> list[Federation]:
+        """All federations, or those of a `phase`, a `method`, a name's `prefix`."""
+        return self._list(Federation, "/v1/federations", **filters)
 
     def federation(self, id_: str) -> Federation:
         """One federation as it stands."""
@@ -114,13 +141,53 @@ class Operator:
         """`action` is start, pause, resume or stop."""
         return self._ask(Federation, "POST", f"/v1/federations/{id_}/{action}")
 
+    def change(self, id_: str, change: Change) -> Federation:
+        """Change settings of a federation that is not over."""
+        return self._ask(Federation, "PATCH", f"/v1/federations/{id_}", json=change.model_dump(exclude_none=True))
+
+    def delete(self, id_: str) -> None:
+        """Delete a federation that does not run."""
+        self._send("DELETE", f"/v1/federations/{id_}")
+
+    def bundles(self) -> list[BundleSummary]:
+        """All bundles."""
+        return self._list(BundleSummary, "/v1/bundles")
+
+    def derive(self, digest: str, weights: bytes) -> str:
+        """A bundle with the graphs of another one and the values of a safetensors file; its digest."""
+        return self._ask(BundleReceipt, "POST", f"/v1/bundles/{digest}/weights", content=weights).digest
+
+    def delete_bundle(self, digest: str) -> None:
+        """Delete a bundle that no federation uses."""
+        self._send("DELETE", f"/v1/bundles/{digest}")
+
+    def tokens(self, id_: str) -> list[TokenSummary]:
+        """A federation's join tokens, without the secrets."""
+        return self._list(TokenSummary, f"/v1/federations/{id_}/tokens")
+
+    def revoke(self, id_: str, token: str) -> None:
+        """Revoke the join token with this id."""
+        self._send("DELETE", f"/v1/federations/{id_}/tokens/{token}")
+
+    def viewer(self, request: ViewerRequest) -> ViewerToken:
+        """A fresh viewer's token."""
+        return self._ask(ViewerToken, "POST", "/v1/viewers", json=request.model_dump())
+
+    def viewers(self) -> list[Viewer]:
+        """The viewers' tokens, without the secrets."""
+        return self._list(Viewer, "/v1/viewers")
+
+    def revoke_viewer(self, token: str) -> None:
+        """Revoke the viewer's token with this id."""
+        self._send("DELETE", f"/v1/viewers/{token}")
+
     def token(self, id_: str, request: TokenRequest) -> JoinToken:
         """A fresh join token."""
         return self._ask(JoinToken, "POST", f"/v1/federations/{id_}/tokens", json=request.model_dump())
 
     def devices(self, id_: str) -> list[Device]:
         """Every device that ever enrolled."""
-        return self._ask(list[Device], "GET", f"/v1/federations/{id_}/devices")
+        return self._list(Device, f"/v1/federations/{id_}/devices")
 
     def remove_device(self, id_: str, device: str) -> None:
         """Remove a device for good."""
@@ -128,7 +195,7 @@ class Operator:
 
     def rounds(self, id_: str) -> list[Round]:
         """The records of the closed rounds."""
-        return self._ask(list[Round], "GET", f"/v1/federations/{id_}/rounds")
+        return self._list(Round, f"/v1/federations/{id_}/rounds")
 
     def state(self, id_: str) -> bytes:
         """The global state after the last closed round, one safetensors file."""

@@ -40,6 +40,20 @@ def disk(what: str) -> Iterator[None]:
         raise StorageUnreachableError(f"{what}: {reason}; repair the coordinator's disk") from None
 
 
+def federation_shelf(id_: str, first: int) -> str:
+    """Where a federation's blobs lie; `first` is the version it began with, above 0 when its name was used before.
+
+    So a process that does not know yet of a deletion touches no blob of the next federation of that name.
+    """
+    return f"{id_}~{first}" if first else id_
+
+
+def owner(shelf: str) -> tuple[str, int]:
+    """The id and the first version of the federation whose blobs lie there."""
+    id_, _, first = shelf.partition("~")
+    return id_, int(first) if first.isdecimal() else 0
+
+
 class Incoming:
     """A blob being received. Nothing of it is visible before `commit`.
 

@@ -22,18 +22,23 @@ from sqlalchemy import (
     event,
     func,
     insert,
+    literal,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from coord_server.problems import Refusal
 from coord_server.store.tables import (
     MESSAGES,
     METADATA,
     Head,
+    Known,
     Seen,
     bundles,
+    deleted,
     devices,
     federations,
     records,
@@ -41,10 +46,12 @@ from coord_server.store.tables import (
     store,
     tokens,
     updates,
+    viewers,
 )
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
+from edge_client.protocol.messages import MAX_ROUNDS, DeviceState
 
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
@@ -66,6 +73,7 @@ _COUNT_UPDATE = (
         last_seen_at=_LAST_SEEN,
         updates=devices.c.updates + 1,
         bytes_up=devices.c.bytes_up + bindparam("b_size"),
+        cost=bindparam("b_cost"),
         failure=None,
     )
 )
@@ -76,9 +84,18 @@ _SAVE_SEEN = (
         last_seen_at=_LAST_SEEN,
         bytes_down=devices.c.bytes_down + bindparam("b_down"),
         last_down=func.coalesce(bindparam("b_last"), devices.c.last_down),
+        agent=func.coalesce(bindparam("b_agent"), devices.c.agent),
         **{name: devices.c[name] + bindparam(f"b_{name}") for name in MESSAGES},
     )
 )
+
+
+_STATES: Mapping[DeviceState, tuple[Any, ...]] = {
+    "removed": (devices.c.removed,),
+    "new": (~devices.c.removed, ~devices.c.ready),
+    "failed": (~devices.c.removed, devices.c.ready, devices.c.failure.is_not(None)),
+    "ready": (~devices.c.removed, devices.c.ready, devices.c.failure.is_(None)),
+}
 
 
 def _of(table: Any, federation: str, device: str) -> tuple[Any, Any]:
@@ -106,7 +123,7 @@ class Rows:
                "size": size, "received_at": at, "content": content.data, "cost": cost}  # fmt: skip
         figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
         self._c.execute(_ADD_UPDATE, {**row, **figures})
-        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size}
+        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size, "b_cost": cost}
         self._c.execute(_COUNT_UPDATE, named)
 
     def add_failure(self, device: str, failure: str, forget: bool) -> None:
@@ -127,6 +144,14 @@ class Rows:
         was_ready = self._ready(-1, *mine, devices.c.ready)
         self._c.execute(update(devices).where(*mine).values(removed=True))
         return was_ready
+
+    def delete_federation(self, version: int) -> None:
+        """Delete the federation and all that belongs to it; `version` is what the transaction makes of its version."""
+        for table in (updates, rounds, records, devices, tokens):
+            self._c.execute(delete(table).where(table.c.federation == self._federation))
+        self._c.execute(delete(federations).where(federations.c.id == self._federation))
+        self._c.execute(delete(deleted).where(deleted.c.what == self._federation))
+        self._c.execute(insert(deleted).values(what=self._federation, version=version))
 
     def _ready(self, change: int, *where: Any) -> int:
         """Make one device ready, or no longer ready, and count it; how many were changed."""
@@ -226,11 +251,56 @@ class Metadata:
 
     # --- bundles
 
-    def add_bundle(self, digest: str, now: float) -> None:
-        """Record that a bundle's manifest is a blob; repeating this is harmless."""
+    def add_bundle(self, digest: str, now: float, store: Callable[[bool], None] = lambda left: None) -> None:
+        """Record that a bundle's manifest is a blob once `store` has made it one; repeating this is harmless.
+
+        `store` is told whether blobs of a deleted bundle are left. It runs within the transaction, so that no sweep of
+        the deleted one runs beside it.
+        """
         with self.writing() as c:
+            left = c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount > 0
+            store(left)
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
                 c.execute(insert(bundles).values(digest=digest, added_at=now))
+
+    def bundles(self, after: tuple[float, str] | None, limit: int) -> Sequence[Any]:
+        """`digest` and `added_at` of the bundles, oldest first, beyond the one `after`."""
+        b = bundles.c
+        query = select(bundles).order_by(b.added_at, b.digest).limit(limit)
+        if after is not None:
+            query = query.where(tuple_(b.added_at, b.digest) > tuple_(*(literal(v) for v in after)))
+        return self._all(query)
+
+    def added_at(self, digest: str) -> float | None:
+        """When a bundle's manifest was stored, None when it is not here."""
+        row = self._first(select(bundles.c.added_at).where(bundles.c.digest == digest))
+        return None if row is None else float(row.added_at)
+
+    def users(self, digest: str) -> list[str]:
+        """The federations of a bundle, by name."""
+        f = federations.c
+        return [row.id for row in self._all(select(f.id).where(f.bundle == digest).order_by(f.id))]
+
+    def delete_bundle(self, digest: str) -> list[str] | None:
+        """Delete a bundle that no federation uses; else those that do, None when there is no such bundle."""
+        with self.writing() as c:
+            used = list(c.scalars(select(federations.c.id).where(federations.c.bundle == digest)))
+            if used:
+                return used
+            if c.execute(delete(bundles).where(bundles.c.digest == digest)).rowcount != 1:
+                return None
+            c.execute(insert(deleted).values(what=f"bundles/{digest}", version=0))
+            return []
+
+    def deleted(self) -> dict[str, int]:
+        """What was deleted and the last version of each: a federation's id, or "bundles/DIGEST" until it is swept."""
+        return {row.what: row.version for row in self._all(select(deleted))}
+
+    def sweep_bundle(self, digest: str, drop: Callable[[], None]) -> None:
+        """Drop the blobs of a deleted bundle, unless it was added again."""
+        with self.writing() as c:
+            if c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount == 1:
+                drop()
 
     def has_bundle(self, digest: str) -> bool:
         """Whether the manifest of a bundle is stored."""
@@ -238,19 +308,41 @@ class Metadata:
 
     # --- federations
 
-    def add_federation(self, id_: str, config: str, state: str, values: Content, now: float) -> bool:
-        """Store a new federation; `config` and `state` are JSON. False, and nothing, when its id is taken."""
+    def first_version(self, id_: str) -> int:
+        """The version that a new federation of this name begins with."""
+        row = self._first(select(deleted.c.version).where(deleted.c.what == id_))
+        return 0 if row is None else int(row.version) + 1
+
+    def add_federation(
+        self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0
+    ) -> Literal["added", "taken", "no-bundle"]:
+        """Store a new federation; `config` and `state` are JSON. Nothing when its id is taken or its bundle is gone."""
         with self.writing() as c:
             if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
+                return "taken"
+            if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version >= first)).first():
+                return "taken"  # until a moment ago
+            if c.execute(select(bundles.c.digest).where(bundles.c.digest == bundle)).first() is None:
+                return "no-bundle"
+            new = {"id": id_, "config": config, "bundle": bundle, "state": state, "created_at": now}
+            values_ = {"values_sha256": values.sha256, "values_content": values.data}
+            c.execute(insert(federations).values(**new, **values_, version=first, first=first))
+            return "added"
+
+    def delete_federation(self, federation: str, version: int) -> bool:
+        """Delete a federation that no process could load; False, and nothing, when it has another version."""
+        with self.writing() as c:
+            this = (federations.c.id == federation, federations.c.version == version)
+            if c.execute(select(federations.c.id).where(*this)).first() is None:
                 return False
-            new = {"id": id_, "config": config, "state": state, "created_at": now}
-            c.execute(insert(federations).values(**new, values_sha256=values.sha256, values_content=values.data))
+            Rows(c, federation).delete_federation(version + 1)
             return True
 
-    def versions(self) -> dict[str, int]:
-        """The version of every federation, oldest first: cheap, for watching."""
+    def known(self) -> dict[str, Known]:
+        """Every federation, oldest first: cheap, for watching."""
         f = federations.c
-        return {row.id: row.version for row in self._all(select(f.id, f.version).order_by(f.created_at, f.id))}
+        query = select(f.id, f.version, f.first).order_by(f.created_at, f.id)
+        return {row[0]: Known(*row[1:]) for row in self._all(query)}
 
     def config(self, federation: str) -> str:
         """A federation's FederationConfig as JSON."""
@@ -270,7 +362,9 @@ class Metadata:
     def _of_federation(self, federation: str, query: Select[Any]) -> Any:
         row = self._first(query, {"b_id": federation})
         if row is None:
-            raise StorageDamagedError(f"federation {federation!r} is not in the coordinator's database; restore it")
+            raise Refusal(
+                "not-found", f"federation {federation!r} was deleted; GET /v1/federations lists those there are"
+            )
         return row
 
     def commit(self, federation: str, version: int, state: str, rows: Sequence[Callable[[Rows], Any]]) -> bool:
@@ -283,12 +377,42 @@ class Metadata:
                 add(Rows(c, federation))
             return True
 
+    # --- viewers
+
+    def add_viewer(self, token: str, expires_at: float) -> None:
+        """Store a viewer's token by its SHA-256."""
+        with self.writing() as c:
+            c.execute(insert(viewers).values(token=token, expires_at=expires_at))
+
+    def viewers(self) -> dict[str, float]:
+        """When each viewer's token expires, by its SHA-256, in the order of these."""
+        return {row.token: row.expires_at for row in self._all(select(viewers).order_by(viewers.c.token))}
+
+    def remove_viewer(self, id_: str) -> bool:
+        """Revoke the viewer's token whose SHA-256 begins with `id_`; False when there is none."""
+        with self.writing() as c:
+            return c.execute(delete(viewers).where(viewers.c.token.startswith(id_, autoescape=True))).rowcount > 0
+
     # --- tokens and devices
 
     def add_token(self, token: str, federation: str, uses: int, expires_at: float) -> None:
-        """Store a join token by its SHA-256."""
+        """Store a join token by its SHA-256. Raises Refusal when its federation was deleted."""
         with self.writing() as c:
+            if c.execute(_HEAD, {"b_id": federation}).first() is None:
+                raise Refusal("not-found", f"federation {federation!r} was deleted")
             c.execute(insert(tokens).values(token=token, federation=federation, uses_left=uses, expires_at=expires_at))
+
+    def tokens(self, federation: str, after: str, limit: int) -> Sequence[Any]:
+        """`token`, `uses_left` and `expires_at` of a federation's join tokens, by SHA-256 beyond `after`."""
+        t = tokens.c
+        query = select(tokens).where(t.federation == federation, t.token > after).order_by(t.token)
+        return self._all(query.limit(limit))
+
+    def remove_token(self, federation: str, id_: str) -> bool:
+        """Revoke the join token whose SHA-256 begins with `id_`; False when there is none."""
+        with self.writing() as c:
+            mine = (tokens.c.federation == federation, tokens.c.token.startswith(id_, autoescape=True))
+            return c.execute(delete(tokens).where(*mine)).rowcount > 0
 
     def token(self, token: str) -> Any:
         """`federation`, `uses_left` and `expires_at` of the token with this SHA-256."""
@@ -332,9 +456,13 @@ class Metadata:
         query = select(devices.c.device).where(*_of(devices, federation, device), ~devices.c.removed)
         return self._first(query) is not None
 
-    def devices(self, federation: str) -> Sequence[Any]:
-        """The rows of every device that ever enrolled, by name."""
-        return self._all(select(devices).where(devices.c.federation == federation).order_by(devices.c.device))
+    def devices(
+        self, federation: str, state: DeviceState | None = None, after: str = "", limit: int | None = None
+    ) -> Sequence[Any]:
+        """The rows of every device that ever enrolled, or of those in a state, by name beyond `after`."""
+        d = devices.c
+        query = select(devices).where(d.federation == federation, d.device > after).order_by(d.device).limit(limit)
+        return self._all(query if state is None else query.where(*_STATES[state]))
 
     def present(self, federation: str, since: float) -> dict[str, float]:
         """Ready devices that are not removed and made a request at `since` or later, and when."""
@@ -346,7 +474,7 @@ class Metadata:
         """Store what happened to devices."""
         rows = [
             {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
-             "b_last": s.last_down, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
+             "b_last": s.last_down, "b_agent": s.agent, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
             for device, s in seen.items()
         ]  # fmt: skip
         with self.writing() as c:
@@ -396,8 +524,10 @@ class Metadata:
         row = self._first(select(records).where(*_of(records, federation, device)))
         return None if row is None else (row.round, Content(row.sha256, row.content))
 
-    def rounds(self, federation: str, round_: int | None = None) -> list[str]:
-        """The records of the closed rounds as JSON, in order, or of one of them."""
-        query = select(rounds.c.record).where(rounds.c.federation == federation).order_by(rounds.c.round)
-        found = self._all(query if round_ is None else query.where(rounds.c.round == round_))
-        return [row.record for row in found]
+    def rounds(
+        self, federation: str, first: int = 1, last: int = MAX_ROUNDS, limit: int | None = None
+    ) -> dict[int, str]:
+        """The records of the closed rounds `first` .. `last` as JSON, in order."""
+        r = rounds.c
+        query = select(r.round, r.record).where(r.federation == federation, r.round.between(first, last))
+        return {row.round: row.record for row in self._all(query.order_by(r.round).limit(limit))}

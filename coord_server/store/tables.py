@@ -45,13 +45,21 @@ federations = Table(
     METADATA,
     _key("id"),
     _column("config", Text),  # FederationConfig as JSON
+    _column("bundle"),  # the digest in it
     _column("version", BigInteger, 0),  # counts the commits
+    _column("first", BigInteger, 0),  # the version it was created with: above those of a deleted one of its name
     _column("state", Text),  # the engine's State as JSON
     _column("values_round", Integer, 0),  # the last closed round, 0 at first
     _column("values_sha256"),  # the method's global state after it
     Column("values_content", LargeBinary),  # NULL when it is a blob, as in every column of contents
     _column("ready", Integer, 0),  # devices that asked for work and are not removed
     _column("created_at", Float),
+)
+deleted = Table(
+    "deleted",
+    METADATA,
+    _key("what", String(80)),  # a federation's id, or "bundles/DIGEST"
+    _column("version", BigInteger),  # a federation's last; its name's next one begins above it
 )
 devices = Table(
     "devices",
@@ -70,6 +78,8 @@ devices = Table(
     Column("last_down", Text),  # bytes by kind of the downlink after the last round, as JSON, once it is fetched
     Column("report", Text),  # Report as JSON
     Column("failure", Text),  # Failure as JSON, until an update of it is accepted
+    Column("cost", String(64)),  # of its last update, as its header said it; NULL when it said nothing
+    Column("agent", String(64)),  # what it says it is: its User-Agent
     UniqueConstraint("federation", "credential"),
     Index("devices_by_credential", "credential"),
     Index("devices_by_presence", "federation", "last_seen_at"),
@@ -80,6 +90,12 @@ tokens = Table(
     _key("token"),  # SHA-256 of the join token
     _column("federation"),
     _column("uses_left", Integer),
+    _column("expires_at", Float),
+)
+viewers = Table(
+    "viewers",
+    METADATA,
+    _key("token"),  # SHA-256 of a token that may read
     _column("expires_at", Float),
 )
 updates = Table(
@@ -113,26 +129,39 @@ records = Table(
 class Head:
     """The changing columns of a federation: the engine's `state` (JSON) at `version`.
 
-    `values_round` is the last closed round. `ready` devices have asked for work and are not removed.
+    `values_round` is the last closed round. `ready` devices have asked for work and are not removed. `first` tells
+    federations of one name apart: it is the version with which this one was created.
     """
 
     version: int
+    first: int
     state: str
     values_round: int
     ready: int
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A federation as watching it needs it: two versions as in `Head`."""
+
+    version: int
+    first: int
 
 
 @dataclass
 class Seen:
     """What happened to a device since its row was written: its last request, payload bytes fetched, bytes by message.
 
-    `last_down` is the JSON of the downlink after the last round, once the device has fetched it.
+    `last_down` is the JSON of the downlink after the last round, once the device has fetched it; `agent` is its
+    User-Agent.
     """
 
     at: float
     bytes_down: int = 0
     messages: dict[str, int] = field(default_factory=dict)
     last_down: str | None = None
+    agent: str | None = None
 
     def add(self, other: Seen) -> None:
         """Add what happened before or after."""
@@ -141,3 +170,4 @@ class Seen:
         for name, size in other.messages.items():
             self.messages[name] = self.messages.get(name, 0) + size
         self.last_down = other.last_down or self.last_down
+        self.agent = self.agent or other.agent

@@ -2,7 +2,7 @@
 
 An attention may reach its products with batch and heads in one axis. What is known for one sample says nothing of such
 an axis in a batch. So what lies between the reshape that merges and the one that splits is written on the axes apart:
-products, transposes and operators on single elements. Both reshapes then go.
+products, moves along other axes and operators on single elements. Both reshapes then go.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 from onnx import NodeProto, helper
 
 from edge_client.compaction.net import Net, drop_unused
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
+from edge_client.nodes import settings
 
 # fmt: off
 _SINGLE = frozenset({
@@ -24,11 +25,14 @@ _SINGLE = frozenset({
 })
 # fmt: on
 _ALONG = frozenset({"LayerNormalization", "LogSoftmax", "Softmax"})
+_ELSEWHERE = frozenset({"Concat", "Gather", "Slice"})
 
 
 def part_batch(net: Net) -> None:
     """Write what `net` computes on axes that merge the batch with others on those axes apart, in place."""
-    apart: dict[str, tuple[str, int]] = {}  # of a value with such an axis: the same on axes apart, and that axis
+    # Of a value with such an axis: the same on axes apart, and where the batch is there. Rows merged with axes on both
+    # sides of the batch have more axes apart than one; only linear layers and reshapes read those.
+    apart: dict[str, tuple[str, int]] = {}
     same: dict[str, str] = {}
     nodes, net.nodes = net.nodes, []
     for node in nodes:
@@ -42,7 +46,7 @@ def part_batch(net: Net) -> None:
         if made is None:
             net.nodes.append(node)
         elif net.shapes[out][axis] > 1:
-            apart[out] = (made, axis)
+            apart[out] = (made, net.moving[made].index(True))
             net.nodes.append(_reshape(net, made, out, net.shapes[out], axis))
         elif out != net.output:
             same[out] = made
@@ -63,17 +67,21 @@ def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis:
         return _regrouped(net, node, source, axis) if source != name or shape[axis] > 1 else None
     if not any(node.input[k] in apart for k in data) or shape[axis] == 1:
         return None
+    if op == "Gemm":
+        return _layer(net, node, apart, axis)
+    if any(len(net.shapes[apart[v][0]]) != len(net.shapes[v]) + 1 for v in node.input if v in apart):
+        return None
     if op == "Transpose":
         order = settings(node).get("perm", list(range(len(shape)))[::-1])
         at = apart[name][1]
         perm = [b for a in order for b in ((a, a + 1) if a == at else (a + (a > at),))]
         return _emit(net, node, [apart[name][0]], axis, given={"perm": perm})
     right = len(shape) - axis
-    if op == "Gemm":
-        return _layer(net, node, apart, axis)
+    given = settings(node)
+    if op in _ELSEWHERE:
+        return _elsewhere(net, node, apart, axis)
     if op not in _SINGLE | _ALONG | {"MatMul"}:
         return None
-    given = settings(node)
     if op in _ALONG:
         low = given.get("axis", -1)
         given["axis"] = low - len(shape) if low >= 0 else low
@@ -93,9 +101,36 @@ def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis:
             inputs.append(_kept(net, v, f"{out}.{k}", np.expand_dims(net.constants[v], len(size) - right)))
             if v in net.ids:
                 net.ids[inputs[-1]] = net.ids[v].reshape(net.shapes[inputs[-1]])
+        elif v in net.repeated and len(size) >= right and net.moving[v][-right] and not rows:
+            inputs.append(_kept(net, "", f"{out}.{k}", np.expand_dims(net.sizes[v], len(size) - right)))
         else:
             return None
     return _emit(net, node, inputs, axis, given=given)
+
+
+def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The output of a move along axes other than the one that `apart` parts in all of the data."""
+    rank, given = len(net.shapes[node.output[0]]), settings(node)
+    data, rest = net.data(node), [v for k, v in enumerate(node.input) if k not in net.data(node)]
+    if any(node.input[k] not in apart or apart[node.input[k]][1] != axis for k in data):
+        return None
+    if any(v and v not in net.constants for v in rest):
+        return None
+    inputs = [apart[node.input[k]][0] for k in data]
+    if node.op_type == "Slice":
+        low = net.constants[rest[0]]
+        along = net.constants[rest[2]] if len(rest) > 2 and rest[2] else np.arange(len(low))
+        moved = along % rank
+        if axis in moved:
+            return None
+        rest = [*rest[:2], _kept(net, "", f"{node.output[0]}.axes", moved + (moved > axis)), *rest[3:]]
+    else:
+        along = given.get("axis", 0) % rank
+        index = net.shapes[rest[0]] if rest else (1,)
+        if (rest and data != [0]) or along == axis or len(index) != 1:
+            return None
+        given["axis"] = int(along + (along > axis))
+    return _emit(net, node, [*inputs, *rest], axis, given=given)
 
 
 def _regrouped(net: Net, node: NodeProto, source: str, axis: int) -> str | None:
@@ -104,14 +139,21 @@ def _regrouped(net: Net, node: NodeProto, source: str, axis: int) -> str | None:
     if sum(moving) != 1 or net.shapes[source][moving.index(True)] != 1:
         return None
     shape = net.shapes[out]
-    if prod(net.shapes[source][: moving.index(True)]) != prod(shape[:axis]):
+    at = moving.index(True)
+    if prod(net.shapes[source][:at]) == prod(shape[:axis]):
+        whole, at = (*shape[:axis], 1, *shape[axis:]) if shape[axis] > 1 else shape, axis
+    elif len(shape) == 2 and axis == 0:  # rows
+        last = next((k for k in range(at + 1, len(moving)) if prod(net.shapes[source][k:]) == shape[1]), 0)
+        if not last:
+            return None
+        whole = (*net.shapes[source][:last], shape[1])
+    else:
         return None
-    whole = (*shape[:axis], 1, *shape[axis:]) if shape[axis] > 1 else shape
-    if whole == net.shapes[source] and moving[axis]:
+    if whole == net.shapes[source] and moving[at]:
         return source
     name = f"{out}.apart"
-    _declare(net, name, whole, axis, out)
-    net.nodes.append(_reshape(net, source, name, whole, axis))
+    _declare(net, name, whole, at, out)
+    net.nodes.append(_reshape(net, source, name, whole, at))
     return name
 
 
@@ -129,19 +171,27 @@ def _layer(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: i
         weight = _kept(net, weight, f"{out}.weight", net.constants[weight].T)
         if node.input[1] in net.ids:
             net.ids[weight] = net.ids[node.input[1]].T
+    rows, at = apart[node.input[0]]
+    whole = (*net.shapes[rows][:-1], net.shapes[out][-1])
     if not bias:
-        return _emit(net, helper.make_node("MatMul", [], [out]), [apart[node.input[0]][0], weight], axis)
-    product = _emit(net, helper.make_node("MatMul", [], [out]), [apart[node.input[0]][0], weight], axis, ".product")
-    return _emit(net, helper.make_node("Add", [], [out]), [product, bias], axis)
+        return _emit(net, helper.make_node("MatMul", [], [out]), [rows, weight], at, shape=whole)
+    product = _emit(net, helper.make_node("MatMul", [], [out]), [rows, weight], at, ".product", shape=whole)
+    return _emit(net, helper.make_node("Add", [], [out]), [product, bias], at, shape=whole)
 
 
 def _emit(
-    net: Net, node: NodeProto, inputs: list[str], axis: int, tail: str = ".apart", given: dict[str, Any] | None = None
+    net: Net,
+    node: NodeProto,
+    inputs: list[str],
+    axis: int,
+    tail: str = ".apart",
+    given: dict[str, Any] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> str:
-    """Append `node` on `inputs`; `axis` of its output becomes two."""
+    """Append `node` on `inputs`; `axis` of its output becomes two, or the output has `shape`, the batch at `axis`."""
     out = node.output[0]
-    shape, name = net.shapes[out], f"{out}{tail}"
-    _declare(net, name, (*shape[:axis], 1, *shape[axis:]), axis, out)
+    before, name = net.shapes[out], f"{out}{tail}"
+    _declare(net, name, shape or (*before[:axis], 1, *before[axis:]), axis, out)
     net.nodes.append(helper.make_node(node.op_type, inputs, [name], **(given or {})))
     return name
 

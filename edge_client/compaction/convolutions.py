@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.layouts import FILL, preferred, worth
-from edge_client.compaction.operators import F64, conv, conv_transpose, settings
+from edge_client.compaction.operators import F64, conv, conv_transpose
 from edge_client.compaction.study import Rule, Study, some
 from edge_client.compaction.writer import Ids, Writer
+from edge_client.nodes import settings
 
 _Value = TypeVar("_Value", bound=np.generic)
 
@@ -118,7 +119,7 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     full = [np.arange(n) for n in s.shape(name)]
     attributes = settings(node)
     if groups == 1:
-        order = preferred(w, out)
+        order = preferred(w, out, len(c[0]) * int(np.prod(layer.weight.shape[3:])))
         r = [order] if order is not None else r
         columns = worth(w, lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
         classes = [[0]]

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.moves import REGROUP, slots
-from edge_client.compaction.writer import Ids, Writer
+from edge_client.compaction.writer import Ids, Writer, by_axis
 
 FILL = 1.02
 """A layer writes zeros for the sake of a reshape behind it up to so many times its live outputs."""
@@ -21,7 +21,8 @@ def worth(w: Writer, held: Ids, due: Ids, each: int, last: bool = False) -> Ids:
 
     `each` is the multiply-adds per input entry and place; `last` says that the entries lie along the last axis.
     """
-    if len(held) == len(due) and np.array_equal(np.sort(held), due):
+    real = held if w.costs.multiple == 1 else held[held != -2]
+    if len(real) == len(due) and np.array_equal(np.sort(real), due):
         return held
     due = due if due.size else np.zeros(1, np.int64)
     if not np.isin(due, held).all():
@@ -62,11 +63,31 @@ def preferred(w: Writer, value: str, each: int = 0) -> Ids | None:
 
 
 def _stream(w: Writer, node: NodeProto, out: str, axis: int, own: Ids, each: int) -> Ids | None:
-    """All outputs, where what joins them to a stream reads the stream whole and zeros cost less than moves."""
+    """What a sum holds, where zeros cost less than moves: of images its channels, and all of a stream read whole."""
     size = w.study.shape(out)[axis]
+    if node.op_type == "Add" and axis == 1 < len(w.study.shape(out)) - 1 and w.costs.block > 1:
+        sides = [w.pieces[v].ids for v in node.input if v in w.pieces and w.study.shape(v) == w.study.shape(out)]
+        lists = by_axis(sides[0], w.study.shape(out)) if len(sides) == 1 else None
+        due = None if lists is None else extended(w, lists[axis], w.study.wanted(out)[axis])
+        if due is None or not np.isin(own, due).all():
+            return None
+        blocks = [-(-len(k) // w.costs.block) * w.costs.block for k in (due, own)]
+        return due if (blocks[0] - blocks[1]) * each <= 2 * w.costs.moved * len(due) else None
     if node.op_type != "Add" or axis != len(w.study.shape(out)) - 1 or not _mixed(w, out, axis):
         return None
     return np.arange(size) if (size - len(own)) * each <= w.costs.last * size else None
+
+
+def extended(w: Writer, held: Ids, wanted: Ids) -> Ids | None:
+    """The entries `wanted`, those `held` first and in their order, so that they need no gather; then zeros.
+
+    None where others are held.
+    """
+    held = held[: max(1, int((held >= 0).sum()))]
+    if not np.isin(held, wanted).all():
+        return None
+    zeros = -len(wanted) % w.costs.multiple if len(wanted) > w.costs.block or w.costs.block == 1 else 0
+    return np.concatenate([held, np.setdiff1d(wanted, held), np.full(zeros, -2)])
 
 
 def _mixed(w: Writer, value: str, axis: int) -> bool:

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
+from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 RESIZING = frozenset({"Expand", "Resize"})
 """Operators with an input that holds the sizes of their output."""
@@ -40,11 +42,17 @@ class Behaviour:
 
 
 def behaviour(s: Study, node: NodeProto) -> Behaviour | None:
-    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart."""
+    """How `node` treats axes; None when it is no map: an output of another rank, of integers, or nothing kept apart.
+
+    Places by element, as those of a scatter, make no map: a few entries that stay do not show that all do.
+    """
     net = s.net
     data = net.data(node)
     out = [o for o in node.output if o]
     if len(out) != 1 or not data or not net.is_plain(out[0]):
+        return None
+    known = [v for k, v in enumerate(node.input) if v and k not in data]
+    if any(net.kinds[v].kind in "iu" and len(net.shapes[v]) > 1 for v in known):
         return None
     rank = len(net.shapes[out[0]])
     ranks = [len(net.shapes[node.input[k]]) for k in data]
@@ -254,7 +262,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 here.append(own[at])
         same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
         enough = [own for own in here if np.isin(wanted, own).all() and (same or (own >= 0).all())]
-        kept = max(enough, key=len) if enough and (same or axis == rank - 1) else wanted
+        if enough and (same or axis == rank - 1):
+            kept = max(enough, key=len)
+        else:
+            more = extended(w, max(here, key=len), wanted) if here and axis == 1 < rank - 1 else None
+            kept = wanted if more is None else more
         target.append(kept if found.apart[axis] else np.arange(shape[axis]))
     inputs = []
     for k, v in enumerate(node.input):
@@ -311,7 +323,9 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
         return w.sized(name, [len(t) for t in target], node.output[0])
     if k not in found.parameters:
         return w.known(name)
-    value = w.study.net.constants[name]
+    value, net = w.study.net.known(name), w.study.net
+    if any(n > 1 and moves for n, moves in zip(value.shape, net.moving[name], strict=True)):
+        raise CompactionError(f"the constant value {name!r} mixes the batch with another axis")
     for axis, at in enumerate(found.parameters[k]):
         if at is not None and found.apart[at]:
             value = np.take(value, np.maximum(target[at], 0), axis)

@@ -14,13 +14,14 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
-from edge_client.compaction.operators import Array, settings
+from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
-from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
+from edge_client.compaction.writer import Ids, Lists, Piece, Ragged, Writer, by_axis, grid
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-PICK = frozenset({"Gather", "GatherND", "Slice"})
+PICK = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
 
 
@@ -154,7 +155,14 @@ def blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 def _regroup(w: Writer, node: NodeProto) -> None:
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
-    piece = w.pieces[name]
+    piece, live = w.pieces[name], w.study.live(out)
+    if w.study.merged(out) and not np.isin(np.flatnonzero(live), piece.ids).all():  # constants that a batch repeats
+        needed = live.reshape(before)
+        others = [tuple(b for b in range(len(before)) if b != a) for a in range(len(before))]
+        lists = [
+            np.union1d(own, np.flatnonzero(needed.any(axis=b))) for own, b in zip(w.lists(name), others, strict=True)
+        ]
+        piece = Piece(w.adapted(name, lists), grid(before, lists))
     for lengths in _lengths(before, after, piece.ids.shape):
         ids = piece.ids.reshape(lengths)
         if aligned(ids, after, lengths) and (not w.levels.get(out) or by_axis(ids, after) is not None):
@@ -270,7 +278,7 @@ def _pick(w: Writer, node: NodeProto) -> None:
             continue
         held = own[own >= 0]
         count = np.bincount(given, minlength=size)
-        if free[axis] and (count[held] == 1).all():
+        if free[axis] and (count[held] == 1).all() and len(own) <= len(given):
             place = np.full(size, -1)
             place[given] = np.arange(len(given))
             kept.append(np.where(own >= 0, place[np.maximum(own, 0)], own))

@@ -18,8 +18,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from edge_client.compaction.operators import Array, Operators, session, settings
+from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
+from edge_client.runtimes.onnx import open_onnx
 
 Shape = tuple[int, ...]
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
@@ -50,6 +52,8 @@ class Net:
     """For a constant that is made of the bundle's tensors by moves alone, the numbers of their elements."""
     growing: set[str] = field(default_factory=set)
     """The sizes that the batch enters."""
+    repeated: set[str] = field(default_factory=set)
+    """Those that are the same for every sample, one sample behind the other along one axis."""
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""
@@ -298,7 +302,8 @@ def _measure(net: Net, probe: Array) -> None:
     """Run the graph on one sample and on two: shapes, types, the axes that hold the batch, and all sizes."""
     names = [o for node in net.nodes for o in node.output if o]
     outputs = [*(onnx.ValueInfoProto(name=name) for name in names if name != net.output), net.model.graph.output[0]]
-    ran = session(build(net, net.nodes, net.constants, outputs))
+    model = build(net, net.nodes, net.constants, outputs).SerializeToString()
+    ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
     order = [o.name for o in outputs]
     found = []
     for n in (1, 2):
@@ -321,8 +326,15 @@ def _measure(net: Net, probe: Array) -> None:
         if node.op_type in ("Shape", "Size") or not depends:
             net.sizes.update((o, one[o]) for o in node.output if o)
             net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
+            net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))
             if node.op_type == "Expand" and node.input[0] in net.ids:
                 net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
+
+
+def _repeats(one: Array, two: Array) -> bool:
+    """Whether `two` is twice `one` along one axis."""
+    longer = [a for a, (n, m) in enumerate(zip(one.shape, two.shape, strict=True)) if n != m]
+    return len(longer) == 1 and np.array_equal(np.concatenate([one, one], longer[0]), two)
 
 
 def _split_splits(net: Net) -> None:

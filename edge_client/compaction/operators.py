@@ -15,26 +15,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
-from edge_client.errors import CompactionError
+from edge_client.errors import CompactionError, ConfigError
+from edge_client.runtimes.onnx import open_onnx
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
-
-
-def settings(node: NodeProto) -> dict[str, Any]:
-    """The attributes of a node by name."""
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
-def session(model: ModelProto) -> ort.InferenceSession:
-    """`model` on one thread, without messages and without ONNX Runtime's own rewriting."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 class Operators:
@@ -94,10 +81,9 @@ class Operators:
             outs = [onnx.ValueInfoProto(name=name) for name in made.output if name]
             graph = helper.make_graph([made], "one", ins, outs)
             try:
-                self._sessions[key] = session(
-                    helper.make_model(graph, opset_imports=self._imports, ir_version=self._ir)
-                )
-            except Exception:  # no kernel for these types
+                made_one = helper.make_model(graph, opset_imports=self._imports, ir_version=self._ir)
+                self._sessions[key] = open_onnx(made_one.SerializeToString(), rewrite=False)
+            except ConfigError:  # no kernel for these types
                 self._sessions[key] = None
         return self._sessions[key]
 

@@ -37,6 +37,7 @@ from edge_client.compaction.tuning import Clock, aligned
 from edge_client.compaction.writer import FEWEST, Costs
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
+from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
 
 TOLERANCE = 1e-5
@@ -210,14 +211,12 @@ def _rounded(feed: Mapping[str, NDArray[Any]], name: str, x: NDArray[Any], ordin
 
 
 def _open(model: bytes) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    made = "the graph that compaction made"
     try:
         onnx.checker.check_model(model, full_check=True)
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnx and onnxruntime raise a class of their own for every status
-        raise CompactionError(f"compaction made a graph that does not open: {_cause(error)}; {REPORT}") from None
+    except Exception as error:  # onnx raises a class of its own for every kind
+        raise CompactionError(f"{made} is no valid one: {_cause(error)}; {REPORT}") from None
+    return open_onnx(model, what=made, advice=REPORT, refused=CompactionError)
 
 
 def _cause(error: Exception) -> str:

@@ -12,9 +12,10 @@ from onnx import NodeProto
 
 from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
-from edge_client.compaction.operators import F64, settings
+from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Writer, by_axis
+from edge_client.nodes import settings
 
 
 def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
-from edge_client.compaction.operators import F64, settings
+from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
+from edge_client.nodes import settings
 
 GATES = {"LSTM": 4, "GRU": 3}
 _Number = TypeVar("_Number", np.int64, np.float64)

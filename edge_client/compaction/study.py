@@ -70,11 +70,18 @@ class Study:
         shape = self.shape(name)
         varies = np.array(np.broadcast_to(varies, shape))
         value = np.array(np.broadcast_to(value, shape))
+        for axis in self.merged(name):  # one sample's places are no axis of a batch's
+            varies |= some(varies | (value != np.take(value, [0], axis)), axis, keepdims=True)
         value[varies] = 0
         self.value[name], self.varies[name] = value, varies
         self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
         self.read[name] = np.zeros(shape, np.bool_)
         self.due[name] = np.zeros(shape, np.bool_)
+
+    def merged(self, name: str) -> list[int]:
+        """The axes that hold the batch and something else."""
+        axes = zip(self.shape(name), self.net.moving[name], strict=True)
+        return [a for a, (n, moves) in enumerate(axes) if moves and n > 1]
 
     def mark(self, name: str, mask: Bools) -> None:
         """The elements `mask` of an input are read; nothing happens for a constant."""

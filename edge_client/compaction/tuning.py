@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.align import Align
 from edge_client.compaction import convolutions
-from edge_client.compaction.operators import settings
 from edge_client.compaction.smaller import Smaller, cut
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.width import (
@@ -52,6 +51,7 @@ from edge_client.errors import CompactionError
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
+from edge_client.nodes import settings
 
 STEPS = (1, 4, 8, 16)
 RULE = 4  # channels of ONNX Runtime's blocked convolutions
@@ -171,20 +171,23 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
     """
     if align == "none":
         return cut(found, costs)
+    if align == "rule":
+        return ruled(found)
     if align != "auto":
-        return _wide(found, lambda stream: align, False, costs) or cut(found, costs)
+        costs = replace(costs, multiple=align)
+        return _wide(found, lambda stream, n: align, False, costs) or cut(found, costs)
     if clock is None:
-        return _wide(found, lambda stream: RULE if stream.convolved else 1, False, FASTEST) or cut(found, FASTEST)
+        return ruled(found)
     steps = {s.values: _step(found, s, clock.layer) for s in streams(found)}
     if isinstance(clock.layer, Table):
         clock.layer.save()
     narrow = cut(found, FEWEST)
     made = [
         narrow,
-        cut(found, FASTEST),
-        *(_wide(found, lambda s: steps[s.values], joined, FASTEST) for joined in (False, True)),
-        _wide(found, lambda s: steps[s.values] if s.readers else s.size, True, FASTEST),
-        _wide(found, lambda s: s.size, True, FASTEST),
+        ruled(found),
+        *(_wide(found, lambda s, n: steps[s.values], joined, FASTEST) for joined in (False, True)),
+        _wide(found, lambda s, n: steps[s.values] if s.readers else s.size, True, FASTEST),
+        _wide(found, lambda s, n: s.size, True, FASTEST),
     ]
     candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
     if len(candidates) == 1:
@@ -194,7 +197,16 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
     return next(m for (_, m), ms in zip(candidates, times, strict=True) if ms <= EQUAL * min(times))
 
 
-def _wide(found: Study, multiple: Callable[[Stream], int], joined: bool, costs: Costs) -> Smaller | None:
+def ruled(found: Study) -> Smaller:
+    """The smaller graph with the widths that ONNX Runtime's convolutions need, from shapes alone."""
+
+    def multiple(stream: Stream, count: int) -> int:
+        return RULE if stream.depthwise or (stream.convolved and count > FASTEST.block) else 1
+
+    return _wide(found, multiple, False, FASTEST) or cut(found, FASTEST)
+
+
+def _wide(found: Study, multiple: Callable[[Stream, int], int], joined: bool, costs: Costs) -> Smaller | None:
     """The graph with channels that come back; None where none does, or where it cannot be written with them."""
     extra = forced(found, multiple, joined)
     if not extra:

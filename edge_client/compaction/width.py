@@ -6,8 +6,9 @@ the result: its rows are as masked, and its readers read the constant that it em
 
 Values whose channels are the same one by one form a stream: a layer's output through activations, norms, pools,
 depthwise convolutions and sums. Within a stream the layers may keep different channels. `forced` says which come back:
-either each layer rounds its own width, and takes first what its stream has anyway, or all layers of a stream keep all
-that any of them has (`joined`), which needs no gather and no padding where they meet.
+either as many as make every width that a layer reads a multiple (what a layer writes is padded to a block anyway), and
+first those that the stream has elsewhere, or all that any layer of the stream has (`joined`), which needs no gather and
+no padding where they meet.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction import convolutions, maps, products
-from edge_client.compaction.operators import settings
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Bools, Rule, Study
+from edge_client.nodes import settings
 
 Forced = Mapping[str, Bools]
 """The channels that come back, bool[channels], by the layer's output."""
@@ -143,8 +144,11 @@ def rounded(kept: Bools, multiple: int, first: Bools) -> Bools:
     return found
 
 
-def forced(s: Study, multiple: Callable[[Stream], int], joined: bool) -> dict[str, Bools]:
-    """The channels that come back so that every stream's widths are multiples of what `multiple` gives for it."""
+def forced(s: Study, multiple: Callable[[Stream, int], int], joined: bool) -> dict[str, Bools]:
+    """The channels that come back so that every stream is read in multiples.
+
+    `multiple` gives one for a stream and the number of its channels that are live.
+    """
     found: dict[str, Bools] = {}
     for stream in streams(s):
         axes = dict(stream.values)
@@ -154,17 +158,19 @@ def forced(s: Study, multiple: Callable[[Stream], int], joined: bool) -> dict[st
         if not live:
             continue
         union = everywhere(s, stream)
-        step = multiple(stream)
-        due = rounded(union, step, union)
-        for place, (name, kept) in enumerate(live.items()):
-            if joined or stream.depthwise:
-                want: Bools = due
-            else:
-                own: Bools = kept | (due & ~union) if place == 0 else kept
-                want = rounded(own, step, due)
-            if (want & ~kept).any():
-                found[name] = want & ~kept
-    return found
+        if joined or stream.depthwise:
+            due = rounded(union, multiple(stream, int(union.sum())), union)
+            found |= {name: due & ~kept for name, kept in live.items()}
+            continue
+        more = {name: np.zeros_like(kept) for name, kept in live.items()}
+        for value in dict.fromkeys(n.input[0] for n in stream.readers):
+            above = s.net.above(value)
+            makers = [name for name in live if name in above]
+            if len(makers) == 1:  # a sum of several is filled up with zeros, see `writer.Costs`
+                own = live[makers[0]]
+                more[makers[0]] = rounded(own, multiple(stream, int(own.sum())), union) & ~own
+        found |= more
+    return {name: mask for name, mask in found.items() if mask.any()}
 
 
 def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:

@@ -107,6 +107,15 @@ def state() -> dict[str, Any]:
     }
 
 
+def battery() -> float | None:
+    """What is left in the battery, in percent; None without one."""
+    try:
+        found = psutil.sensors_battery()
+    except (AttributeError, OSError):  # not on every system
+        return None
+    return None if found is None else float(found.percent)
+
+
 def temperature() -> float | None:
     """The processor's temperature, else the warmest sensor's; None without any."""
     try:

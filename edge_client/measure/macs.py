@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_shapes
 
 from edge_client.errors import ConfigError
+from edge_client.nodes import settings
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""
@@ -129,10 +130,9 @@ def _count(graph: GraphProto, outer: Shapes, times: int) -> Iterator[NodeMacs]:
     for node in graph.node:
         what = node.name or (node.output[0] if node.output else "")
         if node.op_type == "Scan":
-            settings = _settings(node)
-            steps = _need(known, node, node.input[-int(settings["num_scan_inputs"].i)])
-            axes = settings["scan_input_axes"].ints if "scan_input_axes" in settings else [0]
-            yield from _count(settings["body"].g, known, times * steps[axes[0]])
+            given = settings(node)
+            steps = _need(known, node, node.input[-given["num_scan_inputs"]])
+            yield from _count(given["body"], known, times * steps[given.get("scan_input_axes", [0])[0]])
         elif node.op_type in ("If", "Loop"):
             raise ConfigError(f"node {what!r} is a {node.op_type}: its work depends on the data and cannot be counted")
         else:
@@ -150,9 +150,8 @@ def _macs(node: NodeProto, known: Shapes) -> int | None:
     if kind == "ConvTranspose":  # weight [in, out / groups, *kernel]
         return prod(_need(known, node, node.input[0])) * prod(_need(known, node, node.input[1])[1:])
     if kind == "Gemm":
-        transposed = _settings(node).get("transA")
         a = _need(known, node, node.input[0])
-        return prod(_need(known, node, node.output[0])) * a[0 if transposed and transposed.i else 1]
+        return prod(_need(known, node, node.output[0])) * a[0 if settings(node).get("transA") else 1]
     if kind in _PRODUCTS:
         a, b = (_need(known, node, node.input[i]) for i in (0, _PRODUCTS[kind]))
         return prod(np.broadcast_shapes(a[:-2], b[:-2])) * prod(a[-2:]) * (b[-1] if len(b) > 1 else 1)
@@ -165,7 +164,7 @@ def _macs(node: NodeProto, known: Shapes) -> int | None:
 
 
 def _einsum(node: NodeProto, operands: Sequence[tuple[int, ...]]) -> int | None:
-    equation = _settings(node)["equation"].s.decode().replace(" ", "")
+    equation = settings(node)["equation"].decode().replace(" ", "")
     if len(operands) < 2:
         return None
     if "..." in equation:
@@ -189,15 +188,11 @@ def _need(known: Shapes, node: NodeProto, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _settings(node: NodeProto) -> dict[str, onnx.AttributeProto]:
-    return {a.name: a for a in node.attribute}
-
-
 def _constant_shape(node: NodeProto) -> tuple[int, ...] | None:
-    settings = _settings(node)
-    if "value" in settings:
-        return tuple(settings["value"].t.dims)
-    values = [helper.get_attribute_value(a) for a in node.attribute]
+    given = settings(node)
+    if "value" in given:
+        return tuple(given["value"].dims)
+    values = list(given.values())
     return (len(values[0]),) if values and isinstance(values[0], (list, tuple)) else ()
 
 

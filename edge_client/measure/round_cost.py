@@ -44,6 +44,7 @@ class RoundCost:
             "joules": self._joules(begin, end),
             "megabytes": memory.peak_mb(),
             "celsius": machine.temperature(),
+            "battery": machine.battery(),
         }
         return result, measured(figures)
 

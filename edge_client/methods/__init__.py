@@ -55,6 +55,19 @@ ValueCodecName = Annotated[str, AfterValidator(lambda name: values.codec(name).n
 
 
 @dataclass(frozen=True)
+class Range:
+    """Values of a numeric setting worth trying, from `low` to `high`: whole numbers when both are. `log`: by ratios."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Search = Mapping[str, Range | tuple[Any, ...]]
+"""By setting the values that `maskfleet tune` tries: a range, or each of a tuple."""
+
+
+@dataclass(frozen=True)
 class Influence:
     """What an update could do to the global value.
 
@@ -72,12 +85,13 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
-    ends badly, the likeliest first.
+    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     hint: ClassVar[str] = "lr, then more rounds"
+    search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
     kept_type: ClassVar[type[Any] | None] = None
@@ -99,6 +113,10 @@ class Method(BaseModel):
     def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
         """What the devices of one audience receive at the start of a round; `record` is that of any of them."""
         ...
+
+    def stays(self, course: Course) -> str | None:
+        """What of a trained model never leaves the devices, as a sentence's part; None when the state holds a model."""
+        return None
 
     @abstractmethod
     def exchanged(self, model: Model) -> int:
@@ -150,6 +168,13 @@ class Method(BaseModel):
         Also the records that the round's outcome changes, by device: they replace what `fold` returned.
         """
         ...
+
+    def of_device(self, course: Course, state: Any, record: Any, everyone: Personal) -> Personal | None:
+        """The model of a device with this record, bit for bit; None where a part of it is on the device alone.
+
+        `everyone` is what the same state gives a device of which nothing is known (`global_model`).
+        """
+        return None
 
     # --- client half
 

@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Influence, pretrained
+from edge_client.methods import Influence, Range, Search, pretrained
 from edge_client.methods.bernoulli_network import Bits, MaskedNetwork, own_statistics
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
@@ -109,6 +109,12 @@ class BernoulliMasks(MaskedNetwork):
     state_type: ClassVar[type[Any]] = State
     kept_type: ClassVar[type[Any]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    search: ClassVar[Search] = {
+        "lr": Range(0.01, 1.0, log=True),
+        "epochs": Range(1, 5),
+        "theta0": (0.5, 0.8, 0.95),
+        "head": ("auto", "probe", "mask"),
+    }
 
     probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
@@ -258,6 +264,9 @@ class BernoulliMasks(MaskedNetwork):
             return replace(state, head=total.value), {}
         net, masks = total.masks.counts().astype(np.int64) - total.reference, total.masks.total
         return replace(state, posterior=self.advanced(course, round_, state.posterior, total.reference, net, masks)), {}
+
+    def of_device(self, course: Course, state: State, record: Any, everyone: Personal) -> Personal | None:
+        return None if course.model.manifest.buffers else everyone
 
     # --- client half
 

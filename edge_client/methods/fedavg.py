@@ -27,7 +27,7 @@ from pydantic import model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
-from edge_client.methods import Influence, ValueCodecName
+from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
@@ -82,6 +82,7 @@ class FedAvg(LocalSgd):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Any] | None] = Kept
 
@@ -149,6 +150,9 @@ class FedAvg(LocalSgd):
     ) -> tuple[State, Mapping[str, None]]:
         parameters, buffers = total
         return State(parameters.value, buffers.value), {}
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
+        return everyone
 
     # --- client half
 

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean, State, added, distance, toward
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -91,6 +91,7 @@ class FedCode(LocalSgd):
     """Local SGD, then k-means; codebooks in most rounds."""
 
     name: ClassVar[str] = "fedcode"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "broadcast_every": Range(2, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Total, Update, added, influence, limited
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
@@ -62,6 +62,7 @@ class FederatedPruning(LocalSgd):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
@@ -134,6 +135,9 @@ class FederatedPruning(LocalSgd):
         if round_ % self.every == 0 and round_ < course.rounds:
             units = self._choose(course.model, parameters).packed
         return State(parameters, buffers, units), {}
+
+    def of_device(self, course: Course, state: State, record: Holds | None, everyone: Personal) -> Personal | None:
+        return everyone
 
     # --- client half
 

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import following, reflected
@@ -141,6 +141,7 @@ class FedMap(LocalSgd):
     """Iterative magnitude pruning of the global model, derived alike by all devices."""
 
     name: ClassVar[str] = "fedmap"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "batch": (16, 32, 64, 128)}
     hint: ClassVar[str] = "a larger floor, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
@@ -279,6 +280,9 @@ class FedMap(LocalSgd):
         mask = self.pruned(course, round_ + 1, theta, before)
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
         return State(theta, bitset.pack(mask), statistics, change.value), {}
+
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return None if self.statistics == "local" else everyone
 
     # --- client half
 

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model, digest
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
@@ -66,6 +66,12 @@ class FedMask(PrunedMasks):
     """
 
     name: ClassVar[str] = "fedmask"
+    search: ClassVar[Search] = {
+        "lr": Range(0.01, 100.0, log=True),
+        "keep": (0.5, 0.8, 1.0),
+        "restart": ("radius", "latent"),
+        "head": ("masked", "local"),
+    }
     hint: ClassVar[str] = "keep = 0.8, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
@@ -106,6 +112,10 @@ class FedMask(PrunedMasks):
         return np.ones(n, np.bool_) if self.initial_mask == "ones" else counter.uint64(key, n) >= 2**63
 
     # --- server half
+
+    def stays(self, course: Course) -> str | None:
+        head = self.chosen(course.model).head
+        return 'the last layer stays on the devices (head = "local")' if head == "local" else None
 
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from edge_client.methods import Range, Search
 from edge_client.methods.fedavg import FedAvg, State
 from edge_client.task import Task
 
@@ -19,6 +20,7 @@ class FedProx(FedAvg):
     """Local SGD with a proximal term, then FedAvg's mean. With ``mu = 0`` it is FedAvg."""
 
     name: ClassVar[str] = "fedprox"
+    search: ClassVar[Search] = {**FedAvg.search, "mu": Range(0.0001, 1.0, log=True)}
 
     mu: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """The weight of the proximal term."""

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence
+from edge_client.methods import ALL, Influence, Range, Search
 from edge_client.methods.fedavg import distance, toward
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.units import Packed, Units, counts, held, live, read_units, shrunk, strongest, unpacked, whole
@@ -94,6 +94,7 @@ class Hermes(LocalSgd):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     hint: ClassVar[str] = "a larger target, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
@@ -166,6 +167,13 @@ class Hermes(LocalSgd):
         parameters = state.parameters.copy()
         parameters[held] = total.sum[held] / total.weight[held]
         return State(parameters), {}
+
+    def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
+        return (
+            None
+            if course.model.manifest.buffers
+            else _units(course.model, record).applied(state.parameters, course.model.buffers)
+        )
 
     # --- client half
 

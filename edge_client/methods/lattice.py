@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
     HISTORY,
@@ -100,6 +100,11 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
+    search: ClassVar[Search] = {
+        "lr": Range(0.001, 0.1, log=True),
+        "epochs": Range(1, 5),
+        "quantum": Range(2.0, 15.0, log=True),
+    }
     hint: ClassVar[str] = "lr, then a smaller quantum"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
@@ -313,6 +318,9 @@ class Lattice(Settings):
         change = np.sign(left) * np.floor(np.abs(left) / COARSER + UPWARD)
         change = np.clip(change, -MOST, MOST)
         return change.astype(np.int32), (left - COARSER * change).astype(np.float32)
+
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return None if self.personal_epochs or self.statistics == "local" else everyone
 
     # --- client half
 

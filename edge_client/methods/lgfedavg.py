@@ -21,7 +21,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.parts import Part, rest, tensors
@@ -51,6 +51,7 @@ class LGFedAvg(LocalSgd):
     """Federated averaging first; then the last layers are averaged and the others stay on the device."""
 
     name: ClassVar[str] = "lgfedavg"
+    search: ClassVar[Search] = {"lr": Range(0.003, 0.5, log=True), "num_layers": Range(1, 3)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -100,6 +101,9 @@ class LGFedAvg(LocalSgd):
         if audience == "head":
             return Payload(head)
         return Payload({**head, "body": self.body(model).gather(state.parameters), "statistics": state.buffers})
+
+    def stays(self, course: Course) -> str | None:
+        return None if self.whole(course.rounds) else "only the last layers are shared, the rest stays on the devices"
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d if self.global_rounds else self.head(model).size

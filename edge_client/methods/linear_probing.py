@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.parts import Part, tensors
@@ -52,6 +52,7 @@ class LinearProbing(LocalSgd):
     """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "linear_probing"
+    search: ClassVar[Search] = {"lr": Range(0.003, 1.0, log=True)}
     hint: ClassVar[str] = "lattice or another method that trains every layer"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Kept]] = Kept
@@ -97,6 +98,9 @@ class LinearProbing(LocalSgd):
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Mean
     ) -> tuple[State, Mapping[str, None]]:
         return State(total.value), {}
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
+        return None if course.model.manifest.buffers else everyone
 
     # --- client half
 

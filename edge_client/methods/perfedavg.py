@@ -24,8 +24,9 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32
+from edge_client.methods import Range, Search
 from edge_client.methods.fedavg import FedAvg, Kept, State
-from edge_client.task import Batch, EpochLoss, Local, Personal, Task
+from edge_client.task import Batch, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
 
@@ -33,6 +34,7 @@ class PerFedAvg(FedAvg):
     """FedAvg whose local steps are those of model-agnostic meta-learning."""
 
     name: ClassVar[str] = "perfedavg"
+    search: ClassVar[Search] = {**FedAvg.search, "alpha": Range(0.001, 0.1, log=True)}
 
     variant: Literal["fo", "hf"] = "fo"
     """`fo` drops the Hessian; `hf` takes it from two further gradients."""
@@ -81,6 +83,9 @@ class PerFedAvg(FedAvg):
             w -= self.inner(task) * g.parameters
             buffers = g.buffers.copy()
         return Personal(w, buffers)
+
+    def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> None:
+        """Its personal steps are the device's own."""
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model after the device's personal steps."""

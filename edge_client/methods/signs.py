@@ -29,7 +29,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Influence, Method, changes
+from edge_client.methods import Influence, Method, Range, Search, changes
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedavg import Mean
 from edge_client.parts import Part, rest, tensors, weights
@@ -117,6 +117,11 @@ class SignMasks(Method):
 
     state_type: ClassVar[type[Any]] = State
     kept_type: ClassVar[type[Any]] = Kept
+    search: ClassVar[Search] = {
+        "lr": Range(0.1, 100.0, log=True),
+        "local_lr": Range(0.001, 0.1, log=True),
+        "restart": ("radius", "latent"),
+    }
     gate: ClassVar[Gate]
 
     down: Literal["sign", "count"] = "sign"
@@ -162,6 +167,9 @@ class SignMasks(Method):
         """The signs of the bundle's weights, bool[masked]; 0 counts as +."""
         own: Bits = self.division(model).masked.gather(model.parameters) >= 0
         return own
+
+    def stays(self, course: Course) -> str:
+        return "the last layer is each device's own"
 
     def exchanged(self, model: Model) -> int:
         return self.division(model).masked.size

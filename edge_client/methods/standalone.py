@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
+from edge_client.methods import Range, Search
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -26,6 +27,7 @@ class Standalone(LocalSgd):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[Nothing]] = Nothing
     kept_type: ClassVar[type[Weights]] = Weights
 
@@ -37,6 +39,9 @@ class Standalone(LocalSgd):
     def downlink(self, course: Course, round_: int, state: Nothing, record: None) -> Payload:
         """Nothing but the call to train."""
         return Payload()
+
+    def stays(self, course: Course) -> str:
+        return "every device trains a model of its own"
 
     def exchanged(self, model: Model) -> int:
         """All parameters could be; none are."""

@@ -36,7 +36,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -109,6 +109,7 @@ class STC(LocalSgd):
     """Ternary changes up and down, with a residual on either side."""
 
     name: ClassVar[str] = "stc"
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "keep": Range(0.001, 0.1, log=True)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -231,6 +232,9 @@ class STC(LocalSgd):
         lengths = lengths[max(0, len(lengths) - self.history) :]
         log_ = np.concatenate([state.log, u8(framed)])
         return State(model, state.version + 1, due, log_[len(log_) - int(lengths.sum()) :], lengths), {}
+
+    def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
+        return everyone
 
     # --- client half
 

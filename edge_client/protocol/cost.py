@@ -1,9 +1,11 @@
 """What a round costs a device, as it travels: one header beside the update, outside its digest.
 
 An update's bytes follow from its assignment alone; seconds and joules do not, so they are no part of it. The header
-has a few bytes a figure: seconds, joules, megabytes, degrees, in this order, empty where the device has none::
+has a few bytes a figure: seconds, joules, megabytes, degrees, in this order, empty where the device has none. A device
+with a battery adds what is left of it, in percent::
 
     Maskfleet-Cost: 12.3,45.1,183,51
+    Maskfleet-Cost: 12.3,,183,51,87
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class Cost(Message):
     """The most that the process held."""
     celsius: Annotated[float, Field(ge=-100, le=300, allow_inf_nan=False)] | None = None
     """The processor's temperature afterwards."""
+    battery: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    """What is left in the battery afterwards, in percent; no part of a round's means."""
 
 
 _FIELDS = tuple(Cost.model_fields)  # the header's order
-UNITS = {"seconds": "s", "joules": "J", "megabytes": "MB", "celsius": "°C"}
+UNITS = {"seconds": "s", "joules": "J", "megabytes": "MB", "celsius": "°C"}  # of the figures that every header has
 
 
 def measured(figures: Mapping[str, float | None]) -> Cost:
@@ -53,7 +57,8 @@ def measured(figures: Mapping[str, float | None]) -> Cost:
 
 def to_header(cost: Cost) -> str:
     """The figures to three or four digits; empty when there is none."""
-    values = (getattr(cost, name) for name in _FIELDS)
+    names = _FIELDS if cost.battery is not None else UNITS
+    values = (getattr(cost, name) for name in names)
     text = ",".join("" if v is None else _short(v) for v in values)
     return text if text.strip(",") else ""
 
@@ -65,12 +70,12 @@ def _short(value: float) -> str:
 def from_header(text: str) -> Cost:
     """The figures of a header. Raises PayloadError."""
     parts = text.split(",") if len(text) <= HEADER_MOST else []
-    if len(parts) != len(_FIELDS):
-        raise PayloadError(f"{COST_HEADER} = {text[:HEADER_MOST]!r}; {', '.join(_FIELDS)} are due, with commas between")
+    if len(parts) not in (len(UNITS), len(_FIELDS)):
+        raise PayloadError(f"{COST_HEADER} = {text[:HEADER_MOST]!r}; {', '.join(UNITS)} are due, with commas between")
     if not all(FIGURE.fullmatch(part) for part in parts if part):
         raise PayloadError(f"{COST_HEADER} = {text!r} holds a figure that is no number")
     try:
-        return Cost.model_validate({k: float(v) for k, v in zip(_FIELDS, parts, strict=True) if v})
+        return Cost.model_validate({k: float(v) for k, v in zip(_FIELDS, parts, strict=False) if v})
     except ValidationError as error:
         raise PayloadError(f"{COST_HEADER}, {first_fault(error)}") from None
 
@@ -78,7 +83,7 @@ def from_header(text: str) -> Cost:
 def means(costs: Iterable[Cost]) -> dict[str, MeanCost]:
     """For each figure that a device gave: its mean, its most, and how many devices gave it."""
     every, found = list(costs), {}
-    for name in _FIELDS:
+    for name in UNITS:
         values = [v for v in (getattr(cost, name) for cost in every) if v is not None]
         if values:
             found[name] = MeanCost(mean=fmean(values), most=max(values), devices=len(values))
@@ -88,7 +93,7 @@ def means(costs: Iterable[Cost]) -> dict[str, MeanCost]:
 def over_rounds(rounds: Sequence[dict[str, MeanCost]]) -> dict[str, MeanCost]:
     """The figures of several rounds as one: means over all of their devices."""
     found = {}
-    for name in _FIELDS:
+    for name in UNITS:
         given = [r[name] for r in rounds if name in r]
         devices = sum(g.devices for g in given)
         if devices:

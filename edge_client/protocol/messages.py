@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
@@ -20,6 +21,7 @@ MAX_ROUNDS = 1_000_000
 MAX_DEVICES = 1_000_000
 MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
+WAITS_SHOWN = 10
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
@@ -27,6 +29,9 @@ Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
 Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
+
+
+Deadline = Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Message(BaseModel):
@@ -44,6 +49,17 @@ class Problem(BaseModel):
     detail: str
 
 
+Personalise = Literal["best", "global", "local"]
+Source = Literal["global", "local", "last"]
+
+
+class StartFrom(Message):
+    """Where a federation's first values are from instead of its bundle."""
+
+    federation: Name
+    """Its global model after its last closed round."""
+
+
 class FederationConfig(Message):
     """What an operator asks for. `method` is ``{"name": ..., **settings}``."""
 
@@ -59,7 +75,7 @@ class FederationConfig(Message):
     """"manual": it waits for the operator's start, however many have enrolled."""
     min_updates: Devices = 1
     """Fewest updates a round may be aggregated from when its deadline passes; with fewer it is run again."""
-    deadline_seconds: Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)] = 3600.0
+    deadline_seconds: Deadline = 3600.0
     """An attempt is journalled when it opens: more than two a second only wear the disk out."""
     seed: Seed = 0
     backend: Name | None = None
@@ -70,12 +86,44 @@ class FederationConfig(Message):
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
+    personalise: Personalise = "best"
+    """The model a device ends with: from the last downlink alone, after one more round's local epochs, or the best on
+    its validation samples of these two and the one it trained last."""
+    licence: Annotated[str, Field(max_length=4096)] = ""
+    """Terms of use, written into every personal model."""
+    start_from: StartFrom | None = None
+    """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
         if self.min_updates > self.cohort:
             raise ValueError(f"min_updates {self.min_updates} is more than the cohort of {self.cohort}; lower it")
         return self
+
+
+class Change(Message):
+    """New values of settings, before or while the federation runs; what is left out stays."""
+
+    deadline_seconds: Deadline | None = None
+    """Of the attempt under way too: its deadline moves by the difference."""
+    rounds: Rounds | None = None
+    """In force from the next round, hence more than the rounds that have begun."""
+    cohort: Devices | None = None
+    """From the next attempt; at most as many as at the creation."""
+    min_devices: Devices | None = None
+    """Only while the federation recruits."""
+    min_updates: Devices | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_that_is_fixed(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in FederationConfig.model_fields and name not in cls.model_fields:
+                can = ", ".join(cls.model_fields)
+                raise ValueError(
+                    f"{name} is fixed at the creation, what can change is {can}; create another federation"
+                )
+        return given
 
 
 Phase = Literal["recruiting", "running", "paused", "finished", "stopped"]
@@ -95,12 +143,15 @@ class Federation(Message):
     """Updates acknowledged in the round under way."""
     expected: int = 0
     """Devices of the cohort the round still waits for."""
+    waits_for: list[str] = []
+    """The first of them by name, at most `WAITS_SHOWN`."""
     attempt: int = 0
     """How many cohorts the round under way has asked; more than 1 when too few reported in time."""
     deadline_in: float | None = None
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
     """What keeps the federation from going on by itself (a full disk), None when nothing does."""
+    created_at: float = 0.0
 
 
 class TokenRequest(Message):
@@ -114,8 +165,39 @@ class JoinToken(Message):
     """A token a device enrols with. Shown once."""
 
     token: str
+    id: str
+    """Its name in lists, and for revoking it."""
     federation: str
     uses: int
+    expires_at: float
+
+
+class TokenSummary(Message):
+    """A join token as lists show it."""
+
+    id: str
+    uses_left: int
+    expires_at: float
+
+
+class ViewerRequest(Message):
+    """Ask for a viewer's token: it may read everything but secrets, and change nothing."""
+
+    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 30 * 86400.0
+
+
+class ViewerToken(Message):
+    """A viewer's token. Shown once."""
+
+    token: str
+    id: str
+    expires_at: float
+
+
+class Viewer(Message):
+    """A viewer's token as lists show it."""
+
+    id: str
     expires_at: float
 
 
@@ -142,6 +224,8 @@ class Enrolled(Message):
     """Devices asked in each round."""
     seed: Seed
     backend: Name | None = None
+    personalise: Personalise = "best"
+    licence: Annotated[str, Field(max_length=4096)] = ""
 
     @property
     def path(self) -> str:
@@ -155,6 +239,8 @@ class Train(Message):
     status: Literal["train"] = "train"
     round: Rounds
     lease: Name
+    rounds: Rounds | None = None
+    """The federation's rounds as they stand, which the operator can change; None: as at the enrolment."""
     place: Annotated[int, Field(strict=True, ge=0, lt=MAX_DEVICES)]
     """The device's place in the round's cohort, from 0: methods with shared randomness use it."""
     downlink: Sha256
@@ -214,6 +300,8 @@ class Report(Message):
     max_abs_diff: FiniteFloat | None = None
     uncompacted: Annotated[str, Field(max_length=1000)] | None = None
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
+    source: Source = "global"
+    """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
 
 
 FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
@@ -300,6 +388,9 @@ class Round(Message):
     """Why devices that were asked could not do the round."""
 
 
+DeviceState = Literal["new", "ready", "failed", "removed"]
+
+
 class Device(Message):
     """A device as the operator sees it.
 
@@ -317,11 +408,20 @@ class Device(Message):
     messages_up: dict[str, int] = {}
     messages_down: dict[str, int] = {}
     removed: bool = False
+    state: DeviceState = "ready"
+    """"new": it has only enrolled; "failed": `failure` says why, it may be drawn again; "removed" by the operator."""
     ready: bool = True
     """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
     failure: Failure | None = None
     """Why it could not do the last round it failed in; None once an update of it was taken again."""
+    cost: dict[str, float] = {}
+    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
+    what is left of it in percent."""
+    client: str = ""
+    """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
+    engine: str = ""
+    """Its training engine, as `onnxruntime`; empty when it does not say."""
 
 
 class BundleReceipt(Message):
@@ -330,6 +430,151 @@ class BundleReceipt(Message):
     digest: Sha256
     name: str
     missing: list[str]
+
+
+class ExportRequest(Message):
+    """Ask for a model as a file of this kind; with `device` that device's own, else the one that all share."""
+
+    kind: Literal["onnx", "pte"]
+    device: Name | None = None
+
+
+class Export(Message):
+    """A model's file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+
+    id: Sha256
+    kind: Literal["onnx", "pte"]
+    device: str | None
+    round: int
+    """The last closed round when it was asked for."""
+    state: Literal["waiting", "running", "ready", "failed"]
+    detail: str = ""
+    size: int | None = None
+
+
+class BundleSummary(Message):
+    """A bundle in figures: what its manifest says, what is missing, who uses it."""
+
+    digest: Sha256
+    name: str
+    added_at: float
+    missing: list[str]
+    federations: list[str]
+    """Those that use it; while there is one, the bundle cannot be deleted."""
+    input: list[int]
+    """The shape of a sample."""
+    target: str
+    parameters: int
+    statistics: int
+    """Values of batch normalisation."""
+    layers: int
+    groups: int
+    """Groups of channels that can be pruned together."""
+    seed: int | None
+    """What the weights are drawn from; null when they are stored."""
+    parts: dict[str, int]
+    """Bytes of each part."""
+
+
+class MethodSummary(Message):
+    """A method that federations can run."""
+
+    name: str
+    description: str
+    defaults: dict[str, Any]
+    """Of every setting that has one."""
+    settings: dict[str, Any]
+    """The JSON Schema of its settings, those of `method` beside `name` in a federation's configuration."""
+
+
+# --- what a stream of events says
+
+
+class Joined(Message):
+    """So many devices have asked for work and are not removed."""
+
+    kind: Literal["joined"] = "joined"
+    devices: int
+
+
+class RoundOpened(Message):
+    """An attempt of a round asks its cohort; `deadline` is when it ends, in seconds since the epoch."""
+
+    kind: Literal["round_opened"] = "round_opened"
+    round: int
+    attempt: int
+    cohort: list[str]
+    deadline: float
+
+
+class UpdateTaken(Message):
+    """A device's update is durable and counts."""
+
+    kind: Literal["update"] = "update"
+    round: int
+    device: str
+
+
+class UpdateRefused(Message):
+    """A device's update was refused at the coordinator that is asked; another one does not show it."""
+
+    kind: Literal["refused"] = "refused"
+    round: int
+    device: str
+    problem: str
+    """The kind of problem that was answered."""
+    detail: str
+
+
+class DeviceFailed(Message):
+    """A device could not do its round."""
+
+    kind: Literal["failed"] = "failed"
+    round: int
+    device: str
+    failure: Failure
+
+
+class RoundClosed(Message):
+    """A round is aggregated; GET its record."""
+
+    kind: Literal["round_closed"] = "round_closed"
+    round: int
+
+
+class PhaseChanged(Message):
+    """The federation starts, pauses, goes on or ends."""
+
+    kind: Literal["phase"] = "phase"
+    phase: Phase
+    round: int
+
+
+class SettingsChanged(Message):
+    """The operator changed settings; those that are new."""
+
+    kind: Literal["changed"] = "changed"
+    settings: dict[str, int | float]
+
+
+class Faulted(Message):
+    """What keeps the federation from going on by itself; null when nothing does any more."""
+
+    kind: Literal["fault"] = "fault"
+    fault: str | None
+
+
+class Snapshot(Message):
+    """The federation as it stands: the first event of a stream that cannot go on from where its reader was."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    federation: Federation
+
+
+AnyChange = (
+    Joined | RoundOpened | UpdateTaken | UpdateRefused | DeviceFailed | RoundClosed | PhaseChanged | SettingsChanged
+    | Faulted
+)  # fmt: skip
 
 
 class Health(Message):

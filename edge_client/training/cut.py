@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
 from edge_client.narrow import Axes, Channels, cuts, narrow, taken
+from edge_client.nodes import settings
+from edge_client.runtimes.onnx import open_onnx
 
 PROBE = 2  # samples of the batch for which shapes are inferred
 POINTWISE = re.compile(
@@ -152,12 +153,8 @@ def shapes_of(model: ModelProto, sample: tuple[int, ...]) -> dict[str, tuple[int
     names = [name for node in model.graph.node for name in node.output if name]
     del probe.graph.output[:]
     probe.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = open_onnx(probe.SerializeToString(), what="the graph whose channels are cut", rewrite=False)
     try:
-        session = ort.InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
         made = session.run(names, feed)
     except Exception as error:  # onnxruntime raises a class of its own for every status
         raise ConfigError(f"the channels cannot be cut out of the graph, which does not run: {error}") from None
@@ -174,10 +171,6 @@ def _declare(value: ValueInfoProto, axes: Axes) -> None:
 
 def _equal(a: NDArray[np.bool_] | None, b: NDArray[np.bool_] | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
-
-
-def _settings(node: NodeProto) -> dict[str, Any]:
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
 def _whole(node: NodeProto, axes: Axes, indices: Any) -> None:
@@ -214,10 +207,10 @@ def _pointwise(g: _Cut, node: NodeProto) -> Axes:
 
 
 def _gemm(g: _Cut, node: NodeProto) -> Axes:
-    settings = _settings(node)
+    given = settings(node)
     a, b = g.stays(node.input[0]), g.stays(node.input[1])
-    a = a[::-1] if settings.get("transA") else a
-    b = b[::-1] if settings.get("transB") else b
+    a = a[::-1] if given.get("transA") else a
+    b = b[::-1] if given.get("transB") else b
     _agree(node, a[1], b[0])
     if len(node.input) > 2 and g.shape(node.input[2]) and g.shape(node.input[2])[-1] > 1:
         _agree(node, b[1], g.stays(node.input[2])[-1])
@@ -243,7 +236,7 @@ def _conv(g: _Cut, node: NodeProto) -> Axes:
     """Both directions: a weight is [out, in, ...], and a transposed convolution reads `out` and makes `in`."""
     x, weight = g.stays(node.input[0]), g.stays(node.input[1])
     _whole(node, x, [0, *range(2, len(x))])
-    groups = _settings(node).get("group", 1)
+    groups = settings(node).get("group", 1)
     if groups == 1:
         made, read = weight[:2] if node.op_type == "Conv" else weight[1::-1]
         _agree(node, x[1], read)
@@ -274,7 +267,7 @@ def _groups(
 
 def _softmax(g: _Cut, node: NodeProto) -> Axes:
     x = g.stays(node.input[0])
-    axis = _settings(node).get("axis", -1) % len(x)
+    axis = settings(node).get("axis", -1) % len(x)
     _whole(node, x, range(axis, len(x)) if node.op_type == "LayerNormalization" else [axis])
     return x
 
@@ -293,11 +286,11 @@ def _pool(g: _Cut, node: NodeProto) -> Axes:
 
 
 def _reduce(g: _Cut, node: NodeProto) -> Axes:
-    x, settings = g.stays(node.input[0]), _settings(node)
-    given = g.values(node, 1) if len(node.input) > 1 else settings.get("axes", [])
-    reduced = {i % len(x) for i in given or ([] if settings.get("noop_with_empty_axes") else range(len(x)))}
+    x, given = g.stays(node.input[0]), settings(node)
+    axes = g.values(node, 1) if len(node.input) > 1 else given.get("axes", [])
+    reduced = {i % len(x) for i in axes or ([] if given.get("noop_with_empty_axes") else range(len(x)))}
     _whole(node, x, reduced)
-    keep = settings.get("keepdims", 1)
+    keep = given.get("keepdims", 1)
     return tuple(stays for i, stays in enumerate(x) if keep or i not in reduced)
 
 
@@ -325,7 +318,7 @@ def _reshape(g: _Cut, node: NodeProto) -> Axes:
 
 def _transpose(g: _Cut, node: NodeProto) -> Axes:
     x = g.stays(node.input[0])
-    order: Sequence[int] = _settings(node).get("perm", range(len(x))[::-1])
+    order: Sequence[int] = settings(node).get("perm", range(len(x))[::-1])
     return tuple(x[i] for i in order)
 
 
@@ -342,7 +335,7 @@ def _squeeze(g: _Cut, node: NodeProto) -> Axes:
 
 
 def _concat(g: _Cut, node: NodeProto) -> Axes:
-    axis = int(_settings(node)["axis"])
+    axis = int(settings(node)["axis"])
     if any(name in g.lengths for name in node.input):
         parts = [g.lengths.get(name) or (None,) * g.shape(name)[0] for name in node.input]
         g.lengths[node.output[0]] = tuple(stays for part in parts for stays in part)
@@ -395,8 +388,8 @@ def _pad(g: _Cut, node: NodeProto) -> Axes:
 
 
 def _shape(g: _Cut, node: NodeProto) -> Axes:
-    settings, x = _settings(node), g.stays(node.input[0])
-    lengths = x[settings.get("start", 0) : settings.get("end", len(x))]
+    given, x = settings(node), g.stays(node.input[0])
+    lengths = x[given.get("start", 0) : given.get("end", len(x))]
     if any(stays is not None for stays in lengths):
         g.lengths[node.output[0]] = lengths
     return (None,)

@@ -14,24 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
+from edge_client.bundle import F32, Bundle, Tensor, views
 from edge_client.errors import BundleError, ConfigError
-from edge_client.narrow import Channels
 from edge_client.runtimes.executorch import Pte, open_pte
-from edge_client.training import Gradient, Trainer
-from edge_client.training.narrowed import Embedded, Narrowed
+from edge_client.training import Gradient
+from edge_client.training.narrowed import Engine
 
 
-class ExecuTorchTrainer:
+class ExecuTorchTrainer(Engine):
     """See :class:`edge_client.training.Trainer`."""
 
     def __init__(self, bundle: Bundle, threads: int = 1) -> None:
-        self.manifest: Manifest = bundle.manifest
+        super().__init__(bundle.manifest)
         self._bundle = bundle
         self._threads = threads
-        self._narrowed = Narrowed()
-        self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
-        self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
 
     def _program(self, part: str) -> tuple[Pte, int]:
         """The program of `part`, and the most samples of a batch that it runs."""
@@ -71,10 +67,10 @@ class ExecuTorchTrainer:
         m = self.manifest
         loss, *made = program(*self._state(parameters, buffers), x, y)
         trainable = tuple(t for t in m.parameters if t.trainable)
-        into = [*views(trainable, self._gradient).values(), *views(m.buffers, self._buffers).values()]
+        into = [*views(trainable, self._gradient).values(), *views(m.buffers, self._statistics).values()]
         for view, value in zip(into, made, strict=True):
             view[...] = value
-        return Gradient(float(loss), self._gradient, self._buffers)
+        return Gradient(float(loss), self._gradient, self._statistics)
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         program, most = self._eval
@@ -82,9 +78,6 @@ class ExecuTorchTrainer:
         parts = [program(*state, x[i : i + most])[0] for i in range(0, len(x), most)]
         made: F32 = np.concatenate(parts)
         return made
-
-    def narrow(self, kept: Channels) -> Trainer:
-        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
 
 
 def _arrays(table: tuple[Tensor, ...], flat: F32) -> list[F32]:

@@ -1,4 +1,4 @@
-"""Narrow trainers: the last ones by content, and one for engines that cannot cut their graph."""
+"""What engines share: the vectors they answer in, their last narrow trainers, and one for those that cannot cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Manifest
 from edge_client.narrow import Channels, content, cuts, narrow
 from edge_client.training import Gradient, Trainer
 
@@ -38,11 +38,21 @@ class Narrowed:
         return trainer
 
 
-class Embedded:
-    """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings.
+class Engine(Trainer):
+    """A trainer that answers in vectors of its own, and whose narrow ones run the whole network."""
 
-    See :class:`edge_client.training.Trainer`.
-    """
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._narrowed = Narrowed()
+        self._gradient: F32 = np.zeros(manifest.d, np.float32)
+        self._statistics: F32 = np.zeros(manifest.buffers_d, np.float32)
+
+    def narrow(self, kept: Channels) -> Trainer:
+        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
+
+
+class Embedded(Trainer):
+    """The whole network with zeros in all that a narrow one lacks: the same numbers, without the savings."""
 
     def __init__(self, whole: Trainer, kept: Channels) -> None:
         self._whole, self._narrow = whole, narrow(whole.manifest, kept)

@@ -14,33 +14,30 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Bundle, Manifest, Tensor, views
+from edge_client.bundle import F32, Bundle, Tensor, views
 from edge_client.errors import BundleError
 from edge_client.narrow import Channels
 from edge_client.runtimes.onnx import NOT_SPINNING, open_onnx
 from edge_client.training import Gradient, Trainer
-from edge_client.training.narrowed import Narrowed
+from edge_client.training.narrowed import Engine
 
 if TYPE_CHECKING:
     from edge_client.training.cut import CutGraphs
 
 
-class OnnxRuntimeTrainer:
+class OnnxRuntimeTrainer(Engine):
     """See :class:`edge_client.training.Trainer`. Not for several threads at once: the gradient buffer is its own."""
 
     def __init__(self, bundle: Bundle | CutGraphs, threads: int = 1) -> None:
-        self.manifest: Manifest = bundle.manifest
+        super().__init__(bundle.manifest)
         self._bundle = bundle
         self._threads = threads
-        self._narrowed = Narrowed()
-        self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
-        self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
         self._loss: F32 = np.zeros((), np.float32)
         self._key = np.zeros(1, np.int64)
         # Outputs land here; views stay valid because the vectors are never replaced.
         trainable = tuple(t for t in self.manifest.parameters if t.trainable)
         gradients = {f"grad:{k}": v for k, v in views(trainable, self._gradient).items()}
-        statistics = {f"new:{k}": v for k, v in views(self.manifest.buffers, self._buffers).items()}
+        statistics = {f"new:{k}": v for k, v in views(self.manifest.buffers, self._statistics).items()}
         self._outputs = {"loss": self._loss, **gradients, **statistics}
 
     def _session(self, part: str) -> ort.InferenceSession:
@@ -72,7 +69,7 @@ class OnnxRuntimeTrainer:
             self._key[0] = key
             binding.bind_input("key", "cpu", 0, self._key.dtype, (1,), self._key.ctypes.data)
         session.run_with_iobinding(binding)
-        return Gradient(float(self._loss), self._gradient, self._buffers)
+        return Gradient(float(self._loss), self._gradient, self._statistics)
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         session, _ = self._eval

@@ -9,16 +9,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.func import functional_call
 
-from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.bundle import F32, Bundle, views
 from edge_client.errors import BundleError
-from edge_client.narrow import Channels
-from edge_client.training import Gradient, Trainer
-from edge_client.training.narrowed import Embedded, Narrowed
+from edge_client.training import Gradient
+from edge_client.training.narrowed import Engine
 
 
 def _batch_norm(
@@ -38,16 +36,13 @@ def _batch_norm(
     return out
 
 
-class TorchTrainer:
+class TorchTrainer(Engine):
     """See :class:`edge_client.training.Trainer`."""
 
     def __init__(self, bundle: Bundle, threads: int = 1) -> None:
-        self.manifest: Manifest = bundle.manifest
+        super().__init__(bundle.manifest)
         self._bundle = bundle
-        self._narrowed = Narrowed()
         torch.set_num_threads(threads)  # PyTorch has one setting for the whole process
-        self._gradient: F32 = np.zeros(self.manifest.d, np.float32)
-        self._buffers: F32 = np.zeros(self.manifest.buffers_d, np.float32)
 
     def _program(self, part: str) -> torch.fx.GraphModule:
         path = self._bundle.part(part)
@@ -89,15 +84,12 @@ class TorchTrainer:
         into = views(self.manifest.parameters, self._gradient)
         for name, gradient in zip(free, gradients, strict=True):
             into[name][...] = 0.0 if gradient is None else gradient.numpy()
-        for name, view in views(self.manifest.buffers, self._buffers).items():
+        for name, view in views(self.manifest.buffers, self._statistics).items():
             view[...] = stats[name].numpy()
-        return Gradient(float(loss.detach()), self._gradient, self._buffers)
+        return Gradient(float(loss.detach()), self._gradient, self._statistics)
 
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         values, stats = self._state(parameters, buffers)
         with torch.no_grad():
             made: F32 = functional_call(self._eval, {**values, **stats}, (torch.from_numpy(x),)).numpy()
         return made
-
-    def narrow(self, kept: Channels) -> Trainer:
-        return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

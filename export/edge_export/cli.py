@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import torch
 import typer
 
 from edge_client.errors import ConfigError
 from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
-from edge_export.writer import export_bundle
-
-
-def load_factory(place: str) -> Any:
-    """The callable that ``FILE.py:NAME`` names. Raises ConfigError."""
-    file, _, name = place.rpartition(":")
-    path = Path(file)
-    if not file or not path.is_file():
-        raise ConfigError(f"{place!r} does not name a factory; write FILE.py:NAME, with FILE.py an existing file")
-    spec = importlib.util.spec_from_file_location(f"_author_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ConfigError(f"{path} has no callable {name!r}; define a function that returns the torch module")
-    return factory
+from edge_export.factories import export_factory
 
 
 def _check_folder(out: Path) -> None:
@@ -79,19 +52,16 @@ def export(
     _check_folder(out)
     if executorch:
         check_installed()
-    module = load_factory(factory)()
-    if not isinstance(module, torch.nn.Module):
-        raise ConfigError(f"{factory} returned a {type(module).__name__}; it must return a torch.nn.Module")
-    example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     try:
-        bundle = export_bundle(
-            module,
-            example,
+        bundle = export_factory(
+            factory,
+            shape,
             out,
-            name=name or factory.rpartition(":")[2],
+            dtype=dtype,
             target={"kind": target, **sizes},
             seed=seed,
             init=init,
+            name=name,
             torch_part=torch_part,
         )
     except OSError as error:

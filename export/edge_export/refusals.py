@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edge_client import authored
 from edge_client.errors import ModelError
 from edge_export.modes import duplicate, in_training
 from edge_export.onnx_writer import Unsupported
@@ -115,6 +116,8 @@ def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iter
         raise unsupported(module, example, error) from error
     except Exception as error:  # PyTorch raises many kinds of errors here
         place = "the model" if path is None else str(path)
+        if line := authored.place_of(error):
+            place = f"{place} ({line})"
         text = reason(error)
         if "INTERNAL ASSERT" in text:
             text = "PyTorch fails on a change in place"

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest
+from edge_client import authored
+from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
 from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
@@ -50,6 +51,8 @@ def export_bundle(
     init: InitScheme = "he",
     trainable: Collection[str] | None = None,
     torch_part: bool = True,
+    class_names: Sequence[str] = (),
+    normalisation: Normalisation | Mapping[str, Any] | None = None,
 ) -> Bundle:
     """Write `module` as a bundle to `folder` and open it.
 
@@ -71,6 +74,11 @@ def export_bundle(
         Names of the parameters that get gradients; None: those that require gradients in the module.
     torch_part:
         Whether to add `model.pt2` and `model-eval.pt2`, which the PyTorch backend needs.
+    class_names:
+        What the classes are called, in their order; every personal model carries them.
+    normalisation:
+        What raw samples go through before the module, such as ``{"mean": [0.5], "std": [0.25]}``. Devices then hold
+        raw samples; `example_batch` is normalised.
 
     Raises
     ------
@@ -93,17 +101,23 @@ def export_bundle(
             parts |= torch_programs(module, example, names, draws)
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
-    manifest = Manifest(
-        name=name,
-        input=Input(shape=tuple(example.shape[1:]), dtype="int64" if example.dtype == torch.int64 else "float32"),
-        target=target,
-        parameters=found.parameters,
-        buffers=found.buffers,
-        layers=found.layers,
-        seed=seed,
-        draws=draws,
-        parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
-    )
+    dtype = "int64" if example.dtype == torch.int64 else "float32"
+    takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation}
+    try:
+        manifest = Manifest(
+            name=name,
+            input=Input.model_validate(takes),
+            target=target,
+            parameters=found.parameters,
+            buffers=found.buffers,
+            layers=found.layers,
+            seed=seed,
+            class_names=tuple(class_names),
+            draws=draws,
+            parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
+        )
+    except ValidationError as error:
+        raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
     return _write(with_groups(manifest, graphs), parts, folder)
 
 
@@ -185,7 +199,9 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
         with evaluating(module):
             outputs = module(batch)
     except Exception as error:  # the author's forward may raise anything
-        raise ModelError(f"the module does not run on {batch.dtype} {tuple(batch.shape)}: {error}") from error
+        place = authored.place_of(error) or "the module"
+        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
+        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
     if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
         found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ModelError(f"the module returns {found}; it must return one float32 tensor")

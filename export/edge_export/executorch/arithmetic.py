@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,11 @@ def where(_: Node, condition: Value, a: Value, b: Value) -> Value:
 
 
 def gelu(node: Node, x: Value) -> Tensor:
-    return functional.gelu(tensor(x), approximate=text(node.get("approximate", "none")))
+    x = tensor(x)
+    if text(node.get("approximate", "none")) == "none":
+        return functional.gelu(x)
+    # Written out: XNNPACK computes the exact function whatever the operator asks for.
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def prelu(_: Node, x: Value, slope: Value) -> Tensor:
@@ -96,6 +101,10 @@ def selu(node: Node, x: Value) -> Value:
 def softplus(_: Node, x: Value) -> Tensor:
     x = tensor(x)
     return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
+
+
+def mish(node: Node, x: Value) -> Tensor:
+    return tensor(x) * torch.tanh(softplus(node, x))
 
 
 def tanh(node: Node, x: Value) -> Value:

@@ -28,7 +28,9 @@ MOST = 64
 TOLERANCE = 1e-4
 """Largest difference of a value from the ONNX graph's, over the largest value of its tensor."""
 LEAST = 1e-2
-"""Values smaller than this one are compared as if it were the largest: a gradient that is rounding has no scale."""
+"""A tensor whose largest value is smaller is compared as if it were this one."""
+LEAST_GRADIENT = 0.05
+"""The same for gradients, in units of the step's largest: of a bias before a batch-norm only rounding is left."""
 
 
 def train_names(manifest: Manifest) -> tuple[list[str], list[str]]:
@@ -109,9 +111,10 @@ def _prove(bundle: Bundle, part: str, data: bytes, inputs: list[str], outputs: l
             found = program(*(feed[name] for name in inputs))
         except RuntimeError as error:
             raise ModelError(f"{part}.pte does not run on {n} samples: {error}; use the ONNX graphs") from None
-        due = session.run(outputs, {k: v for k, v in feed.items() if k in read})
-        for name, a, b in zip(outputs, found, due, strict=True):
-            off = _distance(a, b)
+        due = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in read}), strict=True))
+        largest = max((_largest(v) for k, v in due.items() if k.startswith("grad:")), default=0.0)
+        for (name, b), a in zip(due.items(), found, strict=True):
+            off = _distance(a, b, LEAST_GRADIENT * largest if name.startswith("grad:") else LEAST)
             if not off <= TOLERANCE:  # so that NaN fails too
                 raise ModelError(
                     f"{part}.pte gives another {name} than {part}.onnx for {n} samples, {off:.3g} of its largest value "
@@ -119,8 +122,12 @@ def _prove(bundle: Bundle, part: str, data: bytes, inputs: list[str], outputs: l
                 )
 
 
-def _distance(found: NDArray[Any], due: NDArray[Any]) -> float:
-    """The largest difference over the largest value; infinite when the shapes differ."""
+def _distance(found: NDArray[Any], due: NDArray[Any], least: float) -> float:
+    """The largest difference over the largest value, which counts as `least` at least; infinite for other shapes."""
     if found.shape != due.shape:
         return float("inf")
-    return float(np.abs(found - due).max(initial=0) / max(np.abs(due).max(initial=0), LEAST))
+    return _largest(found - due) / max(_largest(due), least, 1e-30)
+
+
+def _largest(values: NDArray[Any]) -> float:
+    return float(np.abs(values).max(initial=0))

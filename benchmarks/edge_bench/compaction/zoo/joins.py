@@ -362,6 +362,22 @@ def _product() -> nn.Module:
     return Net(wiring, a=conv(3, 12), b=conv(3, 12), c=conv(3, 12), head=pooled(12))
 
 
+def _gated_skip() -> nn.Module:
+    """A U-Net's skip behind a gate that both sides make; the lower level grows by bilinear interpolation."""
+
+    def wiring(m: Any, x: Tensor) -> Any:
+        skip = m.down(x)
+        y = nn.functional.interpolate(m.deep(nn.functional.max_pool2d(skip, 2)), scale_factor=2, mode="bilinear")
+        y = m.up(y)
+        gate = torch.sigmoid(m.gate(torch.relu(m.below(y) + m.beside(skip))))
+        return m.head(m.join(torch.cat([skip * gate, y], 1)))
+
+    return Net(
+        wiring, down=normed(3, 12), deep=normed(12, 24), up=conv(24, 12), below=conv(12, 8, 1), beside=conv(12, 8, 1),
+        gate=conv(8, 1, 1), join=normed(24, 16), head=pooled(16),
+    )  # fmt: skip
+
+
 CASES = (
     Case("residual", lambda: _residual(1.0), IMAGE, ("head.2",), quick=True),
     Case("residual with a negative scale", lambda: _residual(-0.5), IMAGE, ("head.2",)),
@@ -392,6 +408,7 @@ CASES = (
     Case("scalar gates", _gates, IMAGE, ("head.2",)),
     Case("squeeze and excite", _squeeze_excite, IMAGE, ("4.2",), quick=True),
     Case("spatial gate", _spatial_gate, IMAGE, ("head.2",), needs="a mean over channels"),
+    Case("gated skip", _gated_skip, IMAGE, ("head.2",), needs="bilinear interpolation is a product with a constant"),
     Case("group norm", lambda: _normalised(partial(nn.GroupNorm, 4)), IMAGE, ("6.2",), needs="ties channels"),
     Case("one group norm", lambda: _normalised(partial(nn.GroupNorm, 1)), IMAGE, ("6.2",), needs="ties channels"),
     Case("instance norm", lambda: _normalised(partial(nn.InstanceNorm2d, affine=True)), IMAGE, ("6.2",)),

@@ -138,6 +138,43 @@ def _first_token() -> nn.Module:
     )  # fmt: skip
 
 
+def _windows() -> nn.Module:
+    """Attention within windows of an image, which join the batch; every second block shifts them (Swin)."""
+
+    def within(m: Any, x: Tensor) -> Tensor:
+        y = x.reshape(-1, 2, 3, 2, 3, 16).permute(0, 1, 3, 2, 4, 5).reshape(-1, 9, 16)
+        q, k, v = m.qkv(y).reshape(-1, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + m.places, -1)
+        z: Tensor = m.out((weights @ v).transpose(1, 2).reshape(-1, 9, 16))
+        return z.reshape(-1, 2, 2, 3, 3, 16).permute(0, 1, 3, 2, 4, 5).reshape(-1, 6, 6, 16)
+
+    def wiring(m: Any, x: Tensor) -> Any:
+        y = m.patches(x).permute(0, 2, 3, 1)
+        y = y + within(m, m.norm(y))
+        y = y + torch.roll(within(m, torch.roll(m.norm(y), (-1, -1), (1, 2))), (1, 1), (1, 2))
+        return m.head(torch.relu(m.hidden(y)).mean((1, 2)))
+
+    return Net(
+        wiring, patches=nn.Conv2d(3, 16, 2, 2), norm=nn.LayerNorm(16), qkv=nn.Linear(16, 48), out=nn.Linear(16, 16),
+        places=nn.Parameter(torch.zeros(2, 9, 9)), hidden=nn.Linear(16, 24), head=nn.Linear(24, CLASSES),
+    )  # fmt: skip
+
+
+def _latent() -> nn.Module:
+    """A few learned queries read the sequence (Perceiver)."""
+
+    def wiring(m: Any, x: Tensor) -> Any:
+        y, q = m.read(x), m.queries.expand(x.shape[0], -1, -1)
+        z = q + m.block(q, y, y, need_weights=False)[0]
+        return m.head((z + m.down(functional.gelu(m.up(m.norm(z))))).flatten(1))
+
+    return Net(
+        wiring, read=nn.Linear(16, 16), queries=nn.Parameter(torch.zeros(1, 3, 16)), norm=nn.LayerNorm(16),
+        block=nn.MultiheadAttention(16, 2, batch_first=True), up=nn.Linear(16, 32), down=nn.Linear(32, 16),
+        head=nn.Linear(48, CLASSES),
+    )  # fmt: skip
+
+
 def _recurrent(make: Callable[..., nn.Module], layers: int, both: bool, last: bool) -> nn.Module:
     """A recurrent net on features; the last state or all of them are read."""
 
@@ -186,6 +223,8 @@ CASES = (
     Case("perceptron over steps", _perceptron, FEATURES, ("head",), quick=True),
     Case("gated perceptron", _gated, FEATURES, ("head",)),
     Case("mixer", _mixer, FEATURES, ("head",), needs="layers over steps: places are channels there"),
+    Case("windows in the batch", _windows, (3, 12, 12), ("head",), needs="windows and batch share an axis"),
+    Case("queries of its own", _latent, FEATURES, ("head",), needs="a constant for every sample is reshaped"),
     Case("first token", _first_token, FEATURES, ("head",), needs="one token of the last is read"),
     Case("lstm", lambda: _recurrent(nn.LSTM, 1, False, True), STATES, ("head",), quick=True),
     Case("lstm of two layers", lambda: _recurrent(nn.LSTM, 2, False, False), STATES, ("head",)),

@@ -1,0 +1,85 @@
+"""`maskfleet new`: a project with a model and data of one's own, or a package with a method. Both run as written."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from edge_client.errors import ConfigError
+
+TEMPLATES = Path(__file__).parent / "templates"
+Template = Literal["cnn", "lstm", "vit", "mlp"]
+
+
+def new(
+    folder: Annotated[Path, typer.Argument(help="An empty or a new folder; its name is the project's.")],
+    template: Annotated[Template, typer.Option(help="The model to begin with.")] = "cnn",
+    method: Annotated[
+        str | None, typer.Option(help="Write a package with a method of this name instead, like acme_masks.")
+    ] = None,
+) -> None:
+    """Write a small project, model.py, data.py, simulate.toml and federation.toml, that runs at once."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}; name an empty or a new folder")
+    files = project(folder.resolve().name, template) if method is None else package(folder.resolve().name, method)
+    try:
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {', '.join(files)} to {folder}")
+    for line in advice(folder) if method is None else [f"next: cd {folder} && pip install -e '.[test]' && pytest"]:
+        typer.echo(line)
+
+
+def project(name: str, template: Template) -> dict[str, str]:
+    """The files of a project by their names."""
+    sources = {file: file for file in ("data.py", "simulate.toml", "federation.toml", "README.md")}
+    called = re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-") or "project"
+    return {
+        target: (TEMPLATES / source).read_text("utf-8").replace("PROJECT", called)
+        for target, source in {"model.py": f"model_{template}.py", **sources}.items()
+    }
+
+
+def package(name: str, method: str) -> dict[str, str]:
+    """The files of a package with a method. Raises ConfigError for a name that cannot be a module's, or is taken."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", method) or keyword.iskeyword(method):
+        raise ConfigError(f"--method {method!r}: use small letters, digits and _, and begin with a letter")
+    if method in {e.name for e in entry_points(group="maskfleet.methods")} or find_spec(method) is not None:
+        raise ConfigError(f"--method {method!r}: there is such a method or Python module already; choose another name")
+    sources = {
+        f"{method}/__init__.py": "method.py",
+        f"tests/test_{method}.py": "test_method.py",
+        "pyproject.toml": "method_pyproject.toml",
+        "simulate.toml": "method_simulate.toml",
+        "README.md": "method_README.md",
+    }
+    class_name = "".join(part.capitalize() for part in method.split("_"))
+    called = re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-") or method
+    found = {}
+    for target, source in sources.items():
+        text = (TEMPLATES / source).read_text("utf-8").replace("PROJECT", called)
+        found[target] = re.sub(r"\bMine\b", class_name, re.sub(r"\bmine\b", method, text))
+    return found
+
+
+def advice(folder: Path) -> list[str]:
+    """What can be run now, and what has to be installed for the rest."""
+    lacks = [name for name in ("torch", "onnxscript") if find_spec(name) is None]
+    data = [] if find_spec("sklearn") else ["data.py reads scikit-learn's digits; run: pip install 'maskfleet[bench]'"]
+    if not lacks:
+        return [*data, f"next: cd {folder} && maskfleet simulate simulate.toml"]
+    return [
+        *data,
+        f"next: cd {folder} && maskfleet simulate simulate.toml --bundle digits",
+        f"model.py needs {' and '.join(lacks)}, which devices do not; run: pip install 'maskfleet[author]', then leave "
+        "out --bundle",
+    ]

@@ -1,0 +1,141 @@
+"""A bundle from the user's own Python file: `bundle = "model.py:build"`, exported once and found again by its content.
+
+The address is a digest of the file, of the files beside it that it imports, of the weights files beside it (their
+sizes and times), and of the settings. Exporting needs torch, opening what was exported before does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from edge_bench.bundles import into_cache, recipe
+from edge_bench.own_data import Fleet
+from edge_bench.sources import Samples
+from edge_client.bundle import Bundle
+from edge_client.errors import ConfigError
+
+WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
+
+
+class ExportConfig(BaseModel):
+    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out the data say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    input: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Shape of one sample; None: that of the data's samples."""
+    dtype: Literal["float32", "int64"] | None = None
+    """None: int64 for samples that are whole numbers, such as token ids, else float32."""
+    target: str | None = None
+    """None: classification for one whole number a sample, sequence for several, regression for others."""
+    classes: Annotated[int, Field(ge=1)] | None = None
+    """Number of labels; None: the model's outputs."""
+    outputs: Annotated[int, Field(ge=1)] | None = None
+    """Regression: numbers a sample; None: the model's outputs."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Draw the weights from this seed at the scale that methods on frozen weights need; None: the module's own."""
+    init: Literal["he", "torch", "sign"] = "he"
+    """How the seed draws weights."""
+
+
+def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
+    """The arguments of an export: shape, dtype, target, seed, init."""
+    if isinstance(data, Fleet):
+        arrays = next(iter(data.devices.values())).arrays
+        x, y = arrays["x"][:1], arrays["y"]
+    else:
+        x, y = data.samples(np.arange(1)), data.y
+    whole = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8
+    kind = "regression" if not np.issubdtype(y.dtype, np.integer) else "classification" if y.ndim == 1 else "sequence"
+    sizes = {k: n for k, n in (("classes", table.classes), ("outputs", table.outputs)) if n is not None}
+    return {
+        "shape": table.input or tuple(x.shape[1:]),
+        "dtype": table.dtype or ("int64" if whole else "float32"),
+        "target": {"kind": table.target or kind, **sizes},
+        "seed": table.seed,
+        "init": table.init,
+    }
+
+
+def open_module(
+    place: str, table: ExportConfig, data: Samples | Fleet, torch_part: bool = False, cache: Path | None = None
+) -> Bundle:
+    """The bundle of the module that the function at `place` builds, for these data.
+
+    Raises ConfigError when torch is missing and the model was not exported before, else as an export does.
+    """
+    file = Path(place.rpartition(":")[0])
+    if not file.is_file():
+        raise ConfigError(f"bundle = {place!r}: there is no file {file.resolve()}")
+    arguments = {**settings(table, data), "torch_part": torch_part}
+    function = place.rpartition(":")[2]
+    address = sha256(repr((function, arguments, recipe(), _version("torch"))).encode())
+    for source in sources(file):
+        address.update(source.read_bytes())
+    for weights in sorted(f for f in file.parent.iterdir() if f.suffix in WEIGHTS):
+        about = weights.stat()
+        address.update(repr((weights.name, about.st_size, about.st_mtime_ns)).encode())
+
+    def build(folder: Path) -> None:
+        from edge_export.factories import export_factory
+
+        print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
+        export_factory(place, out=folder, name=file.stem, **arguments)
+
+    def check() -> None:
+        if find_spec("torch") is None or find_spec("onnxscript") is None:
+            raise ConfigError(
+                f"bundle = {place!r} is exported with PyTorch; run: pip install 'maskfleet[author]', or try a packaged "
+                "bundle that takes such samples, like --bundle digits for 8x8 images"
+            )
+
+    return into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def sources(file: Path) -> list[Path]:
+    """The file and those of its folder that it imports, directly or through one another."""
+    found, todo = dict[Path, None](), [file.resolve()]
+    while todo:
+        current = todo.pop()
+        if current not in found:
+            found[current] = None
+            todo += [path for name in _imported(current) for path in _beside(file.resolve().parent, name)]
+    return sorted(found)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """The first names of what a file imports; nothing when it is no Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    if (folder / f"{name}.py").is_file():
+        return [folder / f"{name}.py"]
+    return sorted((folder / name).rglob("*.py")) if name and (folder / name).is_dir() else []

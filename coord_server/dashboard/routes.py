@@ -1,0 +1,284 @@
+"""The dashboard over HTTP: log-in, pages, and the operator's commands as forms.
+
+A command needs an operator's session, the token of one of its pages, and a browser that says the form is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import segno
+from fastapi import APIRouter, Depends, Query, Request, Response
+from markupsafe import Markup
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from coord_server import auth
+from coord_server.coordinator import Coordinator
+from coord_server.dashboard import answers, devices, reference, session, view
+from coord_server.dashboard.answers import SignIn, page
+from coord_server.dashboard.history import Histories
+from coord_server.dashboard.session import Session
+from coord_server.http import watch
+from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
+from coord_server.problems import Refusal
+from edge_client.errors import first_fault
+from edge_client.protocol.messages import TokenRequest
+from edge_client.protocol.payload import MEDIA_TYPE
+
+LASTS = {"3600": "an hour", "86400": "a day", "604800": "7 days", "2592000": "30 days"}
+"""How long a join token may be good for: seconds, and in words."""
+CONFIRMED = {
+    "start": "Round 1 begins with the devices that are present now. A federation starts once.",
+    "pause": "No round closes or opens. Updates under way are still taken, and resume goes on with the time left.",
+    "resume": "The round goes on with the time it had left.",
+    "stop": "The federation ends for good. The state after the last closed round can still be exported.",
+}
+"""What each command does, said before it is carried out."""
+Action = Literal["start", "pause", "resume", "stop"]
+
+router = APIRouter()
+
+
+# --- who
+
+
+def _session(cookie: str, served: Coordinator) -> Session | None:
+    return session.read(cookie, served.token, time.time())
+
+
+async def _known(request: Request, served: Served) -> Session | None:
+    """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
+    found = _session(request.cookies.get(session.COOKIE, ""), served)
+    request.state.session = found
+    if found is not None:
+        call: Call = request.scope[CALL]
+        if found.operates:
+            call.of_operator()
+        elif not call.of_viewer(found.digest):
+            raise HTTPException(429, f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers")
+    return found
+
+
+Known = Annotated[Session | None, Depends(_known)]
+
+
+async def _seen(known: Known) -> Session:
+    """The session of somebody who may look. Raises SignIn."""
+    if known is None:
+        raise SignIn
+    return known
+
+
+Seen = Annotated[Session, Depends(_seen)]
+
+
+def _ours(request: Request) -> None:
+    """Refuse a form that another site's page has sent. Raises HTTPException.
+
+    Browsers send Sec-Fetch-Site over TLS and to this machine, Origin always.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin", "")
+    if site == "same-origin" or (site is None and urlsplit(origin).netloc == request.headers.get("host")):
+        return
+    said = f"Sec-Fetch-Site {site!r}" if site else f"Origin {origin!r}"
+    raise HTTPException(403, f"this form was not sent by a page of this coordinator ({said}); open the page and send "
+                        "it again. A proxy in front has to pass the Host header on")  # fmt: skip
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """The fields of a form that a page of this coordinator sent. Raises HTTPException."""
+    _ours(request)
+    body = (await request.body()).decode(errors="replace")
+    try:
+        return dict(parse_qsl(body, keep_blank_values=True, max_num_fields=20))
+    except ValueError:
+        raise HTTPException(400, "the form has too many fields; open its page and send it again") from None
+
+
+async def _command(request: Request, known: Seen) -> dict[str, str]:
+    """The fields of an operator's form. Raises HTTPException, SignIn."""
+    fields = await _form(request)
+    if not known.operates:
+        raise HTTPException(403, "a viewer changes nothing; log in with the operator's token")
+    if not auth.same(known.form, fields.get("form", "")):
+        raise HTTPException(403, "the form is from another session; go back, load the page again and repeat it")
+    return fields
+
+
+Command = Annotated[dict[str, str], Depends(_command)]
+
+
+@router.get("/login")
+async def show_login(request: Request, known: Known, next: str = "/") -> Response:
+    """Ask for a token."""
+    return page(request, "login", next=_local(next), wrong=False)
+
+
+def _local(address: str) -> str:
+    """An address of this site, "/" in place of any other."""
+    local = address.startswith("/") and not address.startswith(("//", "/\\")) and address.isprintable()
+    return address if local and address.isascii() else "/"
+
+
+@router.post("/login")
+async def log_in(request: Request, served: Served) -> Response:
+    """Begin a session."""
+    fields = await _form(request)
+    token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
+    if served.role(token) is None:
+        return page(request, "login", 401, next=to, wrong=True)
+    answer = _see(to)
+    _set(answer, request, session.begin(token, time.time()), session.LASTS)
+    return answer
+
+
+@router.post("/logout")
+async def log_out(request: Request) -> Response:
+    """End the session in this browser."""
+    _ours(request)
+    answer = _see("/login")
+    _set(answer, request, "", 0)
+    return answer
+
+
+def _set(answer: Response, request: Request, cookie: str, lasts: int) -> None:
+    secure = request.url.scheme == "https"
+    answer.set_cookie(session.COOKIE, cookie, lasts, secure=secure, httponly=True, samesite="strict")
+
+
+def _see(address: str) -> Response:
+    return Response(status_code=303, headers={**answers.HEADERS, "Location": address, "Cache-Control": "no-store"})
+
+
+# --- pages
+
+
+async def _histories(request: Request) -> Histories:
+    found: Histories = request.app.state.histories
+    return found
+
+
+Read = Annotated[Histories, Depends(_histories)]
+
+
+@router.get("/assets/{name}")
+async def show_asset(request: Request, name: str) -> Response:
+    """A file of the package."""
+    found = answers.asset(request, name)
+    if found is None:
+        raise HTTPException(404)
+    return found
+
+
+@router.get("/favicon.ico")
+async def show_icon(request: Request) -> Response:
+    """What browsers ask for on pages that name no icon."""
+    return _see(answers.ASSETS["icon.svg"].address)
+
+
+@router.get("/")
+async def show_federations(request: Request, served: Served, known: Seen, histories: Read) -> Response:
+    """All federations."""
+    listed = await view.summaries(served, histories)
+    phases = [found.phase for found, _ in listed]
+    return page(request, "federations", listed=listed, refresh=min(map(view.refresh, phases), default=view.QUIET))
+
+
+@router.get("/federations/{federation}")
+async def show_federation(
+    request: Request,
+    served: Served,
+    known: Seen,
+    histories: Read,
+    federation: FederationId,
+    state: str = "",
+    name: Annotated[str, Query(max_length=64)] = "",
+    part: Annotated[int, Query(ge=1, le=10**6)] = 1,
+) -> Response:
+    """One federation; `state`, `name` and `part` choose among its devices."""
+    try:
+        live = await served.find(federation)
+    except Refusal as refusal:
+        if refusal.kind != "not-loaded":
+            raise
+        return page(request, "unloaded", found=served.summary(federation), refresh=view.QUIET)
+    chosen = state if state in devices.STATES else ""
+    shown = await view.federation(live, histories, chosen, name, part)
+    phase = shown.found.phase
+    again = view.refresh(phase, sum(shown.states.values()))
+    return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, kinds=view.KINDS)  # fmt: skip
+
+
+@router.get("/federations/{federation}/state")
+async def export_state(served: Served, known: Seen, federation: FederationId) -> Response:
+    """The method's global state after the last closed round, as a file."""
+    live = await served.find(federation)
+    content, closed = await live.exported(), live.progress().closed
+    file = f'attachment; filename="{live.id}-round-{closed}.safetensors"'
+    return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
+
+
+@router.get("/federations/{federation}/events")
+async def follow(request: Request, served: Served, known: Seen, federation: FederationId) -> Response:
+    """What happens to a federation, as it happens: the page's script then asks for the page again."""
+    live, cookie = await served.find(federation), request.cookies.get(session.COOKIE, "")
+    seen = request.headers.get("last-event-id", "")
+    return await watch.follow(request, live, seen, lambda: _session(cookie, served) is not None)
+
+
+@router.get("/federations/{federation}/{action}")
+async def confirm(request: Request, served: Served, known: Seen, federation: FederationId, action: Action) -> Response:
+    """Ask before a command is carried out."""
+    live = await served.find(federation)
+    found = live.summary()
+    possible = action in view.allowed(found.phase)
+    return page(request, "confirm", found=found, action=action, what=CONFIRMED[action], possible=possible)
+
+
+# --- commands
+
+
+@router.post("/federations/{federation}/tokens")
+async def make_token(request: Request, served: Served, fields: Command, federation: FederationId) -> Response:
+    """A fresh join token, shown once with the command to type and a QR code of it."""
+    asked: dict[str, Any] = {}
+    try:
+        asked = {"uses": int(fields.get("uses", "")), "expires_in": float(fields.get("expires_in", ""))}
+        wanted = TokenRequest.model_validate(asked)
+    except ValidationError as error:
+        raise HTTPException(422, f"{first_fault(error)}; go back, correct it and send it again") from None
+    except ValueError:
+        raise HTTPException(422, "the uses and the time of a token are numbers; go back and correct them") from None
+    token = await served.new_token(federation, wanted)
+    command = f"maskfleet join {str(request.base_url).rstrip('/')} --token {token.token} --data mine.npz"
+    lasts = LASTS.get(fields["expires_in"], "")
+    return page(request, "token", token=token, command=command, code=_code(command), lasts=lasts)
+
+
+def _code(text: str) -> Markup:
+    """A QR code as SVG, dark on light whatever the page's colours are."""
+    drawn = segno.make_qr(text, error="m").svg_inline(
+        scale=4, border=4, light="#fff", dark="#000", svgclass="code", lineclass=None, omitsize=True
+    )
+    return Markup(drawn)
+
+
+@router.post("/federations/{federation}/{action}")
+async def operate(served: Served, _: Command, federation: FederationId, action: Action) -> Response:
+    """Carry out a command."""
+    live = await served.find(federation)
+    await live.operate(view.ACTIONS[action])
+    return _see(f"/federations/{live.id}")
+
+
+# --- the API's reference
+
+
+@router.get("/docs")
+async def show_reference(request: Request, known: Known) -> Response:
+    """Every call of the API."""
+    return page(request, "reference", **reference.of(request.app))

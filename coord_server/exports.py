@@ -1,0 +1,215 @@
+"""Models for other engines, made from what the server holds: one worker process at a time, beside the rounds.
+
+A file's id is the SHA-256 of all that it is made of, so the same model is made once, and a coordinator that starts
+again finds it. DATA/exports/ID/ is the worker's folder (`export_worker`). A worker that was killed leaves no model: the
+next request starts it again. The coordinator itself computes nothing and imports neither PyTorch nor ExecuTorch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
+
+from coord_server.bundles import bundle_shelf, read_manifest
+from coord_server.live.federation import LiveFederation
+from coord_server.problems import Refusal
+from coord_server.store import Store
+from coord_server.store.values import read
+from edge_client.bundle import MANIFEST, WEIGHTS, digest
+from edge_client.errors import StorageDamagedError
+from edge_client.files import make_folder, write_whole
+from edge_client.protocol.messages import Export, FederationConfig
+
+# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file or a sentence.
+ORDER, STATE, RECORD, BUNDLE = "order.json", "state", "record", "bundle"
+SAID, MODEL, FAULT = "said", "model", "fault"
+READ = ("eval.onnx", WEIGHTS)  # parts of the bundle
+ELSEWHERE = "free space on the coordinator's disk"
+Kind = Literal["onnx", "pte"]
+NEEDS: dict[str, Sequence[str]] = {"onnx": ("onnxruntime", "onnx"), "pte": ("torch", "executorch")}
+"""Packages that a worker imports."""
+WAITING = 16  # files that may wait for the worker
+STORED = 64  # finished files that are kept; the oldest go
+SECONDS = 1800.0  # that one worker may take
+TRIES = 5  # rounds that may close while a model's values are read
+
+
+class Order(BaseModel):
+    """What is asked for: the model after round `closed`, of one device or of all, as `kind`."""
+
+    config: FederationConfig
+    closed: int
+    device: str | None
+    kind: Kind
+
+
+class Exports:
+    """The files of one coordinator."""
+
+    def __init__(self, store: Store, seconds: float = SECONDS, waiting: int = WAITING, stored: int = STORED) -> None:
+        self._store, self._folder = store, store.folder / "exports"
+        self._seconds, self._waiting, self._stored = seconds, waiting, stored
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: str | None = None
+        self._one = asyncio.Lock()
+
+    async def ask(self, live: LiveFederation, kind: Kind, device: str | None = None) -> Export:
+        """The file of the federation's model after its last closed round; its making begins unless it is there.
+
+        `device` asks for that device's own model. A file that failed is made again. Raises Refusal, StateError.
+        """
+        missing = [name for name in NEEDS[kind] if find_spec(name) is None]
+        if missing:
+            raise Refusal(
+                "not-installed",
+                f"this coordinator cannot make {kind!r}, {', '.join(missing)} is not installed here; on a machine with "
+                f"'maskfleet[author]' run `maskfleet federation export {live.id} --onnx model.onnx`, then `maskfleet "
+                f"artifact model.onnx --kind {kind}`",
+            )
+        id_ = await asyncio.to_thread(self._order, live, kind, device)
+        found = self.show(id_)
+        if found.state == "ready" or id_ in self._tasks:
+            return found
+        if len(self._tasks) >= self._waiting:
+            raise Refusal("too-many", f"{self._waiting} files wait for the coordinator's worker; ask again in a minute")
+        (self._folder / id_ / FAULT).unlink(missing_ok=True)
+        self._tasks[id_] = asyncio.create_task(self._make(id_))
+        return self.show(id_)
+
+    def show(self, id_: str) -> Export:
+        """How far a file is. Raises Refusal when nobody has asked for it."""
+        folder = self._folder / id_
+        try:
+            order = Order.model_validate_json((folder / ORDER).read_text("utf-8"))
+        except (OSError, ValueError):
+            raise Refusal("not-found", f"there is no export {id_}; POST to .../exports for one") from None
+        state: Literal["waiting", "running", "ready", "failed"] = "failed"
+        detail = _line(folder / FAULT) or "the worker was stopped before it was done; ask for the file again"
+        size = (folder / MODEL).stat().st_size if (folder / MODEL).is_file() else None
+        if size is not None:
+            state, detail = "ready", ""
+        elif id_ == self._running:
+            state, detail = "running", _line(folder / SAID) or "the worker starts"
+        elif id_ in self._tasks:
+            state, detail = "waiting", "other files are made first"
+        return Export(
+            id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
+        )
+
+    def of(self, id_: str, federation: str) -> Export:
+        """As `show`, of one federation only. Raises Refusal."""
+        found = self.show(id_)
+        order = Order.model_validate_json((self._folder / id_ / ORDER).read_text("utf-8"))
+        if order.config.name != federation:
+            raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
+        return found
+
+    def content(self, id_: str) -> bytes:
+        """The bytes of a file that is ready. Raises Refusal when it is not."""
+        try:
+            return (self._folder / id_ / MODEL).read_bytes()
+        except FileNotFoundError:
+            raise Refusal("not-found", f"export {id_} is not ready; GET .../exports/{id_} says how far it is") from None
+
+    async def close(self) -> None:
+        """End the worker; what it made so far is made again."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _make(self, id_: str) -> None:
+        folder = self._folder / id_
+        try:
+            async with self._one:
+                self._running = id_
+                await self._work(folder)
+        except Exception as error:  # the next request tries again
+            with contextlib.suppress(OSError):
+                (folder / FAULT).write_text(f"the worker could not be started: {error}")
+        finally:
+            self._running = None if self._running == id_ else self._running
+            self._tasks.pop(id_, None)
+
+    async def _work(self, folder: Path) -> None:
+        """Run the worker on `folder` to its end, or for as long as it may take."""
+        (folder / SAID).unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "coord_server.export_worker", str(folder),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        fault = ""
+        try:
+            assert process.stderr is not None
+            said = await asyncio.wait_for(process.stderr.read(), self._seconds)
+            if await process.wait() and not (folder / FAULT).is_file():
+                last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+                fault = f"the worker ended with code {process.returncode}: {last[0]}; the coordinator's log has more"
+        except asyncio.TimeoutError:
+            fault = f"the worker was stopped after {self._seconds:g} s; make the file on another machine"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if fault:
+            (folder / FAULT).write_text(fault)
+        for name in (STATE, RECORD, "compact.onnx"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / BUNDLE, ignore_errors=True)
+
+    def _order(self, live: LiveFederation, kind: Kind, device: str | None) -> str:
+        """Write the worker's folder unless the file is there or under way; its id. Blocks. Raises Refusal."""
+        if device is not None and not self._store.metadata.has_device(live.id, device):
+            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}")
+        closed, state, record = self._values(live.id, device)
+        order = Order(config=live.config, closed=closed, device=device, kind=kind).model_dump_json().encode()
+        id_ = digest(b"\0".join([order, digest(state).encode(), digest(record or b"").encode()]))
+        folder = self._folder / id_
+        if (folder / MODEL).is_file() or id_ in self._tasks:
+            return id_
+        shelf, manifest = bundle_shelf(live.config.bundle), read_manifest(self._store, live.config.bundle)
+        make_folder(folder / BUNDLE, ELSEWHERE)
+        files = {ORDER: order, STATE: state, **({} if record is None else {RECORD: record})}
+        files[f"{BUNDLE}/{MANIFEST}"] = self._store.blobs.read(shelf, live.config.bundle)
+        for name in READ:
+            if name in manifest.parts:
+                files[f"{BUNDLE}/{name}"] = self._store.blobs.read(shelf, manifest.parts[name].sha256)
+        for name, data in files.items():
+            write_whole(folder / name, data, elsewhere=ELSEWHERE)
+        self._sweep(id_)
+        return id_
+
+    def _values(self, id_: str, device: str | None) -> tuple[int, bytes, bytes | None]:
+        """The last closed round, the state after it, and the device's record, as stored and of one moment."""
+        store = self._store
+        for _ in range(TRIES):
+            closed, content = store.metadata.values(id_)
+            found = None if device is None else store.metadata.record(id_, device)
+            with contextlib.suppress(StorageDamagedError):  # a sweep, when a round has just closed
+                state = read(store.blobs, f"{id_}/values/{closed}", content)
+                record = None
+                if found is not None:
+                    record = read(store.blobs, f"{id_}/records/{device}/{found[0]}", found[1])
+                if store.metadata.values(id_)[0] == closed:
+                    return closed, state, record
+        raise Refusal("too-many", f"rounds of {id_} close faster than its state can be read; ask again, or pause it")
+
+    def _sweep(self, fresh: str) -> None:
+        """Keep the newest files."""
+        folders = [f for f in self._folder.iterdir() if f.name not in {*self._tasks, fresh}]
+        for old in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True)[self._stored :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,96 @@
+"""Models for other engines: asked for, watched and fetched, by the operator and by the device whose model it is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from coord_server.exports import Exports, Kind
+from coord_server.http.access import Calling, FederationId, Operated, Viewed
+from coord_server.http.problems import documented
+from coord_server.problems import Refusal
+from edge_client.protocol.messages import Export, ExportRequest, Name, Sha256
+
+router = APIRouter(prefix="/v1", tags=["operator"])
+own = APIRouter(prefix="/v1", tags=["device"])
+
+AGAIN = "5"  # seconds until a file that is being made is asked for again
+ExportId = Annotated[Sha256, Path(alias="export", description="The file's id.")]
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "the file", "content": {"application/octet-stream": {"schema": {"format": "binary"}}}}
+}
+_MADE: dict[int | str, dict[str, Any]] = {
+    200: {"model": Export, "description": "the file is there already"},
+    202: {"model": Export, "description": "the file is being made; Location says where it will be"},
+}
+
+
+def _exports(request: Request) -> Exports:
+    found: Exports = request.app.state.exports
+    return found
+
+
+def _answer(found: Export, where: str) -> Response:
+    done = found.state == "ready"
+    headers = {"Location": where, **({} if done else {"Retry-After": AGAIN})}
+    return Response(found.model_dump_json(), 200 if done else 202, headers, "application/json")
+
+
+@router.post(
+    "/federations/{federation}/exports",
+    status_code=202,
+    response_model=Export,
+    responses={**_MADE, **documented("not-installed", "too-many")},
+)
+async def export_model(served: Operated, request: Request, federation: FederationId, wanted: ExportRequest) -> Any:
+    """A model after the last closed round, as ONNX or as an ExecuTorch program, compact and proved equal.
+
+    It is made in a process of its own while rounds go on. Asking again gives the same file, and starts one that failed.
+    """
+    live = await served.find(federation)
+    found = await _exports(request).ask(live, wanted.kind, wanted.device)
+    return _answer(found, f"/v1/federations/{federation}/exports/{found.id}")
+
+
+@router.get("/federations/{federation}/exports/{export}")
+async def show_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Export:
+    """How far a file is: waiting, running, ready or failed, and the worker's last line."""
+    return _exports(request).of(id_, (await served.find(federation)).id)
+
+
+@router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
+async def fetch_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Response:
+    """The file, once it is ready."""
+    exports = _exports(request)
+    exports.of(id_, (await served.find(federation)).id)
+    return Response(exports.content(id_), media_type="application/octet-stream")
+
+
+@own.get(
+    "/federations/{federation}/devices/{device}/model",
+    response_class=Response,
+    responses={
+        **_FILE,
+        202: {"model": Export, "description": "the file is being made; ask again after Retry-After seconds"},
+        **documented("not-installed", "too-many", "forbidden", "wrong-phase", "export-failed"),
+    },
+)
+async def fetch_own_model(
+    calling: Calling, request: Request, device: Name, kind: Annotated[Kind, Query(description="The form.")] = "pte"
+) -> Response:
+    """The device's own model when its federation is over, for a device that cannot make the file itself."""
+    if device != calling.device:
+        raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot fetch for {device!r}")
+    phase = calling.live.summary().phase
+    if phase not in ("finished", "stopped"):
+        raise Refusal("wrong-phase", f"{calling.live.id} is {phase}; a device's model is final when it is finished")
+    exports = _exports(request)
+    found = await exports.ask(calling.live, kind, device)
+    if found.state == "failed":
+        raise Refusal("export-failed", found.detail)
+    if found.state != "ready":
+        return _answer(found, str(request.url.path))
+    data = exports.content(found.id)
+    calling.live.devices.count(device, "down", "bundle", len(data))  # bytes of no round
+    return Response(data, media_type="application/octet-stream")

@@ -1,0 +1,132 @@
+"""`maskfleet federation change | delete | tokens | revoke | viewer ...` and `maskfleet bundle list | delete`.
+
+The entry point `federation` names the application here, so that it has the commands of `cli` and these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from coord_server.operator.cli import TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _print, app
+from coord_server.operator.show import DIGITS
+from coord_server.operator.tables import table_of
+from edge_client.errors import ConfigError
+from edge_client.protocol.messages import BundleSummary, Change, TokenSummary, Viewer, ViewerRequest
+
+TokenId = Annotated[str, typer.Argument(help="The token's id, from the list.")]
+
+
+@app.command()
+def change(
+    id_: Id,
+    deadline_seconds: Annotated[float | None, typer.Option(min=0.5, help="Of the attempt under way too.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="In force from the next round.")] = None,
+    cohort: Annotated[int | None, typer.Option(min=1, help="From the next attempt; at most that of creation.")] = None,
+    min_devices: Annotated[int | None, typer.Option(min=1, help="Only while it recruits.")] = None,
+    min_updates: Annotated[int | None, typer.Option(min=1, help="At once.")] = None,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Change settings of a federation that is not over; what is left out stays."""
+    new = Change(deadline_seconds=deadline_seconds, rounds=rounds, cohort=cohort, min_devices=min_devices,
+                 min_updates=min_updates)  # fmt: skip
+    if new == Change():
+        raise ConfigError("nothing to change; name a setting, such as --rounds 30")
+    with _operator(url, token_file) as operator:
+        operator.change(id_, new)
+    print(f"{id_}: " + ", ".join(f"{name} = {value}" for name, value in new.model_dump(exclude_none=True).items()))
+
+
+@app.command()
+def delete(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Delete a federation with its devices, rounds and state; one that runs has to be stopped first."""
+    with _operator(url, token_file) as operator:
+        operator.delete(id_)
+    print(f"{id_}: deleted")
+
+
+@app.command()
+def tokens(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List a federation's join tokens: id, uses left, when each expires."""
+    _print(lambda operator: operator.tokens(id_), _tokens, url, token_file, as_json)
+
+
+def _tokens(found: Sequence[TokenSummary]) -> list[Table]:
+    table = table_of("id", "uses left", "expires")
+    for t in found:
+        table.add_row(t.id, str(t.uses_left), _at(t.expires_at))
+    return [table]
+
+
+@app.command()
+def revoke(id_: Id, token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Revoke a join token; devices that have joined with it stay."""
+    with _operator(url, token_file) as operator:
+        operator.revoke(id_, token)
+
+
+@app.command()
+def viewer(
+    expires_in: Annotated[float, typer.Option(min=1.0, help="Seconds it is good for.")] = 30 * 86400.0,
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Print a fresh token that may read everything but secrets, and change nothing."""
+    with _operator(url, token_file) as operator:
+        print(operator.viewer(ViewerRequest(expires_in=expires_in)).token)
+
+
+@app.command()
+def viewers(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the viewers' tokens: id, when each expires."""
+    _print(lambda operator: operator.viewers(), _viewers, url, token_file, as_json)
+
+
+def _viewers(found: Sequence[Viewer]) -> list[Table]:
+    table = table_of("id", "expires")
+    for v in found:
+        table.add_row(v.id, _at(v.expires_at))
+    return [table]
+
+
+@app.command()
+def revoke_viewer(token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
+    """Revoke a viewer's token."""
+    with _operator(url, token_file) as operator:
+        operator.revoke_viewer(token)
+
+
+def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
+    """List the bundles: name, parameters, missing parts, the federations that use each (--json: whole digests)."""
+    _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
+
+
+def _bundles(found: Sequence[BundleSummary]) -> list[Table]:
+    table = table_of("digest", "name", "parameters", "missing", "used by")
+    for b in found:
+        table.add_row(b.digest[:DIGITS], b.name, f"{b.parameters:,}", ", ".join(b.missing), ", ".join(b.federations))
+    return [table]
+
+
+def delete_bundle(
+    digest: Annotated[str, typer.Argument(help="The bundle's digest, or its beginning.")],
+    url: Url = URL,
+    token_file: TokenFile = TOKEN_FILE,
+) -> None:
+    """Delete a bundle that no federation uses."""
+    with _operator(url, token_file) as operator:
+        found = [b.digest for b in operator.bundles() if b.digest.startswith(digest)]
+        if len(found) != 1:
+            raise ConfigError(f"{len(found)} bundles begin with {digest!r}; `maskfleet bundle list` shows them")
+        operator.delete_bundle(found[0])
+    print(f"{found[0]}: deleted")
+
+
+def _at(seconds: float) -> str:
+    """A moment in this machine's time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

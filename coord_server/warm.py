@@ -1,0 +1,98 @@
+"""Warm starts: the global model of a federation, and a bundle with other weights.
+
+A federation that starts from given values gets a bundle of its own: the same graphs, and a weights part that holds the
+values. So a model stays data with a digest, devices fetch and check it as ever, and no method has to know of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from coord_server.bundles import bundle_shelf, read_manifest
+from coord_server.store import Store
+from edge_client.bundle import F32, WEIGHTS, Manifest, Part, Tensor, digest, views
+from edge_client.errors import BundleError, ConfigError
+from edge_client.flat import to_arrays
+from edge_client.global_model import shared_model
+from edge_client.methods import Method
+from edge_client.task import Course, Personal
+
+Values = dict[str, F32]
+
+
+def global_model(method: Method, course: Course, state: Any) -> Personal:
+    """The model that a state stands for: that of a device which has no samples and took part in no round.
+
+    Raises ConfigError when the method's devices share no values.
+    """
+    if not to_arrays(state):
+        raise ConfigError(f"{method.name} keeps no global model: its devices share no values; start from another one")
+    try:
+        model = shared_model(method, course, state, course.rounds)
+    except Exception as error:  # code of another package may fail in any way
+        raise ConfigError(f"{method.name} gives no global model ({type(error).__name__}: {error})") from None
+    return model
+
+
+def by_name(manifest: Manifest, model: Personal) -> Values:
+    """The values of a model by the names of the bundle's tables."""
+    return {**views(manifest.parameters, model.parameters), **views(manifest.buffers, model.buffers)}
+
+
+def read_values(data: bytes) -> Values:
+    """The arrays of a safetensors file. Raises BundleError."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise BundleError(f"the body is not a safetensors file: {error}") from None
+
+
+def limit(manifest: Manifest) -> int:
+    """The most bytes that a safetensors file with the bundle's values has."""
+    rows = len(manifest.parameters) + len(manifest.buffers)
+    return 4 * (manifest.d + manifest.buffers_d) + 512 * rows + 65536
+
+
+def derive(store: Store, source: str, values: Values, now: float) -> str:
+    """The digest of a bundle with the graphs of bundle `source` and these values, which is stored. Blocks.
+
+    Raises BundleError when the values are not those of the bundle's tables, StateError.
+    """
+    manifest = read_manifest(store, source)
+    weights = save({t.name: _fitting(t, values) for t in (*manifest.parameters, *manifest.buffers)})
+    unknown = sorted(values.keys() - manifest.tensors.keys())
+    if unknown:
+        raise BundleError(f"the model has no tensors {unknown[:5]}; leave them out")
+    part = Part(sha256=digest(weights), size=len(weights))
+    made = manifest.model_copy(update={"seed": None, "parts": {**manifest.parts, WEIGHTS: part}})
+    content = made.to_bytes()
+    shelf = bundle_shelf(digest(content))
+
+    def put(left: bool) -> None:
+        if left:
+            store.blobs.drop(shelf)
+        store.blobs.put(shelf, content)
+        store.blobs.put(shelf, weights)
+        for name, other in manifest.parts.items():
+            if name != WEIGHTS and store.blobs.size(shelf, other.sha256) != other.size:
+                store.blobs.put(shelf, store.blobs.read(bundle_shelf(source), other.sha256))
+
+    store.metadata.add_bundle(digest(content), now, put)
+    return digest(content)
+
+
+def _fitting(t: Tensor, values: Values) -> F32:
+    """The tensor's value. Raises BundleError when it is missing, of another shape or kind, or not finite."""
+    value = values.get(t.name)
+    if value is None or value.shape != t.shape or value.dtype != np.float32:
+        has = "none" if value is None else f"{value.dtype}{list(value.shape)}"
+        raise BundleError(
+            f"the model's tensor {t.name!r} is float32{list(t.shape)}, the values have {has} of that name"
+        )
+    if not np.isfinite(value).all():
+        raise BundleError(f"tensor {t.name!r} holds values that are not finite")
+    return np.ascontiguousarray(value)

@@ -1,0 +1,118 @@
+"""`maskfleet method list` and `maskfleet method show`: the installed methods and their settings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+from pydantic_core import PydanticUndefined
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from edge_client.errors import ConfigError, suggestion
+from edge_client.methods import Method, Range, make_method
+
+BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
+
+
+def methods() -> None:
+    """List the installed methods, in a line each."""
+    table = _table("method", "in a line")
+    for name in sorted(e.name for e in entry_points(group="maskfleet.methods")):
+        try:
+            words = _first_line(type(make_method({"name": name})))
+        except ConfigError as error:
+            words = str(error)
+        table.add_row(name, escape(words))
+    _console().print(table)
+    typer.echo("maskfleet method show NAME has the settings; docs/choosing.md says which method to choose")
+
+
+def method(name: Annotated[str, typer.Argument(help="The method's name, as `maskfleet method list` has it.")]) -> None:
+    """Show a method's settings: their defaults, what they take and mean, and what `maskfleet tune` searches."""
+    known = [e.name for e in entry_points(group="maskfleet.methods")]
+    if name not in known:
+        raise ConfigError(f"there is no method {name!r}; `maskfleet method list` has all{suggestion(name, known)}")
+    kind = type(make_method({"name": name}))
+    console = _console()
+    console.print(escape(f"{name}: {_first_line(kind)}"), "", sep="\n")
+    table, schema, meanings = (
+        _table("setting", "default", "takes", "meaning"),
+        kind.model_json_schema(),
+        descriptions(kind),
+    )
+    for setting, field in kind.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if default is PydanticUndefined else "none" if default is None else str(default)
+        table.add_row(setting, escape(shown), escape(_takes(schema["properties"][setting])),
+                      escape(meanings.get(setting, "")))  # fmt: skip
+    console.print(table)
+    searched = "; ".join(f"{setting} {_values(values)}" for setting, values in kind.search.items())
+    if searched:
+        console.print(escape(f"`maskfleet tune` searches: {searched}"))
+    console.print(escape(f"what most often helps when it ends badly: {kind.hint}"))
+
+
+def descriptions(kind: type[Method]) -> dict[str, str]:
+    """The docstring below each setting, by its name, from the sources of the class and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, Method) and base is not Method:
+            found |= dict(_documented(base))
+    return found
+
+
+def _documented(kind: type) -> Iterator[tuple[str, str]]:
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except (OSError, TypeError):  # no source at hand
+        return
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for line, after in pairwise(body):
+        named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            yield line.target.id, " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+
+
+def _first_line(kind: type[Method]) -> str:
+    return (inspect.getdoc(kind) or "").partition("\n")[0]
+
+
+def _takes(schema: Mapping[str, Any]) -> str:
+    """A setting's values in a few words, from its JSON Schema."""
+    if "anyOf" in schema:
+        return " or ".join(filter(None, (_takes(s) for s in schema["anyOf"])))
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    kind = {"integer": "whole number", "null": "", "boolean": "true or false", "string": "name", "array": "list",
+            "object": "table"}.get(schema.get("type", ""), schema.get("type", "table"))  # fmt: skip
+    return " ".join([kind, *(words.format(f"{schema[k]:g}") for k, words in BOUNDS.items() if k in schema)])
+
+
+def _values(values: Range | tuple[Any, ...]) -> str:
+    if isinstance(values, Range):
+        return f"{values.low:g} to {values.high:g}" + (", by ratios" if values.log else "")
+    return ", ".join(map(str, values))
+
+
+def _table(*heads: str) -> Table:
+    out = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        out.add_column(head, overflow="fold", no_wrap=head in ("method", "setting"))
+    return out
+
+
+def _console() -> Console:
+    """Standard output; in a log or a pipe at least so wide that tables fit."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    return console

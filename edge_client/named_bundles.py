@@ -1,0 +1,42 @@
+"""Bundles by name: those that come with an installed package, and folders.
+
+An entry point of the group `maskfleet.bundles` names a folder of a package as "package:folder"; every folder in it that
+holds a manifest is a bundle under its own name. The package is not imported.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from edge_client.bundle import MANIFEST
+from edge_client.errors import BundleError, suggestion
+
+
+def packaged() -> dict[str, Path]:
+    """The folder of every bundle that an installed package brings, by name."""
+    found: dict[str, Path] = {}
+    for entry in sorted(entry_points(group="maskfleet.bundles"), key=lambda e: e.name):
+        spec = find_spec(entry.module)
+        for package in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for manifest in sorted(Path(package, entry.attr).glob(f"*/{MANIFEST}")):
+                found.setdefault(manifest.parent.name, manifest.parent)
+    return found
+
+
+def bundle_folder(name: str, beside: Path, *others: str) -> Path:
+    """The folder that `name` stands for: a packaged bundle, else a folder relative to the folder `beside`.
+
+    Write ``./digits`` for a folder with the name of a packaged bundle. Raises BundleError, which also lists the
+    `others` that the caller knows.
+    """
+    names = packaged()
+    folder = names.get(name, beside / name)
+    if not (folder / MANIFEST).is_file():
+        known = [*names, *others]
+        raise BundleError(
+            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
+            f"{', '.join(known)}{suggestion(name, known)}"
+        )
+    return folder

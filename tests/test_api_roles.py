@@ -1,0 +1,116 @@
+"""Who may do what: the operator all, a viewer every GET but secrets, until its token is revoked or expires."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordination import OPERATOR, Fleet, bearer, play, refused, served, settings
+from listening import LIMIT, listening
+
+from coord_server.http import access
+
+FED = "/v1/federations/fed"
+READS = ("/v1/federations", FED, f"{FED}/devices", f"{FED}/rounds", f"{FED}/state")
+
+
+async def viewer(fleet: Fleet, **more: Any) -> tuple[str, str]:
+    """A fresh viewer's token and its id."""
+    made = await fleet.operator("POST", "/v1/viewers", json=more)
+    assert made.status_code == 201, made.text
+    return made.json()["token"], made.json()["id"]
+
+
+def test_a_viewer_reads_everything_but_secrets_and_changes_nothing(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        token, _ = await viewer(fleet)
+        for path in (*READS, f"/v1/bundles/{settings()['bundle']}"):
+            assert (await fleet.http.get(path, headers=bearer(token))).status_code == 200, path
+        for method, path, body in (
+            ("POST", f"{FED}/pause", None),
+            ("POST", f"{FED}/tokens", {}),
+            ("POST", "/v1/federations", settings(name="other")),
+            ("POST", "/v1/viewers", {}),
+            ("GET", "/v1/viewers", None),
+            ("DELETE", f"{FED}/devices/a", None),
+        ):
+            answer = await fleet.http.request(method, path, json=body, headers=bearer(token))
+            assert "viewer" in refused(answer, "forbidden"), path
+        refused(await fleet.http.get(f"{FED}/work", headers=bearer(token)), "unauthorized")
+
+    play(tmp_path, script)
+
+
+def test_a_viewers_token_is_never_shown_again_and_ends_when_it_is_revoked_or_expires(tmp_path: Path) -> None:
+    now = [1000.0]
+
+    async def script() -> None:
+        async with served(tmp_path, lambda: now[0]) as fleet:
+            token, id_ = await viewer(fleet, expires_in=60.0)
+            other, _ = await viewer(fleet)
+            listed = await fleet.operator("GET", "/v1/viewers")
+            assert {v["id"] for v in listed.json()} >= {id_}
+            assert token not in listed.text
+            assert (await fleet.http.get("/v1/federations", headers=bearer(token))).status_code == 200
+            now[0] += 61
+            refused(await fleet.http.get("/v1/federations", headers=bearer(token)), "unauthorized")
+            assert (await fleet.http.get("/v1/federations", headers=bearer(other))).status_code == 200
+            for v in listed.json():
+                assert (await fleet.operator("DELETE", f"/v1/viewers/{v['id']}")).status_code == 204
+            refused(await fleet.http.get("/v1/federations", headers=bearer(other)), "unauthorized")
+            refused(await fleet.operator("DELETE", f"/v1/viewers/{id_}"), "not-found")
+            assert OPERATOR not in listed.text
+
+    asyncio.run(script())
+
+
+def test_another_coordinator_on_the_folder_learns_of_viewers_and_a_restart_keeps_them(tmp_path: Path) -> None:
+    async def both() -> tuple[str, str]:
+        async with served(tmp_path) as first, served(tmp_path) as second:
+            token, id_ = await viewer(first)
+            while (await second.http.get("/v1/federations", headers=bearer(token))).status_code != 200:
+                await asyncio.sleep(0.02)
+            gone, gone_id = await viewer(first)
+            await first.operator("DELETE", f"/v1/viewers/{gone_id}")
+            while (await second.http.get("/v1/federations", headers=bearer(gone))).status_code != 401:
+                await asyncio.sleep(0.02)
+            return token, id_
+
+    async def again(token: str) -> None:
+        async with served(tmp_path) as fleet:
+            assert (await fleet.http.get("/v1/federations", headers=bearer(token))).status_code == 200
+
+    token, _ = asyncio.run(asyncio.wait_for(both(), LIMIT))
+    asyncio.run(again(token))
+
+
+def test_a_viewers_requests_are_counted_for_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = asyncio.Event()
+
+    async def wait(*_: object) -> Any:
+        await held.wait()
+        return []
+
+    async def script() -> None:
+        async with listening(tmp_path) as server:
+
+            async def calls(fleet: Fleet) -> None:
+                token, _ = await viewer(fleet)
+                monkeypatch.setattr(access, "OF_VIEWER", 2)
+                monkeypatch.setattr("coord_server.live.devices.Devices.listed", wait)
+                await fleet.federation()
+                under_way = [
+                    asyncio.create_task(fleet.http.get(f"{FED}/devices", headers=bearer(token))) for _ in range(2)
+                ]
+                while len(server.server.server_state.tasks) < 2:
+                    await asyncio.sleep(0.01)
+                refused(await fleet.http.get(f"{FED}/devices", headers=bearer(token)), "too-many")
+                held.set()
+                assert [r.status_code for r in await asyncio.gather(*under_way)] == [200, 200]
+
+            await server.fleet(calls)
+
+    asyncio.run(asyncio.wait_for(script(), LIMIT))

@@ -1,0 +1,54 @@
+"""Figures of docs/choosing.md are those of committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "choosing.md").read_text()
+TASKS = {"mnist": "lattice-mnist", "har": "lattice-har", "femnist": "lattice-femnist", "fashion": "lattice-fashion"}
+LABELS = {
+    "FedAvg": "fedavg",
+    "Lattice": "lattice",
+    "Lattice, `quantum = 10`": "lattice-10",
+    "Lattice, `quantum = 15`": "lattice-thrifty",
+    "STC, `keep = 0.04`": "stc-25",
+    "STC, `keep = 0.01`": "stc-100",
+    "STC, `keep = 0.0025`": "stc-400",
+    "EDEN, one bit up": "eden",
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name / "result.json").read_text())
+    return content["summary"]
+
+
+def fewer(times: float) -> str:
+    """How many times fewer bytes, in three digits."""
+    return f"{times:.1f}" if 1 < times < 10 else f"{float(f'{times:.3g}'):,.0f}"
+
+
+@pytest.mark.parametrize("row", LABELS)
+def test_the_measured_table_has_the_committed_figures(row: str) -> None:
+    due = [row]
+    for task, name in TASKS.items():
+        found = result(name)
+        own, whole = found.get(f"{task}/{LABELS[row]}"), found[f"{task}/fedavg"]
+        if own is None:
+            due += ["-", "-"]
+            continue
+        times = whole["bytes_per_device"]["mean"] / own["bytes_per_device"]["mean"]
+        due += [f"{100 * own['score_mean']['mean']:.1f}", fewer(times)]
+    expected = f"| {' | '.join(due)} |"
+    assert expected in PAGE.splitlines(), expected
+
+
+def test_every_link_of_the_page_is_a_method_s_page() -> None:
+    for target in re.findall(r"\((methods/\w+\.md)", PAGE):
+        assert (ROOT / "docs" / target).is_file()

@@ -1,0 +1,200 @@
+"""Model files that the coordinator's worker makes: asked for, watched, fetched; killed, late and unknown ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from coordination import LIMIT, Fleet, bearer, credential, play, refused, whole
+from edge_bench.testing import digits, methods
+from edge_bench.workers import Evaluation
+from test_every_method import SETTINGS, every_method, made
+
+from coord_server import aggregation, exports
+from coord_server.exports import Exports
+from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.global_model import global_model
+from edge_client.methods import make_method
+from edge_client.named_bundles import packaged
+from edge_client.task import Course
+
+PATH = "/v1/federations/fed/exports"
+DIGITS = packaged()["digits"]
+
+
+async def upload(fleet: Fleet) -> str:
+    """The packaged bundle "digits"; its digest."""
+    bundle, manifest = Bundle.open(DIGITS), (DIGITS / MANIFEST).read_bytes()
+    await fleet.operator("POST", "/v1/bundles", content=manifest)
+    for name in bundle.manifest.parts:
+        path = f"/v1/bundles/{digest(manifest)}/parts/{name}"
+        await fleet.operator("PUT", path, content=bundle.part(name).read_bytes())
+    return digest(manifest)
+
+
+def with_digits(folder: Path, script: Callable[[Fleet], Awaitable[Any]], **more: Any) -> Any:
+    """Run `script` against a coordinator with a federation of two devices on the bundle "digits"."""
+
+    async def prepared(fleet: Fleet) -> Any:
+        address = await upload(fleet)
+
+        async def bundle(d: int = 0) -> str:
+            return address
+
+        fleet.bundle = bundle  # type: ignore[method-assign]
+        await fleet.federation("a", "bb", **more)
+        return await script(fleet)
+
+    return play(folder, prepared)
+
+
+async def ended(fleet: Fleet, found: dict[str, Any]) -> dict[str, Any]:
+    """The export once it is ready or has failed."""
+    end = time.monotonic() + LIMIT
+    while found["state"] in ("waiting", "running") and time.monotonic() < end:
+        await asyncio.sleep(0.05)
+        found = (await fleet.operator("GET", f"{PATH}/{found['id']}")).json()
+    return found
+
+
+def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> tuple[bytes, bytes]:
+        asked = await fleet.operator("POST", PATH, json={"kind": "onnx"})
+        assert asked.status_code == 202
+        assert asked.headers["Location"] == f"{PATH}/{asked.json()['id']}"
+        assert (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()["id"] == asked.json()["id"]
+        first = await ended(fleet, asked.json())
+        assert (first["state"], first["round"]) == ("ready", 0)
+        state = await whole(fleet, "a", "bb")
+        last = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        assert (last["state"], last["round"]) == ("ready", 2)
+        again = await fleet.operator("POST", PATH, json={"kind": "onnx"})
+        assert (again.status_code, again.json()) == (200, last)
+        file = (await fleet.operator("GET", f"{PATH}/{last['id']}/file")).content
+        assert len(file) == last["size"]
+        own = await fleet.http.get("/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb")))
+        while own.status_code == 202:
+            await asyncio.sleep(0.05)
+            own = await fleet.http.get(
+                "/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb"))
+            )
+        assert own.status_code == 200
+        assert own.content == file  # all devices have the global model
+        return state, file
+
+    state, file = with_digits(tmp_path, script)
+    bundle, method = Bundle.open(DIGITS), make_method({"name": "fedavg"})
+    model = global_model(method, Course(bundle.model(), 7, 2, 2), aggregation.unpack(method.state_type, state), 2)
+    x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    (found,) = ort.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    h = x
+    values = {t.name: model.parameters[t.span].reshape(t.shape) for t in bundle.manifest.parameters}
+    for layer in ("0", "2", "4"):
+        h = h @ values[f"{layer}.weight"].T + values[f"{layer}.bias"]
+        h = np.maximum(h, 0) if layer != "4" else h
+    np.testing.assert_allclose(found, h, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_made_is_refused_or_fails_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(exports.NEEDS, "pte", ("no_such_engine",))
+
+    async def script(fleet: Fleet) -> None:
+        answer = await fleet.operator("POST", PATH, json={"kind": "pte"})
+        assert "no_such_engine is not installed here; on a machine with" in refused(answer, "not-installed")
+        answer = await fleet.operator("POST", PATH, json={"kind": "onnx", "device": "nobody"})
+        assert refused(answer, "not-found") == "no device 'nobody' is enrolled in fed"
+        assert refused(await fleet.operator("GET", f"{PATH}/{'0' * 64}"), "not-found")
+        assert refused(await fleet.http.post(PATH, json={"kind": "onnx"}), "unauthorized")
+        own = "/v1/federations/fed/devices/{}/model?kind=onnx"
+        assert refused(await fleet.http.get(own.format("bb"), headers=bearer(credential("a"))), "forbidden")
+        assert refused(await fleet.http.get(own.format("a"), headers=bearer(credential("a"))), "wrong-phase")
+        for device, sentence in ((None, "has no global model to export"), ("a", "has no global model to export")):
+            wanted = {"kind": "onnx", "device": device}
+            failed = await ended(fleet, (await fleet.operator("POST", PATH, json=wanted)).json())
+            assert failed["state"] == "failed"
+            assert sentence in failed["detail"]
+            assert refused(await fleet.operator("GET", f"{PATH}/{failed['id']}/file"), "not-found")
+
+    with_digits(tmp_path, script, method={"name": "standalone"})
+
+
+def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_request_starts_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def watched(*command: str, **given: Any) -> asyncio.subprocess.Process:
+        started.append(await create(*command, **given))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+
+    async def script(fleet: Fleet) -> None:
+        found = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
+        while not started:
+            await asyncio.sleep(0.01)
+        os.kill(started[0].pid, signal.SIGKILL)
+        failed = await ended(fleet, found)
+        assert failed["state"] == "failed"
+        assert "the worker ended with code -9" in failed["detail"]
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        ours._seconds = 0.05
+        late = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        assert late["detail"] == "the worker was stopped after 0.05 s; make the file on another machine"
+        assert started[1].returncode == -9
+        ours._seconds, ours._waiting = LIMIT, 0
+        assert "files wait for" in refused(await fleet.operator("POST", PATH, json={"kind": "onnx"}), "too-many")
+        ours._waiting = 1
+        made = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        assert (made["state"], made["id"]) == ("ready", found["id"])
+        while ours._tasks:  # it clears up after itself
+            await asyncio.sleep(0.01)
+        assert {p.name for p in (tmp_path / "exports" / made["id"]).iterdir()} == {"order.json", "model", "said"}
+
+    with_digits(tmp_path, script)
+
+
+def test_a_worker_ends_with_the_coordinator_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from coord_server import export_worker as w\n"
+        "w.work = lambda folder: time.sleep(600)\n"
+        f"sys.exit(w.main(Path({str(tmp_path)!r})))"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(LIMIT) == 1
+
+
+@every_method
+def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SETTINGS, "hermes", {"threshold": -1.0})  # so that it prunes at once
+    there = methods.middle(made(name), digits(), 2)
+    course, method, state = there.sim.course, there.sim.method, there.sim.state
+    if method.stays(course) is not None:
+        return
+    everyone = global_model(method, course, state, 2)
+    known = {d: method.of_device(course, state, there.sim.records.get(d), everyone) for d in digits().devices}
+    actual = there.sim.evaluate(3, Evaluation(models=True))
+    for device, model in known.items():
+        personal = actual[device].personal
+        if model is not None and personal is not None:
+            assert model.parameters.tobytes() == personal.parameters.tobytes()
+            assert model.buffers.tobytes() == personal.buffers.tobytes()
+            assert (model.parameters.tobytes() != everyone.parameters.tobytes()) == (name == "hermes")
+    assert (None in known.values()) == (name in {"fedcode", "fedmask", "signed", "perfedavg", "lattice-pruned"})

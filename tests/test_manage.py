@@ -1,0 +1,75 @@
+"""The operator's further commands against a real coordinator, and its client over several pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+import typer
+from coordination import OPERATOR, bearer, settings, write_bundle
+from test_coordinator_process import coordinator
+from typer.testing import CliRunner
+
+from coord_server.http import pages
+from coord_server.operator import manage
+from coord_server.operator.client import Operator
+from edge_client.errors import ConfigError, ServerError
+from edge_client.protocol.messages import FederationConfig, TokenRequest
+
+
+def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
+    environment = {"COLUMNS": "120", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
+    app, bundles = typer.Typer(), typer.Typer()
+    app.add_typer(manage.app, name="federation")
+    app.add_typer(bundles, name="bundle")
+    bundles.command("list")(manage.list_bundles)
+    bundles.command("delete")(manage.delete_bundle)
+    with coordinator(tmp_path / "data") as (_, url), Operator(url, OPERATOR) as operator:
+
+        def said(*words: str) -> str:
+            found = CliRunner().invoke(app, [*words, "--url", url], env=environment, catch_exceptions=False)
+            assert found.exit_code == 0, found.output
+            return found.output
+
+        bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle"))
+        operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
+        token = operator.token("fed", TokenRequest(uses=3))
+        assert "rounds = 9" in said("federation", "change", "fed", "--rounds", "9")
+        with pytest.raises(ConfigError, match="nothing to change"):
+            said("federation", "change", "fed")
+        assert operator.federation("fed").config.rounds == 9  # type: ignore[union-attr]
+        assert token.id in said("federation", "tokens", "fed")
+        said("federation", "revoke", "fed", token.id)
+        assert operator.tokens("fed") == []
+        viewer = said("federation", "viewer").strip()
+        assert httpx.get(f"{url}/v1/federations", headers=bearer(viewer), trust_env=False).status_code == 200
+        (listed,) = operator.viewers()
+        assert listed.id in said("federation", "viewers")
+        said("federation", "revoke-viewer", listed.id)
+        assert operator.viewers() == []
+        listing = said("bundle", "list")
+        assert bundle[:12] in listing
+        assert "fed" in listing
+        with pytest.raises(ServerError, match="delete them first"):
+            said("bundle", "delete", bundle[:9])
+        assert "deleted" in said("federation", "delete", "fed")
+        said("bundle", "delete", bundle[:9])
+        assert operator.federations() == operator.bundles() == []
+
+
+def test_the_client_follows_the_links_of_long_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator(tmp_path / "data") as (_, url), Operator(url, OPERATOR) as operator:
+        bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle"))
+        for name in "abcde":
+            operator.create(FederationConfig.model_validate(settings(bundle=bundle, name=name)))
+        asked = []
+        send = httpx.Client.request
+        monkeypatch.setattr(
+            httpx.Client,
+            "request",
+            lambda http, method, path, **more: asked.append(path) or send(http, method, path, **more),
+        )
+        assert [f.id for f in operator.federations(limit="2")] == list("abcde")
+        assert len(asked) == 3
+        assert pages.MOST == 1000

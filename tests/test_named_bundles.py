@@ -1,0 +1,60 @@
+"""A bundle by name: packaged ones, a folder relative to the file that names it, and what is said of any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from edge_bench.simulate import find_bundle
+
+from coord_server.operator import cli
+from edge_client.bundle import MANIFEST, Bundle
+from edge_client.errors import BundleError
+from edge_client.named_bundles import bundle_folder, packaged
+from edge_client.protocol.messages import Federation, FederationConfig
+
+
+def test_every_packaged_bundle_opens_by_its_name() -> None:
+    assert {"digits", "har"} <= packaged().keys()
+    for name, folder in packaged().items():
+        assert folder.name == name
+        assert Bundle.open(folder).part("eval.onnx").is_file()
+
+
+def test_a_folder_is_relative_to_the_file_that_names_it_and_dot_slash_means_no_packaged_one(tmp_path: Path) -> None:
+    for name in ("mine", "digits"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_bytes((packaged()["har"] / MANIFEST).read_bytes())
+    assert bundle_folder("mine", tmp_path) == tmp_path / "mine"
+    assert bundle_folder("digits", tmp_path) == packaged()["digits"]
+    assert bundle_folder("./digits", tmp_path) == tmp_path / "digits"
+    assert find_bundle("mine", tmp_path).manifest.name == "har"
+    with pytest.raises(BundleError, match=r"nowhere holds no manifest.*digits.*har"):
+        bundle_folder("nowhere", tmp_path)
+
+
+def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uploaded = list[Path]()
+
+    class Operator:
+        def __init__(self, *_: str) -> None: ...
+        def __enter__(self) -> Operator:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def upload_bundle(self, folder: Path) -> str:
+            uploaded.append(folder)
+            return "a" * 64
+
+        def create(self, config: FederationConfig) -> Federation:
+            return Federation(id=config.bundle[:3], config=config, phase=None, round=0, devices=0, updates=0)
+
+    monkeypatch.setattr(cli, "Operator", Operator)
+    monkeypatch.setenv("MASKFLEET_OPERATOR_TOKEN", "t")
+    file = tmp_path / "fleet.toml"
+    file.write_text('name = "f"\nbundle = "digits"\nrounds = 1\ncohort = 1\n[method]\nname = "fedavg"\n')
+    cli.create(file)
+    assert uploaded == [packaged()["digits"]]
+    assert capsys.readouterr().out == "aaa\n"

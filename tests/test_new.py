@@ -1,0 +1,160 @@
+"""What `maskfleet new` writes runs: every model, the page's commands from simulation to devices, a method's package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from edge_bench import cli
+from edge_bench import new as command
+from edge_bench.new import new, package, project
+
+from edge_client.errors import ConfigError
+
+pytest.importorskip("sklearn")
+PAGE = Path(__file__).parents[1] / "docs" / "first-project.md"
+
+
+@pytest.mark.parametrize("template", ["lstm", "vit", "mlp"])  # the page below runs "cnn"
+def test_every_project_simulates_at_once(
+    template: command.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
+    new(tmp_path / "mine", template)
+    assert "maskfleet simulate simulate.toml\n" in capsys.readouterr().out
+    cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone")
+    assert "data.py:load on 10 devices, 1437 training" in capsys.readouterr().out
+
+
+def test_without_torch_a_packaged_bundle_runs_and_the_rest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = command.find_spec
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torch" else real(name))
+    new(tmp_path / "mine")
+    said = capsys.readouterr().out
+    options = re.search(r"maskfleet simulate simulate\.toml (.*)", said)
+    assert options is not None
+    assert "model.py needs torch" in said
+    assert "maskfleet[author]" in said
+    assert options[1] == "--bundle digits"
+    cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone", bundle="digits")
+    assert "digits: 6,570 parameters" in capsys.readouterr().out
+
+
+def test_a_folder_with_files_and_a_bad_name_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(ConfigError, match="is not empty; name an empty or a new folder"):
+        new(tmp_path)
+    with pytest.raises(ConfigError, match="is a file"):
+        new(tmp_path / "thesis.tex")
+    for name, words in (
+        ("Big", "small letters"),
+        ("class", "small letters"),
+        ("fedavg", "such a method"),
+        ("json", "module"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            new(tmp_path / "x", method=name)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_names_that_a_federation_cannot_have_are_made_so() -> None:
+    assert 'name = "my-net-2"' in project("my net_2", "mlp")["federation.toml"]
+
+
+def test_a_method_is_under_thirty_lines_and_carries_its_name() -> None:
+    files = package("acme-fleet", "acme_masks")
+    text = files["acme_masks/__init__.py"]
+    assert 0 < len(text.splitlines()) < 35
+    assert 0 < len(text.partition("class AcmeMasks")[2].splitlines()) < 30
+    assert 'acme_masks = "acme_masks:AcmeMasks"' in files["pyproject.toml"]
+    assert "mine" not in "".join(files.values()).lower().replace("determine", "")
+
+
+def test_the_method_s_package_passes_its_own_tests_and_runs_beside_others(tmp_path: Path) -> None:
+    new(tmp_path / "acme", method="acme_masks")
+    info = tmp_path / "acme" / "acme-0.1.0.dist-info"  # as an installer writes it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 0.1.0\n")
+    entry = re.search(r'maskfleet\.methods"\]\n(.*)', (tmp_path / "acme" / "pyproject.toml").read_text())
+    assert entry is not None
+    (info / "entry_points.txt").write_text(f"[maskfleet.methods]\n{entry[1].replace(chr(34), '')}\n")
+    path = os.pathsep.join([str(tmp_path / "acme"), *sys.path])
+    for arguments in (
+        ["pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        ["edge_client.cli", "simulate", "simulate.toml", "--rounds", "1"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=tmp_path / "acme", env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "acme_masks" in done.stdout
+
+
+# --- the page
+
+
+def commands() -> list[str]:
+    """The console lines of the page, in order."""
+    blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Path:
+    """A file to run in bash, for which `maskfleet` is this checkout's."""
+    script = tmp_path / "page.sh"
+    (tmp_path / "bin").mkdir()
+    maskfleet = tmp_path / "bin" / "maskfleet"
+    maskfleet.write_text(f'#!/bin/sh\nexec {sys.executable} -m edge_client.cli "$@"\n')
+    maskfleet.chmod(0o755)
+    return script
+
+
+def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path: Path) -> None:
+    """With one round instead of twelve, a free port, and a wait for what goes on in the background."""
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("fastapi")
+    if shutil.which("bash") is None:
+        pytest.skip("the page's commands are for bash")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    lines = [
+        "set -e",
+        "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT",
+        f'export MASKFLEET_URL="http://127.0.0.1:{port}"',
+    ]
+    for line in commands():
+        lines.append(line.replace("8750", port))
+        if line.startswith("cd first"):
+            lines.append("sed -i 's/^rounds = 12/rounds = 1/' simulate.toml federation.toml")
+        if line.startswith("maskfleet serve"):
+            lines.append("for i in $(seq 300); do maskfleet federation list >/dev/null 2>&1 && break; sleep 0.1; done")
+    shell.write_text("\n".join([*lines, "wait $(jobs -p | tail -n +2)", "echo the end"]) + "\n")
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(shell)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = tmp_path / "first"
+    assert (first / "result.json").is_file()
+    assert (first / "result.png").is_file()
+    assert len(list((first / "devices").glob("*.npz"))) == 10
+    assert all((first / f"state-{k}" / "personal.onnx").is_file() for k in (1, 2, 3))
+    assert "phase" in done.stdout
+    assert (tmp_path / "my-method" / "my_method" / "__init__.py").is_file()

@@ -1,0 +1,362 @@
+"""A user's own data: images in folders, a Hugging Face data set, a Python function, a device's files."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_bench import cli, data_cli, own_data
+from edge_bench.data_table import DataConfig
+from edge_bench.datasets import divide, load, read, write
+from edge_bench.own_data import Fleet
+from edge_bench.simulate import find_bundle, read_config
+from PIL import Image
+
+from edge_client.authored import AuthorError
+from edge_client.bundle import Input, Manifest
+from edge_client.data import fit
+from edge_client.data import read as read_file
+from edge_client.errors import ConfigError, DataError
+from edge_client.targets import Classification
+
+
+def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
+    """What a bundle of this input and so many classes says about them."""
+    small = find_bundle("digits").manifest
+    target = Classification(classes=classes)
+    return small.model_copy(update={"input": Input(shape=shape, dtype="float32"), "target": target})
+
+
+# --- keys that change nothing
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"name": "digits", "split": "iid", "alpha": 0.3}, r'\[data\] setting alpha = 0.3: .*split = "dirichlet"'),
+        ({"name": "digits", "alpha": 0.5}, 'alpha = 0.5: .*split = "dirichlet"'),  # the default, but it says something
+        ({"name": "digits", "classes": 3}, 'classes = 3: .*split = "classes"'),
+        ({"name": "digits", "split": "classes", "balance": 0.5}, "balance = 0.5: .*`per_class`"),
+        ({"name": "digits", "per_class": 5}, 'per_class = 5: .*split = "classes"'),
+        ({"name": "mnist", "characters": 9}, "characters = 9: .*'mnist' does not use it; it is for shakespeare"),
+        ({"name": "digits", "inside": "window"}, "inside = 'window': .*it is for har"),
+        ({"name": "digits", "path": "x"}, "path = 'x': .*'digits' does not use it"),
+        ({"name": "har", "standardise": True}, "standardise = True: .*it is for npz, images, hf, python"),
+        ({"name": "npz", "path": "x", "size": 8}, "size = 8: .*it is for images, hf"),
+        ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
+        ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),
+        ({"name": "imags"}, "name = 'imags': there is no such data set; .*did you mean 'images'"),
+        ({"name": "images", "path": "x", "deviation": [0.0]}, r"deviation.0 = 0.0"),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_data_set_or_the_split_does_not_use_is_refused(table: dict[str, Any], words: str) -> None:
+    base: dict[str, Any] = {"bundle": "digits", "rounds": 1, "cohort": 1, "methods": {"fedavg": {}}}
+    with pytest.raises(ConfigError, match=words):
+        read_config({**base, "data": table})
+
+
+def test_every_key_has_a_row_in_the_manual() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    table = page.partition("## Every key")[2]
+    assert {name for name in DataConfig.model_fields if f"`{name}`" not in table} == set()
+
+
+# --- images
+
+RED, GREEN, GREY = (255, 0, 0), (0, 255, 0), (102, 102, 102)
+
+
+def picture(file: Path, colour: Any, size: tuple[int, int] = (6, 4), mode: str = "RGB") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(file)
+
+
+def test_a_folder_for_each_class_gives_labels_in_the_order_of_names_and_channels_first(tmp_path: Path) -> None:
+    for i in range(10):
+        picture(tmp_path / "green" / f"{i}.png", GREEN)
+        picture(tmp_path / "red" / f"{i}.jpg", RED)
+    config = DataConfig(name="images", path=tmp_path, devices=1)
+    s, shares = divide(config, 0)
+    assert (s.classes, np.bincount(s.y).tolist()) == (("green", "red"), [10, 10])
+    x = s.samples(np.arange(20))
+    assert (x.shape, x.dtype) == ((20, 3, 4, 6), np.float32)  # height before width
+    assert x[0].reshape(3, -1).mean(axis=1).tolist() == [0, 1, 0]
+    assert x[-1, 0].min() > 0.98  # a JPEG is nearly red
+    assert list(shares) == ["device-0"]
+    devices = load(config, 0, manifest((3, 4, 6), 2))
+    assert devices["device-0"].x.shape == (16, 3, 4, 6)
+
+
+def test_a_folder_for_each_device_above_is_a_natural_split_of_what_the_model_takes(tmp_path: Path) -> None:
+    for device in ("north", "south-2"):
+        for label, colour in (("a", GREY), ("b", GREEN)):
+            for i in range(6):
+                picture(tmp_path / device / label / f"{i}.png", colour)
+    config = DataConfig(name="images", path=tmp_path)
+    devices = load(config, 0, manifest((1, 5, 5), 2))  # the model takes grey images of 5x5
+    assert list(devices) == ["north", "south-2"]
+    d = devices["north"]
+    assert d.x.shape[1:] == (1, 5, 5)
+    assert np.allclose(np.unique(d.x[d.y == 0]), 0.4)
+    assert len(d.y) + len(d.y_test) == 12
+    scaled = load(config.model_copy(update={"mean": (0.4,), "deviation": (0.2,)}), 0, manifest((1, 5, 5), 2))
+    assert np.allclose(scaled["north"].x, (d.x - 0.4) / 0.2, atol=1e-5)
+    wide = load(config.model_copy(update={"size": (2, 3), "colour": "rgb"}), 0, manifest((18,), 2))
+    assert wide["north"].x.shape[1:] == (18,)  # a model that takes flat samples
+
+
+def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / "a" / "0.png")
+    s = read(DataConfig(name="images", path=tmp_path))
+    assert not isinstance(s, Fleet)
+    assert np.allclose(s.samples(np.arange(1)), 0x80 / 255)
+    turned = Image.new("L", (2, 1), 0)
+    turned.putpixel((0, 0), 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    turned.save(tmp_path / "a" / "0.png", exif=exif)
+    s = read(DataConfig(name="images", path=tmp_path, size=(2, 1)))
+    assert not isinstance(s, Fleet)
+    assert s.samples(np.arange(1))[0, 0].tolist() == [[1], [0]]
+
+
+def test_files_are_opened_only_for_the_samples_in_use(tmp_path: Path) -> None:
+    for i in range(30):
+        picture(tmp_path / "a" / f"{i:02d}.png", GREY)
+    for file in (tmp_path / "a").glob("1?.png"):
+        file.write_bytes(b"damaged")
+    whole = DataConfig(name="images", path=tmp_path, devices=1)
+    with pytest.raises(DataError, match=r"1\d\.png is not a readable image.*remove or replace"):
+        load(whole, 0, manifest((3, 4, 6), 2))
+    s = read(whole)
+    assert not isinstance(s, Fleet)
+    assert s.samples(np.arange(5)).shape == (5, 3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], r"holds no images; they end in \.bmp"),
+        (["x.png"], r"x\.png is not like that"),
+        (["a/x.png", "d/a/x.png"], r"; a/x\.png is not like that"),
+        (["a/b/c/x.png"], "CLASS/image, or all as DEVICE/CLASS/image"),
+    ],
+)
+def test_folders_of_another_shape_are_refused(files: list[str], words: str, tmp_path: Path) -> None:
+    for file in files:
+        picture(tmp_path / file, GREY)
+    with pytest.raises(DataError, match=words):
+        read(DataConfig(name="images", path=tmp_path))
+    with pytest.raises(DataError, match="no folder"):
+        read(DataConfig(name="images", path=tmp_path / "none"))
+    with pytest.raises(ConfigError, match="needs `path`"):
+        read(DataConfig(name="images"))
+
+
+def test_a_mean_for_each_channel_must_be_as_many(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "x.png", GREY)
+    with pytest.raises(DataError, match="`mean` has 2 values for 3 channels"):
+        read(DataConfig(name="images", path=tmp_path, mean=(0.1, 0.2)))
+
+
+def test_more_samples_than_memory_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(20):
+        picture(tmp_path / "a" / f"{i}.png", GREY)
+    with pytest.raises(DataError, match=r"20 samples of \(3, 60000, 60000\) take 804\.\d GiB.*lower `devices`"):
+        load(DataConfig(name="images", path=tmp_path, devices=1, size=4), 0, manifest((3, 60_000, 60_000), 2))
+
+
+# --- Hugging Face
+
+
+def test_a_saved_data_set_is_read_by_its_columns_with_its_own_test_split_and_names(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"]), "who": datasets.Value("string")}
+    )
+
+    def rows(n: int) -> Any:
+        pictures = [Image.new("L", (5, 5), 50 * (i % 2)) for i in range(n)]
+        who = [f"cam-{i % 2}" for i in range(n)]
+        return datasets.Dataset.from_dict({"img": pictures, "label": [i % 2 for i in range(n)], "who": who}, features)
+
+    datasets.DatasetDict({"train": rows(40), "test": rows(12)}).save_to_disk(tmp_path / "set")
+    config = DataConfig(name="hf", path=tmp_path / "set", owner="who")
+    s = read(config, (1, 5, 5))
+    assert not isinstance(s, Fleet)
+    assert s.classes == ("cat", "dog")
+    assert s.published is not None
+    assert s.published.sum() == 12
+    devices = load(config, 0, manifest((1, 5, 5), 2))
+    assert {name: (len(d.y), len(d.y_test)) for name, d in devices.items()} == {"cam-0": (20, 6), "cam-1": (20, 6)}
+    assert np.allclose(np.unique(devices["cam-1"].x), 50 / 255)
+    with pytest.raises(
+        DataError, match=r"no column 'lable'; set `label` to one of img, label, who; did you mean 'label'"
+    ):
+        read(config.model_copy(update={"label": "lable"}))
+
+
+def test_parquet_files_with_lists_of_numbers_and_labels_in_words(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = {"x": [[i / 60, 1.0] for i in range(60)], "label": [("up", "down")[i % 2] for i in range(60)]}
+    datasets.Dataset.from_dict(table).to_parquet(tmp_path / "train-00000-of-00001.parquet")
+    datasets.Dataset.from_dict({k: v[:20] for k, v in table.items()}).to_parquet(tmp_path / "test-0.parquet")
+    s = read(DataConfig(name="hf", path=tmp_path))
+    assert not isinstance(s, Fleet)
+    assert (s.x.shape, s.x.dtype, s.classes) == ((80, 2), np.float32, ("down", "up"))
+    assert s.published is not None
+    assert s.published[-20:].all()
+    devices = load(DataConfig(name="hf", path=tmp_path, devices=3), 0, manifest((2,), 2))
+    assert sum(len(d.y) + len(d.y_test) for d in devices.values()) == 80
+    datasets.Dataset.from_dict({"x": ["a text"], "label": [0]}).to_parquet(tmp_path / "one.parquet")
+    with pytest.raises(DataError, match="column 'x' holds <U6; write numbers"):
+        read(DataConfig(name="hf", path=tmp_path / "one.parquet"))
+    with pytest.raises(DataError, match="neither a folder of save_to_disk nor one with Parquet"):
+        read(DataConfig(name="hf", path=tmp_path.parent / "nowhere"))
+
+
+def test_without_the_package_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        read(DataConfig(name="hf", path=Path("x")))
+
+
+# --- Python
+
+X, Y = np.random.default_rng(0).normal(5.0, 3.0, (60, 4)), np.arange(60) % 3
+
+
+def python(folder: Path, body: str, **arguments: Any) -> DataConfig:
+    (folder / "mine.py").write_text(
+        "import numpy as np\nX, Y = np.random.default_rng(0).normal(5., 3., (60, 4)), np.arange(60) % 3\n"
+        f"def load(n=60):\n    {body}\n"
+    )
+    given = {"arguments": arguments} if arguments else {}
+    return DataConfig(name="python", factory=f"{folder}/mine.py:load", **given)
+
+
+def test_a_function_returns_arrays_like_a_file_or_a_pair(tmp_path: Path) -> None:
+    target = manifest((4,), 3)
+    pair = load(python(tmp_path, "return X[:n], Y[:n]", n=40).model_copy(update={"devices": 2}), 1, target)
+    assert sum(len(d.y) + len(d.y_test) for d in pair.values()) == 40
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=np.arange(60) % 2)
+    file = load(DataConfig(name="npz", path=tmp_path / "own.npz"), 1, target)
+    mapping = load(python(tmp_path, "return {'x': X.tolist(), 'y': Y, 'owner': np.arange(60) % 2}"), 1, target)
+    assert list(file) == list(mapping) == ["device-0", "device-1"]
+    assert all(np.array_equal(file[d].x, mapping[d].x) for d in file)
+
+
+def test_a_function_returns_each_device_s_own_arrays_which_are_cut_as_the_device_cuts_them(tmp_path: Path) -> None:
+    config = python(tmp_path, "return {f'cam.{k}': {'x': X[k::2], 'y': Y[k::2]} for k in range(2)}")
+    target = manifest((4,), 3)
+    devices = load(config, 7, target)
+    assert list(devices) == ["cam.0", "cam.1"]
+    np.savez(tmp_path / "file.npz", x=X[1::2], y=Y[1::2])
+    real = fit(read_file(tmp_path / "file.npz"), target, 7)
+    assert all(np.array_equal(a, b) for a, b in zip(vars(devices["cam.1"]).values(), vars(real).values(), strict=True))
+    chosen = load(config.model_copy(update={"evaluate": "validation"}), 7, target)["cam.1"]
+    assert np.array_equal(chosen.x_test, real.x_val)
+    assert len(chosen.y_val) == 0
+    scaled = load(config.model_copy(update={"standardise": True}), 7, target)
+    assert np.abs(np.concatenate([d.x for d in scaled.values()]).mean(axis=0)).max() < 1e-5
+    assert list(load(config.model_copy(update={"devices": 1}), 7, target)) == ["cam.0"]
+    with pytest.raises(ConfigError, match="`split` divides a data set, but python has every device's own"):
+        load(DataConfig(**{**config.model_dump(exclude_unset=True), "split": "iid"}), 7, target)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 5", "returned a int; return a mapping with x, y"),
+        ("return {}", "returned a dict of 0"),
+        ("return X, Y, Y", "returned a tuple of 3"),
+        ("return {'X': X, 'y': Y}", r"keys \['X', 'y'\]"),
+        ("return {'x': X, 'y': Y, 'own': Y}", "holds .'own'.; known are x, y, owner.*did you mean 'owner'"),
+        ("return {'x': X, 'y': Y[:4]}", "give one label a sample"),
+        ("return {'x': [[1], [2, 3]], 'y': [0, 1]}", "x is no array"),
+        ("return {'x': X, 'y': Y, 'owner': Y - 1}", "owner -1 is negative"),
+        ("return {'a/b': {'x': X, 'y': Y}}", "'a/b' cannot name a device"),
+        ("return {'a': {'x': X, 'y': Y, 'x_val': X}}", "x_val but no y_val"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_with_what_to_return(body: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        load(python(tmp_path, body), 0, manifest((4,), 3))
+
+
+def test_an_exception_of_the_function_is_the_user_s_and_a_wrong_argument_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AuthorError, match=r"mine\.py, line 4, in load: 'return X\[0\]\[99\]': IndexError"):
+        read(python(tmp_path, "return X[0][99]"))
+    with pytest.raises(ConfigError, match=r"arguments = \{'m': 3\}: got an unexpected keyword argument 'm'"):
+        read(python(tmp_path, "return X, Y", m=3))
+    with pytest.raises(ConfigError, match="needs `factory`"):
+        read(DataConfig(name="python"))
+
+
+def test_another_package_adds_a_source_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_weather.py").write_text(
+        "import numpy as np\ndef load(n=30):\n    return np.zeros((n, 4)), np.arange(n) % 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = EntryPoint("weather", "acme_weather:load", own_data.GROUP)
+    monkeypatch.setattr(own_data, "entry_points", lambda **given: [entry] if given["group"] == own_data.GROUP else [])
+    devices = load(DataConfig(name="weather", arguments={"n": 40}, devices=2), 0, manifest((4,), 3))
+    assert sum(len(d.y) + len(d.y_test) for d in devices.values()) == 40
+    with pytest.raises(ValueError, match="'weather' does not use it"):
+        DataConfig(name="weather", characters=3)
+
+
+# --- the same files on devices
+
+
+def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_same_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "run.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\nseed = 4\n[data]\nname = "digits"\ndevices = 3\nvalidation = 0.1\n'
+        "[methods.standalone]\n"
+    )
+    data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+    assert f"--data {tmp_path}/parts/device-0.npz --device device-0" in capsys.readouterr().out
+    _, bundle, devices = cli.open_simulation(tmp_path / "run.toml")
+    (tmp_path / "again.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\nseed = 4\n[data]\nname = "npz"\npath = "parts"\n'
+        "[methods.standalone]\n"
+    )  # a path beside the file, whatever the current folder
+    _, _, again = cli.open_simulation(tmp_path / "again.toml")
+    real = {name: fit(read_file(tmp_path / "parts" / f"{name}.npz"), bundle.manifest, 4) for name in devices}
+    for name, d in devices.items():
+        for other in (again[name], real[name]):
+            assert all(np.array_equal(a, b) for a, b in zip(vars(d).values(), vars(other).values(), strict=True))
+    with pytest.raises(ConfigError, match="is not empty"):
+        data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+
+
+def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> None:
+    for label in ("oak", "ash"):
+        for i in range(10):
+            picture(tmp_path / "trees" / label / f"{i}.png", GREY, (8, 8))
+    (tmp_path / "run.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "images"\npath = "trees"\ndevices = 1\n'
+        'colour = "grey"\n[methods.standalone]\n'
+    )
+    data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+    assert (tmp_path / "parts" / "classes.txt").read_text() == "ash\noak\n"
+
+
+def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no \.npz file"):
+        read(DataConfig(name="npz", path=tmp_path))
+    np.savez(tmp_path / "-x.npz", x=X, y=Y)
+    with pytest.raises(DataError, match="'-x' cannot name a device"):
+        read(DataConfig(name="npz", path=tmp_path))
+    with pytest.raises(DataError, match="cannot name a device"):
+        write({"../up": None}, tmp_path / "out")  # type: ignore[dict-item]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,155 @@
+"""`bundle = "model.py:build"`: exported once, found by its content, refused with a sentence; the author's errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_bench import cli, own_model
+from edge_bench.own_data import Fleet
+from edge_bench.own_model import ExportConfig, open_module, settings, sources
+from edge_bench.simulate import read_config
+from edge_bench.sources import Samples
+
+from edge_client.authored import AuthorError
+from edge_client.data import DataFile
+from edge_client.errors import ConfigError, ModelError
+
+MODEL = """
+from torch import nn
+from .parts import WIDTH
+
+def build():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+"""
+
+
+def samples(*shape: int, y: Any = None, dtype: Any = np.float32) -> Samples:
+    n = 6
+    return Samples(np.zeros((n, *shape), dtype), np.arange(n) % 3 if y is None else y, np.arange(n))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "parts.py").write_text("WIDTH = 8\n")
+    return f"{tmp_path}/model.py:build"
+
+
+def test_what_the_table_leaves_out_the_data_say() -> None:
+    found = settings(ExportConfig(), samples(1, 4, 4))
+    assert (found["shape"], found["dtype"], found["target"]) == ((1, 4, 4), "float32", {"kind": "classification"})
+    tokens = settings(ExportConfig(classes=9), samples(7, dtype=np.int64, y=np.zeros((6, 7), np.int64)))
+    assert (tokens["shape"], tokens["dtype"], tokens["target"]) == ((7,), "int64", {"kind": "sequence", "classes": 9})
+    fleet = Fleet({"a": DataFile("a", {"x": np.zeros((5, 2)), "y": np.zeros(5)})})
+    assert settings(ExportConfig(), fleet)["target"] == {"kind": "regression"}
+    assert settings(ExportConfig(input=(4, 4)), samples(16))["shape"] == (4, 4)
+
+
+def test_only_files_of_the_folder_that_are_imported_count(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    for name, text in {
+        "model.py": "import numpy, near\nfrom .net.deep import x\nfrom . import beside",
+        "near.py": "def f():\n    import late",
+        "late.py": "import model",
+        "beside.py": "",
+        "net/deep.py": "",
+        "other.py": "",
+        "broken.py": "x = (",
+    }.items():
+        (tmp_path / name).write_text(text)
+    found = {str(path.relative_to(tmp_path)) for path in sources(tmp_path / "model.py")}
+    assert found == {"model.py", "near.py", "late.py", "beside.py", "net/deep.py"}
+    assert sources(tmp_path / "broken.py") == [tmp_path / "broken.py"]
+
+
+def test_a_module_is_exported_again_only_when_its_content_changes(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    cache, data = tmp_path / "cache", samples(1, 4, 4)
+
+    def opened() -> tuple[Path, int]:
+        made = open_module(place, ExportConfig(), data, cache=cache)
+        return made.folder, capsys.readouterr().err.count("exporting")
+
+    first, told = opened()
+    assert told == 1
+    (tmp_path / "data.py").write_text("x = 1")
+    assert opened() == (first, 0)
+    weights = open_module(place, ExportConfig(), data, cache=tmp_path / "other").model().parameters
+    assert np.array_equal(weights, open_module(place, ExportConfig(), data, cache=cache).model().parameters)
+    capsys.readouterr()
+    (tmp_path / "parts.py").write_text("WIDTH = 9\n")
+    second, told = opened()
+    assert (second != first, told) == (True, 1)
+    (tmp_path / "trained.pt").write_bytes(b"weights")
+    assert opened()[0] != second
+    monkeypatch.setattr(own_model, "find_spec", lambda name: None)  # no torch: what is there opens
+    assert opened()[1] == 0
+    with pytest.raises(ConfigError, match=r"maskfleet\[author\].*--bundle digits"):
+        open_module(place, ExportConfig(seed=3), data, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def build():\n    return nn.Linear(3)\n", r"model\.py, line 3, in build: 'return nn.Linear\(3\)': TypeError"),
+        ("def build():\n    return 7\n", "returned a int; it must return a torch.nn.Module"),
+        ("def biuld():\n    pass\n", r"no callable 'build'; define a function that returns.*did you mean 'biuld'\?"),
+        (
+            "class Net(nn.Module):\n    def forward(self, x):\n        return self.layer(x)\n"
+            "def build():\n    return Net()\n",
+            r"does not run on .*model\.py, line 4, in forward: 'return self.layer\(x\)': AttributeError",
+        ),
+        (
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.l = nn.Linear(4, 3)\n"
+            "    def forward(self, x):\n        x = self.l(x.flatten(1))\n        return x if x.sum() > 0 else -x\n"
+            "def build():\n    return Net()\n",
+            r"model\.py, line 8, in forward.*torch\.where",
+        ),
+    ],
+)
+def test_a_mistake_in_the_model_is_the_author_s_with_its_line(text: str, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text(f"from torch import nn\n{text}")
+    with pytest.raises((AuthorError, ConfigError, ModelError), match=words) as raised:
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4), cache=tmp_path / "cache")
+    assert "fault of maskfleet" not in str(raised.value)
+
+
+def test_a_model_s_file_and_table_are_checked(tmp_path: Path) -> None:
+    base: dict[str, Any] = {"rounds": 1, "cohort": 1, "data": {"name": "digits"}, "methods": {"fedavg": {}}}
+    with pytest.raises(ConfigError, match="there is no file"):
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4))
+    with pytest.raises(ConfigError, match=r"\[export\] is for a bundle of a Python file"):
+        read_config({**base, "bundle": "digits", "export": {"seed": 1}})
+    with pytest.raises(ConfigError, match=r"\[export\] setting inputs = 3: .*did you mean 'input'"):
+        read_config({**base, "bundle": "a.py:b", "export": {"inputs": 3}})
+    assert read_config({**base, "bundle": "a.py:b"}, tmp_path).bundle == f"{tmp_path}/a.py:b"
+    assert read_config({**base, "bundle": "digits"}, tmp_path).bundle == "digits"
+
+
+def test_one_file_simulates_an_own_model_on_own_data(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
+    (tmp_path / "data.py").write_text(
+        "import numpy as np\ndef load():\n    y = np.arange(90) % 3\n"
+        "    return {'x': np.eye(3, 16)[y].reshape(-1, 1, 4, 4), 'y': y, 'owner': np.arange(90) % 3}\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'bundle = "model.py:build"\nrounds = 2\ncohort = 3\n[export]\nseed = 1\n'
+        '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\nlr = 0.1\n'
+    )
+    cli.simulate(tmp_path / "run.toml")
+    said = capsys.readouterr().out
+    assert "model: 163 parameters; data.py:load on 3 devices" in said
+    cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
+    assert "exporting" not in capsys.readouterr().err
+    assert "model" not in sys.modules  # the user's module has a name of its own

@@ -1,0 +1,182 @@
+"""What `federation show` says of a federation, and that watching one ends with it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coord_server import engine
+from coord_server.live.status import summary
+from coord_server.operator import cli, show
+from coord_server.operator.client import Operator
+from coord_server.operator.show import Look, bars, overview
+from coord_server.operator.tables import lasting
+from edge_client.errors import UnreachableError
+from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
+
+NOW = 10_000.0
+
+
+def federation(phase: Any = "running", **more: Any) -> Federation:
+    config = FederationConfig(
+        name="fleet", bundle="a" * 64, method={"name": "fedpm"}, rounds=10, cohort=3, min_devices=3,
+        **more.pop("config", {}),
+    )  # fmt: skip
+    given = {"round": 3, "devices": 3, "updates": 1, "expected": 2, "waits_for": ["b", "c"], **more}
+    return Federation(id="fleet", config=config, phase=phase, **given)
+
+
+def device(name: str, seen: float = 0.0, **more: Any) -> Device:
+    """A device that made its last request `seen` seconds ago."""
+    return Device(device=name, enrolled_at=0, last_seen_at=NOW - seen, updates=2, bytes_up=1, bytes_down=1, **more)
+
+
+def closed(round_: int, before: float, after: float) -> Round:
+    scores = [Scores(mean=m, p10=m - 0.1, worst=m - 0.2, best=1.0) for m in (before, after)]
+    return Round(
+        round=round_, devices=["a", "b"], traffic=Traffic(up={"mask": 200, "header": 20}, down={"theta": 2000}),
+        bits_per_parameter_up=0.5, bits_per_parameter_down=4, loss=1, score_before=scores[0], score_after=scores[1],
+        seconds=30,
+    )  # fmt: skip
+
+
+def text(f: Federation, rounds: Sequence[Round] = (), devices: Sequence[Device] = (), width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(*overview(Look(f, rounds, devices, "https://fleet.example", NOW)))
+    return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
+
+
+def test_a_running_federation_in_a_dozen_lines() -> None:
+    failure = Failure(kind="diverged", reason="the loss overflowed")
+    found = text(
+        federation(deadline_in=90.0, attempt=2),
+        [closed(1, 0.5, 0.6), closed(2, 0.6, 0.75)],
+        [device("a", 2), device("b", 40), device("c", 5), device("d", 4000), device("e", 1, failure=failure)],
+    )
+    assert found.splitlines() == [
+        "fleet fedpm, running, round 3 of 10, attempt 2",
+        "devices 5 enrolled: 3 here, 1 away, 1 failed; this round: 1 in, 2 due",
+        "missing the round waits for b (seen 40 s ago), c (seen 5 s ago)",
+        "missing away: d",
+        "missing failed: e (diverged: the loss overflowed)",
+        "time the round closes in 90 s at the latest; about 4 min for 8 rounds of 30 s",
+        "score 0.750 mean, 0.650 10th percentile, 0.550 worst after round 2; start 0.500 (+0.250)",
+        "▁█ mean over the rounds",
+        "bytes 110 up, 1,000 down a device and round (0.5 and 4 bits a parameter)",
+    ]
+
+
+def test_a_federation_below_its_start_says_so() -> None:
+    rounds = [closed(1, 0.75, 0.5), closed(2, 0.5, 0.5)]
+    assert "warning fedpm ends at 0.500, below the model that round 1 started from (0.750)" in text(
+        federation(), rounds
+    )
+    assert "what most often helps: theta0" in text(federation(), rounds)
+    report = Report(score=0.8, test_samples=4, parameters_dense=6, parameters_compact=6)
+    ended = text(federation("finished"), rounds, [device("a", report=report)])
+    assert "warning" not in ended  # the personal models are better
+    assert "score 0.800 mean, 0.800 10th percentile, 0.800 worst of the personal models" in ended
+    assert "warning" not in text(federation())
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            federation("recruiting", devices=2, round=0, waits_for=[]),
+            "`maskfleet federation token fleet`, then on each device: "
+            "`maskfleet join https://fleet.example --token TOKEN --data FILE.npz`",
+        ),
+        (federation("recruiting", config={"start": "manual"}), "`maskfleet federation start fleet`"),
+        (federation("paused"), "`maskfleet federation resume fleet`"),
+        (federation("paused", fault="x"), "mend the fault, then `maskfleet federation resume fleet`"),
+        (federation("finished"), "`maskfleet federation export fleet --onnx model.onnx` for the global model"),
+    ],
+)
+def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None:
+    assert f"next {said}" in text(found, [closed(1, 0.5, 0.6)])
+    assert "next" not in text(federation("running"))
+
+
+def test_who_is_missing_has_a_reason() -> None:
+    assert "missing 1 more device has to join and ask for work" in text(federation("recruiting", devices=2))
+    ready = [device(name) for name in "abcde"]
+    assert "missing no report yet from a, b, c and 2 more" in text(federation("finished"), [], ready)
+    assert "waits for a (seen 0 s ago), b (seen 0 s ago), c (seen 0 s ago) and 7 more" in text(
+        federation(expected=10, waits_for=list("abcde")), [], ready
+    )
+
+
+def test_text_of_a_device_neither_moves_the_cursor_nor_makes_lines() -> None:
+    evil = Failure(kind="data", reason="x\x1b[2J\n[bold]fake line")
+    assert "data: x\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}[bold]fake line" in text(
+        federation(), [], [device("a", failure=evil)]
+    )
+
+
+def test_bars_rise_with_their_values_and_many_become_means() -> None:
+    assert bars([]) == ""
+    assert bars([0.5, 0.5]) == "▁▁"
+    assert bars([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    many = bars([float(i) for i in range(1000)])
+    assert (len(many), many[0], many[-1]) == (32, "▁", "█")
+    assert [lasting(s) for s in (-1, 119, 120, 7200, 9000, 200_000)] == [
+        "0 s", "119 s", "2 min", "2 h", "2 h 30 min", "2 days"
+    ]  # fmt: skip
+
+
+def test_a_summary_names_whom_the_round_waits_for() -> None:
+    names = [f"d{i:02d}" for i in range(30)]
+    state = engine.State(phase="running", stage="collecting", round=1, cohort=tuple(reversed(names)))
+    config = federation().config
+    assert config is not None
+    found = summary(config, state, 30, NOW, None)
+    assert (found.expected, found.waits_for) == (30, names[:10])
+
+
+def test_watching_ends_with_the_federation_and_outlives_a_coordinator_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(show, "REFRESH", 0.0)
+    phases = iter(["recruiting", "running", UnreachableError("down"), "finished"])
+    seen = list[str]()
+
+    def ask() -> Look:
+        phase = next(phases)
+        if isinstance(phase, UnreachableError):
+            raise phase
+        seen.append(phase)
+        return Look(federation(phase), [], [device("a", report=None, ready=False)], "u", NOW)
+
+    console = Console(width=100, file=io.StringIO(), force_terminal=True, record=True)
+    show.show_live(ask, console)
+    assert seen == ["recruiting", "running", "finished"]
+    said = console.export_text()
+    assert "no answer: down" in said
+    assert "finished, round 3 of 10" in said
+
+
+def test_ctrl_c_leaves_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show.time, "sleep", interrupted)
+    show.show_live(lambda: Look(federation(), [], [], "u", NOW), Console(file=io.StringIO()))
+
+
+def test_json_is_the_whole_message_and_options_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Operator, "federation", lambda *_: federation())
+    environment = {"MASKFLEET_OPERATOR_TOKEN": "t"}
+    done = CliRunner().invoke(cli.app, ["show", "fleet", "--json"], env=environment)
+    assert Federation.model_validate(json.loads(done.output)) == federation()
+    refused = CliRunner().invoke(cli.app, ["show", "fleet", "--json", "--watch"], env=environment)
+    assert "exclude each other" in str(refused.exception)

@@ -1,0 +1,223 @@
+"""`maskfleet tune`: which trials are made, that they are kept, and what is written at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_bench import datasets, toml_text
+from edge_bench.cli import open_simulation
+from edge_bench.simulate import RoundRow
+from edge_bench.tune import Plan, Trial, best, open_plan, read_size, search, tune
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_client.errors import ConfigError
+from edge_client.methods import Range, make_method
+from edge_client.protocol.messages import FederationConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+optuna = pytest.importorskip("optuna")
+pytest.importorskip("sklearn")
+NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
+FILE = """
+bundle = "digits"
+rounds = 3
+cohort = 3
+[data]
+name = "digits"
+devices = 3
+samples = 240
+[methods.fedavg]
+lr = 0.0001
+epochs = 1
+[methods.standalone]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(FILE)
+    return path
+
+
+def plan(file: Path, trials: int = 5, most_bytes: float | None = None, methods: str = "fedavg") -> Plan:
+    return open_plan(file, methods, trials, None, most_bytes)[0]
+
+
+def storage(path: Path) -> Any:
+    return optuna.storages.RDBStorage(f"sqlite:///{path}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_names_settings_to_search_that_it_takes(name: str) -> None:
+    method = make_method({"name": name})
+    assert method.search
+    for setting, values in method.search.items():
+        for value in (values.low, values.high) if isinstance(values, Range) else values:
+            assert getattr(make_method({"name": name, setting: value}), setting) == value
+
+
+def test_a_search_finds_better_settings_and_writes_files_that_run(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = file.parent / "best.toml"
+    tune(file, method="fedavg", trials=5, out=out, json_file=file.parent / "r.json")
+    record = json.loads((file.parent / "r.json").read_text())["methods"]["fedavg"]
+    first, top = record["trials"][0], record["best"]
+    assert first["settings"] == {}
+    assert first["score"] < 0.2 < 0.4 < top["score"]
+    assert top["score"] == max(t["score"] for t in record["trials"] if t["score"] is not None)
+    config, _, _ = open_simulation(out)
+    assert config.methods == {"fedavg": {"lr": top["settings"]["lr"], "epochs": top["settings"]["epochs"]}}
+    assert config.data.evaluate == "test"
+    federation = tomllib.loads((file.parent / "best.federation.toml").read_text())
+    assert federation.pop("bundle") == "digits"
+    created = FederationConfig(bundle="0" * 64, **federation)
+    assert created.method == {"name": "fedavg", **config.methods["fedavg"]}
+    assert created.min_devices == 3
+    said = capsys.readouterr().out
+    assert f"{first['score']:.3f} at" in said
+    assert f"{top['score']:.3f} at" in said
+
+
+def test_no_trial_sees_a_test_sample(file: Path) -> None:
+    config, bundle, tested = open_simulation(file)
+    assert config.data.evaluate == "test"
+    assert datasets.load(config.data, config.seed, bundle.manifest).keys() == tested.keys()
+    for name, device in plan(file).devices.items():
+        used = {x.tobytes() for x in np.concatenate([device.x, device.x_test])}
+        assert not used & {x.tobytes() for x in tested[name].x_test} - {x.tobytes() for x in tested[name].x}
+        assert len(device.y) + len(device.y_test) == len(tested[name].y)
+
+
+def test_the_same_seed_gives_the_same_trials_however_often_the_search_is_interrupted(
+    file: Path, tmp_path: Path
+) -> None:
+    whole = search("fedavg", plan(file, 9), storage(tmp_path / "whole"))
+    heard: list[Trial] = []
+
+    def stop(row: RoundRow) -> None:
+        if len(heard) in (2, 7) and row.record.round == 2:
+            heard.append(heard[-1])
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            search("fedavg", plan(file, 9), storage(tmp_path / "parts"), stop, heard.append)
+    assert search("fedavg", plan(file, 9), storage(tmp_path / "parts")) == whole
+    other = Plan(**{**vars(plan(file, 3)), "seed": 1})
+    assert [t.settings for t in search("fedavg", other, storage(tmp_path / "other"))[1:]] != [
+        t.settings for t in whole[1:3]
+    ]
+
+
+def test_a_larger_number_of_trials_adds_to_those_that_are_stored(file: Path, tmp_path: Path) -> None:
+    few = search("fedavg", plan(file, 3), storage(tmp_path / "t"))
+    heard: list[Trial] = []
+    more = search("fedavg", plan(file, 5), storage(tmp_path / "t"), said=heard.append)
+    assert more[:3] == few
+    assert more[3:] == heard
+    assert [t.number for t in more] == [0, 1, 2, 3, 4]
+
+
+def test_stored_trials_of_another_configuration_are_refused(file: Path, tmp_path: Path) -> None:
+    search("fedavg", plan(file, 1), storage(tmp_path / "t"))
+    file.write_text(FILE.replace("rounds = 3", "rounds = 2"))
+    with pytest.raises(ConfigError, match=r"of another config; give another --out"):
+        search("fedavg", plan(file, 2), storage(tmp_path / "t"))
+
+
+def test_settings_that_make_training_fail_are_told_and_the_search_goes_on(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(make_method({"name": "fedavg"}))
+    monkeypatch.setattr(kind, "search", {"lr": Range(900.0, 1000.0)})
+    trials = search("fedavg", plan(file, 3), storage(tmp_path / "t"))
+    assert [t.state for t in trials] == ["ended", "failed", "failed"]
+    assert "learning rate" in trials[1].reason
+    assert best(trials) == trials[0]
+    monkeypatch.setattr(kind, "search", {})
+    with pytest.raises(ConfigError, match="names no settings to search"):
+        search("fedavg", plan(file, 3), storage(tmp_path / "u"))
+
+
+def test_a_trial_behind_the_others_is_given_up_and_an_equal_one_is_not(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(make_method({"name": "fedavg"}))
+    file.write_text(FILE.replace("lr = 0.0001", "lr = 0.05"))
+    monkeypatch.setattr(kind, "search", {"lr": (0.05,)})
+    same = search("fedavg", plan(file, 6), storage(tmp_path / "t"))
+    assert {t.state for t in same} == {"ended"}
+    monkeypatch.setattr("edge_bench.tune.suggested", lambda trial, _: {"lr": 0.05 if trial.number < 5 else 1e-6})
+    worse = search("fedavg", plan(file, 7), storage(tmp_path / "u"))
+    assert [t.state for t in worse] == ["ended"] * 5 + ["given up"] * 2
+
+
+def ended(number: int, score: float, size: float) -> Trial:
+    return Trial(number, {}, "ended", score, size, 3)
+
+
+def test_the_best_trial_is_within_the_bytes_and_of_equal_ones_the_cheapest() -> None:
+    trials = [ended(0, 0.9, 500), ended(1, 0.8, 90), ended(2, 0.8, 80), Trial(3, {}, "given up", None, None, 1)]
+    assert best(trials).number == 0
+    assert best(trials, 100).number == 2
+    with pytest.raises(ConfigError, match="the fewest bytes were 80 B"):
+        best(trials, 10)
+    with pytest.raises(ConfigError, match="the last reason: diverged"):
+        best([Trial(0, {}, "failed", None, None, 1, "diverged")])
+
+
+def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    np.savez(tmp_path / "in" / "mine.npz", x=rng.random((120, 64), np.float32), y=np.arange(120) % 10)
+    file = tmp_path / "in" / "run.toml"
+    data = 'name = "npz"\npath = "mine.npz"\ndevices = 3\n'
+    file.write_text(f'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\n{data}[methods.fedavg]\n')
+    for folder in ("in", "out"):
+        out = tmp_path / folder / "best.toml"
+        tune(file, trials=1, out=out)
+        assert open_simulation(out)[0].data.path == tmp_path / "in" / "mine.npz"
+    assert tomllib.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
+
+
+SIZES = {"200": 200, "200kB": 2e5, "1.5 MB": 1.5e6, "2g": None, "-1": None, "kB": None}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_sizes(text: str, size: float | None) -> None:
+    if size is not None:
+        assert read_size(text) == size
+        return
+    with pytest.raises(ConfigError, match="200kB"):
+        read_size(text)
+
+
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=4))
+def test_toml_text_is_read_back_as_it_was(table: dict[str, Any]) -> None:
+    assert tomllib.loads(toml_text.dumps(table)) == table
+
+
+def test_the_file_itself_is_not_overwritten(file: Path) -> None:
+    with pytest.raises(ConfigError, match="overwrite"):
+        tune(file, out=file)

@@ -1,0 +1,142 @@
+"""Warm starts: what a state stands for, a bundle with other weights, and federations that go on from others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from coordination import Fleet, manifest, play, refused, settings, whole
+from numpy_mlp import grouped
+from rounds import Rounds
+from safetensors.numpy import load, save
+from test_every_method import SETTINGS
+
+from coord_server import warm
+from edge_client.bundle import digest, views
+from edge_client.errors import ConfigError
+from edge_client.methods import make_method
+from edge_client.protocol.payload import decode
+
+FED = "/v1/federations/fed"
+NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
+DEVICES = ("a", "b")
+AVERAGING = ("fedavg", "fedprox", "fedcode", "stc", "lattice", "feddr", "perfedavg", "lgfedavg", "hermes")
+
+
+def played(name: str, rounds: int = 2) -> Rounds:
+    """A federation of the method after so many of its four rounds."""
+    few = {"epochs": 1} if "epochs" in type(make_method({"name": name})).model_fields else {}
+    method = make_method({"name": name, **few, **SETTINGS.get(name, {})})
+    found = Rounds(method, grouped(6, 16, 8, 3), 4)
+    for _ in range(rounds):
+        found.play(*DEVICES)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_every_method_stands_for_a_model_or_a_sentence_says_why_not(name: str) -> None:
+    rounds = played(name)
+    if name == "standalone":
+        with pytest.raises(ConfigError, match="share no values"):
+            warm.global_model(rounds.method, rounds.course, rounds.state)
+        return
+    model = warm.global_model(rounds.method, rounds.course, rounds.state)
+    start = rounds.course.model
+    assert model.parameters.shape == start.parameters.shape
+    assert np.isfinite(model.parameters).all()
+    assert not np.array_equal(model.parameters, start.parameters)
+    if name in AVERAGING:
+        mean = np.mean([rounds.local[d].trained.parameters for d in DEVICES], 0)
+        assert np.linalg.norm(model.parameters - mean) < np.linalg.norm(start.parameters - mean)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("total", [3, 6])
+def test_every_method_goes_on_when_the_number_of_rounds_changes_under_way(name: str, total: int) -> None:
+    rounds = played(name)
+    rounds.course = replace(rounds.course, rounds=total)
+    while rounds.round < total:
+        rounds.play(*DEVICES)
+    for device in DEVICES:
+        assert np.isfinite(rounds.personal(device).parameters).all()
+
+
+# --- over HTTP
+
+
+def values(d: int = 12, **more: Any) -> dict[str, Any]:
+    return {"w": np.linspace(-1, 1, d, dtype=np.float32).reshape(d // 2, 2), **more}
+
+
+def test_a_federation_starts_from_the_values_of_a_file(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        address = await fleet.bundle()
+        made = await fleet.operator("POST", f"/v1/bundles/{address}/weights", content=save(values()))
+        assert made.status_code == 201, made.text
+        again = await fleet.operator("POST", f"/v1/bundles/{address}/weights", content=save(values()))
+        assert made.json() == again.json() == {"digest": made.json()["digest"], "name": "small", "missing": []}
+        derived = made.json()["digest"]
+        content = (await fleet.operator("GET", f"/v1/bundles/{derived}")).content
+        assert digest(content) == derived != address
+        config = settings(bundle=derived)
+        assert (await fleet.operator("POST", "/v1/federations", json=config)).status_code == 201
+        state = decode((await fleet.operator("GET", f"{FED}/state")).content).arrays
+        assert np.array_equal(state["parameters"], values()["w"].reshape(-1))
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"nonsense", "not a safetensors file"),
+        (save({"v": np.zeros(3, np.float32)}), "have none of that name"),
+        (save(values(8)), r"have float32[4, 2] of that name"),
+        (save({"w": values()["w"].astype(np.float64)}), "float64"),
+        (save({"w": values()["w"] * np.float32("nan")}), "not finite"),
+        (save(values(v=np.zeros(1, np.float32))), "no tensors ['v']"),
+    ],
+)
+def test_values_that_are_not_the_bundles_are_refused(tmp_path: Path, body: bytes, why: str) -> None:
+    async def script(fleet: Fleet) -> None:
+        address = await fleet.bundle()
+        assert why in refused(
+            await fleet.operator("POST", f"/v1/bundles/{address}/weights", content=body), "bad-bundle"
+        )
+        big = b"x" * (warm.limit(manifest()) + 1)
+        refused(await fleet.operator("POST", f"/v1/bundles/{address}/weights", content=big), "too-large")
+        assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
+
+    play(tmp_path, script)
+
+
+def test_a_federation_goes_on_from_another_ones_global_model_and_its_devices_fetch_it(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        final = decode(await whole(fleet, "a", "bb")).arrays["parameters"]
+        for i, name in enumerate(("fedavg", "stc", "standalone")):
+            config = settings(name=f"next{i}", method={"name": name}, start_from={"federation": "fed"})
+            made = await fleet.operator("POST", "/v1/federations", json=config)
+            assert made.status_code == 201, made.text
+            shown = made.json()["config"]
+            assert shown["start_from"] == {"federation": "fed"}
+            manifest_ = (await fleet.operator("GET", f"/v1/bundles/{shown['bundle']}")).json()
+            part = await fleet.operator("GET", f"/v1/bundles/{shown['bundle']}/parts/weights.safetensors")
+            assert np.array_equal(load(part.content)["w"].reshape(-1), final)
+            assert manifest_["seed"] is None
+            found = (await fleet.operator("GET", f"/v1/bundles/{shown['bundle']}/summary")).json()
+            assert found["missing"] == []
+        state = decode((await fleet.operator("GET", "/v1/federations/next0/state")).content).arrays
+        assert np.array_equal(state["parameters"], final)
+        for source, kind, why in (("nobody", "not-found", "nobody"), ("next2", "bad-config", "share no values")):
+            config = settings(name="last", start_from={"federation": source})
+            assert why in refused(await fleet.operator("POST", "/v1/federations", json=config), kind)
+        config = settings(name="last", start_from={"federation": "fed"}, bundle=await fleet.bundle(14))
+        assert "float32[7, 2]" in refused(await fleet.operator("POST", "/v1/federations", json=config), "bad-config")
+        assert views(manifest().parameters, final)["w"].shape == (6, 2)
+
+    play(tmp_path, script)
