@@ -57,8 +57,14 @@ def work(folder: Path) -> None:
 
     say("compacting the model")
     write_personal(bundle, personal(method, course, order, folder), compact)
-    facts = {"federation": config.name, "device": order.device or "", "method": method.name, "rounds": order.closed}
-    describe(compact, card(bundle.manifest, **facts, source="global", licence=config.licence))
+    facts: dict[str, str | int] = {
+        "federation": config.name,
+        "device": order.device or "",
+        "method": method.name,
+        "rounds": order.closed,
+        "licence": config.licence,
+    }
+    describe(compact, card(bundle.manifest, **facts, source="global"))
     if order.kind == "onnx":
         compact.rename(folder / MODEL)
     else:
