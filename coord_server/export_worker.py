@@ -57,14 +57,9 @@ def work(folder: Path) -> None:
 
     say("compacting the model")
     write_personal(bundle, personal(method, course, order, folder), compact)
-    facts: dict[str, str | int] = {
-        "federation": config.name,
-        "device": order.device or "",
-        "method": method.name,
-        "rounds": order.closed,
-        "licence": config.licence,
-    }
-    describe(compact, card(bundle.manifest, **facts, source="global"))
+    facts: dict[str, str | int] = {"federation": config.name, "method": method.name, "rounds": order.closed}
+    facts |= {"source": "global"} if order.device is None else {"source": "personal", "device": order.device}
+    describe(compact, card(bundle.manifest, **facts, licence=config.licence))
     if order.kind == "onnx":
         compact.rename(folder / MODEL)
     else:
