@@ -49,6 +49,24 @@ def test_the_measured_table_has_the_committed_figures(row: str) -> None:
     assert expected in PAGE.splitlines(), expected
 
 
+def test_the_demo_s_table_has_the_committed_figures() -> None:
+    columns = []
+    for data in ("digits", "har"):
+        run = json.loads((ROOT / "benchmarks" / "results" / "demo" / f"{data}.json").read_text())
+        lattice, fedavg, alone = (run["methods"][m] for m in ("lattice", "fedavg", "standalone"))
+        compact, best = run["compaction"], max(fedavg["score_mean"], fedavg["score_mean_after_local_epochs"])
+        columns.append([
+            *(f"{100 * score:.1f}" for score in (best, lattice["score_mean"], alone["score_mean"])),
+            f"1/{fedavg['bytes_per_device'] / lattice['bytes_per_device']:,.0f}",
+            f"{100 * compact['parameters_compact'] / compact['parameters_dense']:.0f} %",
+            f"{compact['latency_dense_ms'] / compact['latency_compact_ms']:.1f}",
+        ])  # fmt: skip
+    table = re.search(r"^\| \| digits \| HAR \|\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert table is not None
+    cells = [row.strip("| ").split(" | ")[1:] for row in table[1].splitlines()]
+    assert cells == [list(row) for row in zip(*columns, strict=True)]
+
+
 def test_every_link_of_the_page_is_a_method_s_page() -> None:
     for target in re.findall(r"\((methods/\w+\.md)", PAGE):
         assert (ROOT / "docs" / target).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import signal
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from edge_bench import cli, demo
+from edge_bench import cli, demo, demo_report
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
 from edge_bench.report import warnings
 from edge_bench.simulate import find_bundle
+from rich.console import Console
 
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
@@ -29,6 +31,7 @@ from edge_client.methods import make_method
 from edge_client.protocol.messages import Device, Report, Round, Scores, Traffic
 
 pytest.importorskip("sklearn")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "demo"
 FIGURES = {
     "score_mean",
     "score_worst",
@@ -116,6 +119,28 @@ def test_the_demo_compares_ours_with_fedavg_and_training_alone() -> None:
     default = inspect.signature(cli.demo).parameters["methods"].default
     assert default == "lattice,fedavg,standalone"
     assert all(name in CHOICE for name in default.split(","))
+
+
+@pytest.mark.parametrize("data", ["digits", "har"])
+def test_the_committed_runs_keep_the_demo_s_promise(data: str) -> None:
+    run = json.loads((RESULTS / f"{data}.json").read_text())
+    lattice, fedavg, alone = (run["methods"][name] for name in ("lattice", "fedavg", "standalone"))
+    compact, best = run["compaction"], max(fedavg["score_mean"], fedavg["score_mean_after_local_epochs"])
+    assert lattice["score_mean"] > best - 0.0105  # a point, as it is printed
+    assert lattice["score_mean"] > alone["score_mean"]
+    assert lattice["bytes_per_device"] < fedavg["bytes_per_device"] / 30
+    assert compact["parameters_compact"] <= 0.4 * compact["parameters_dense"]
+    assert compact["latency_dense_ms"] >= 1.5 * compact["latency_compact_ms"]
+
+
+def test_the_readme_shows_the_end_of_the_committed_run() -> None:
+    run, out = json.loads((RESULTS / "digits.json").read_text()), io.StringIO()
+    made = {name: make_method(table) for name, table in run["settings"]["methods"].items()}
+    console = Console(file=out, width=80, highlight=False, soft_wrap=True)
+    title = f"digits: every device's own model after {run['settings']['rounds']} rounds"
+    console.print(demo_report.end(title, run["methods"], run["compaction"], made))
+    shown = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    assert shown in (RESULTS.parents[2] / "README.md").read_text(), shown
 
 
 @pytest.mark.parametrize(("rounds", "after"), [(2, 1), (5, 2), (100, 4)])

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_every_method import SEED, bundle, devices, every_method, middle, table
+from edge_bench.testing import digits, methods
+from test_every_method import every_method, made
 
 from coord_server import aggregation
 from edge_client.flat import to_arrays
@@ -23,9 +24,9 @@ pytest.importorskip("sklearn")
 @every_method
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_the_order_in_which_updates_are_added_changes_nothing_but_rounding(name: str, rounds: int) -> None:
-    there = middle(name, rounds)
-    method, course, state = there.method, there.sim.course, there.sim.state
-    updates = {d: there.update(d) for d in devices()}
+    there = methods.middle(made(name), digits(), rounds)
+    method, course, state = there.sim.method, there.sim.course, there.sim.state
+    updates = {d: there.update(d) for d in digits().devices}
 
     def closed(order: tuple[str, ...]) -> Arrays:
         total: Any = None
@@ -37,7 +38,7 @@ def test_the_order_in_which_updates_are_added_changes_nothing_but_rounding(name:
         # Coupled names the round's streams in the order in which they were added.
         return {field: np.sort(a) if field.endswith(".streams") else a for field, a in arrays.items()}
 
-    first, *others = (closed(order) for order in permutations(devices()))
+    first, *others = (closed(order) for order in permutations(digits().devices))
     for other in others:
         for field, values in first.items():
             assert np.allclose(values, other[field], rtol=1e-4, atol=1e-5), field
@@ -48,9 +49,9 @@ class Alone:
 
     def __init__(self, settings: dict[str, Any], rounds: int) -> None:
         self.method: Method = make_method(settings)
-        self.trainer: Trainer = open_trainer("onnxruntime", bundle())
-        self.course = Course(bundle().model(), SEED, rounds, 1)
-        self.device, self.data = next(iter(devices().items()))
+        self.trainer: Trainer = open_trainer("onnxruntime", digits().bundle)
+        self.course = Course(digits().bundle.model(), digits().seed, rounds, 1)
+        self.device, self.data = next(iter(digits().devices.items()))
         self.state, self.record, self.kept = self.method.start(self.course), None, None
 
     def receive(self, round_: int) -> tuple[Task, Any]:
@@ -116,7 +117,7 @@ PRUNING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sorted(PRUNING))
 def test_pruned_stays_pruned(name: str) -> None:
-    alone, before, pruned = Alone({**table(name), "name": name, **PRUNING[name]}, rounds=6), None, 0
+    alone, before, pruned = Alone({"name": name, "epochs": 1, **PRUNING[name]}, rounds=6), None, 0
     for round_ in range(1, 7):
         for model in (alone.play(round_), alone.personal(round_ + 1)):
             if model.mask is None:

@@ -45,22 +45,23 @@ def test_the_site_builds_and_works_offline(tmp_path: Path) -> None:
     assert (tmp_path / "site" / linked).read_text() == (ROOT / "edge_client" / "bundle.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("link", "said"),
-    [
-        ("[a](operations.md#nowhere)", "does not contain an anchor '#nowhere'"),
-        ("[a](nothing.md)", "'nothing.md', but the target is not found"),
-        ("[a](../edge_client/nothing.py)", "nothing.py', but the target is not found"),
-    ],
-)
-def test_a_broken_link_fails(link: str, said: str, tmp_path: Path) -> None:
+BROKEN = {
+    "[a](operations.md#nowhere)": "does not contain an anchor '#nowhere'",
+    "[a](nothing.md)": "'nothing.md', but the target is not found",
+    "[a](../edge_client/nothing.py)": "nothing.py', but the target is not found",
+}
+
+
+def test_broken_links_fail(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs_site.py", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path / name)
     for folder in ("edge_client", "coord_server", "benchmarks", "tests", "export", "kernels"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     with (tmp_path / "docs" / "devices.md").open("a") as page:
-        page.write(f"\n{link}\n")
+        page.write("\n" + " ".join(BROKEN) + "\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode == 1
-    assert said in done.stderr
+    for said in BROKEN.values():
+        assert said in done.stderr
+    assert done.stderr.count("WARNING") == len(BROKEN)

@@ -191,7 +191,8 @@ def simulate(
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
-        f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
+        f"{train} training and {test} {checked.data.evaluate} samples; "
+        f"rounds: {checked.rounds} of {checked.cohort} devices"
     )
     if labels:
         _labels(console, checked, opened, devices, plot)
@@ -290,10 +291,7 @@ def demo(
     if lines:
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
-    first = names[0]
-    console.print("", demo_report.table(records, title), sep="\n")
-    console.print("", demo_report.small_models(first, records[first], compact, records.get("fedavg")), sep="\n")
-    console.print("", demo_report.conclusions(first, records, compact), "", demo_report.choices(made), sep="\n")
+    console.print("", demo_report.end(title, records, compact, made), sep="\n")
     _warn(console, report.warnings(records, made))
     if plot is not None:
         curves.draw(lines, plot, title)

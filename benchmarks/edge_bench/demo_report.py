@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 
 from edge_bench.curves import amount, shown
@@ -26,6 +27,15 @@ CHOICE: Mapping[str, str] = {
     "standalone": "when devices have no network; what any other method has to beat",
 }
 """When to choose a method, in a few words; docs/choosing.md has all."""
+
+
+def end(
+    title: str, records: Mapping[str, Record], compact: Mapping[str, float], methods: Mapping[str, Method]
+) -> Group:
+    """All that the demo says at its end; the first method's models were compacted."""
+    first = next(iter(records))
+    small = small_models(first, records[first], compact, records.get(REFERENCE))
+    return Group(table(records, title), "", small, "", conclusions(first, records, compact), "", choices(methods))
 
 
 def table(records: Mapping[str, Record], title: str) -> Table:
