@@ -29,7 +29,7 @@ from edge_client.protocol.messages import Name
 
 GROUP = "maskfleet.sources"
 WHOLE = ("x", "y", "owner", "group", "is_test")
-OF_A_DEVICE = ("x", "y", "group", "x_val", "y_val", "x_test", "y_test")
+OF_A_DEVICE = ("x", "y", "group", "x_val", "y_val", "x_test", "y_test", "normalised")
 FACTORY = "a function that returns a data set's arrays"
 RETURNS = (
     "a mapping with x, y and, if there are any, owner, group, is_test; the pair (x, y); or a mapping of each device's "
