@@ -62,8 +62,8 @@ def join(
         str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
     ] = "auto",
     align: Annotated[
-        str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
-    ] = "auto",
+        str, typer.Option(help="Widths of the personal model's layers: rule, auto (measured here), none, or N.")
+    ] = "rule",
     secret: Annotated[
         int | None, typer.Option(min=0, help="The device's own randomness, for experiments only. [default: drawn]")
     ] = None,
