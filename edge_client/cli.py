@@ -67,8 +67,8 @@ def join(
         str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
     ] = "auto",
     align: Annotated[
-        str, typer.Option(help="Widths of the personal model's layers: auto (measured here), none, or multiples of N.")
-    ] = "auto",
+        str, typer.Option(help="Widths of the personal model's layers: rule, auto (measured here), none, or N.")
+    ] = "rule",
     log_format: Annotated[
         Literal["text", "json"] | None,
         typer.Option(

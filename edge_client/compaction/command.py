@@ -24,8 +24,8 @@ def compact(
     ],
     out: Annotated[Path, typer.Option(help="Where the small model goes, an ONNX file.")],
     align: Annotated[
-        str, typer.Option(help="How wide its layers are: auto (measured here), none, or multiples of N.")
-    ] = "auto",
+        str, typer.Option(help="How wide its layers are: rule, auto (measured here), none, or multiples of N.")
+    ] = "rule",
     data: Annotated[
         Path | None, typer.Option(help="Samples to check on, an .npz file; needed where a model reads integers.")
     ] = None,

@@ -1,18 +1,16 @@
-"""How wide a compact model's layers should be on this device: by measurement, or by a rule.
+"""How wide a compact model's layers should be: by a rule, or on this device by measurement.
 
     `none`  as narrow as the mask allows
-    N       widths that are multiples of N, as far as there are channels
+    `rule`  what ONNX Runtime's convolutions need, from shapes alone (`ruled`): the same bytes on every device
+    N       widths that are read are multiples of N, as far as there are channels
     `auto`  what runs fastest here
 
 `auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
 each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
 far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
-turns: as narrow as possible, with fewer moves of channels, with the table's widths, with all layers of a stream alike,
-with the channels besides that no layer reads directly (those of attention heads, say), and with all channels. The
-fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them.
-
-Without a clock, as where the model is cut for another device, `auto` is the rule: multiples of 4 where a convolution
-makes or reads the channels.
+turns: as narrow as possible, by the rule, with the table's widths, with all layers of a stream alike, with the channels
+besides that no layer reads directly (those of attention heads, say), and with all channels. The fastest is taken; of
+two as fast, the one with fewer multiply-adds. So it is no slower than any of them. Without a clock it is the rule.
 """
 
 from __future__ import annotations
@@ -167,7 +165,7 @@ def clock(sample: NDArray[Any]) -> Clock:
 def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWEST) -> Smaller:
     """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written.
 
-    `costs` weighs multiply-adds against moves of channels; `auto` without a clock takes `FASTEST`, with one both.
+    `costs` weighs multiply-adds against moves of channels for `none` and N.
     """
     if align == "none":
         return cut(found, costs)

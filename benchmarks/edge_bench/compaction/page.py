@@ -45,23 +45,48 @@ What stays although its mask would let it go:
   to step. Cutting it costs an addition at every step, which ONNX's cells cannot do inside.
 * **Choices**: of a maximum or a condition both sides are computed unless one is settled.
 
+Where a reshape merges the batch with another axis (the heads of an attention, windows of an image, the rows of a
+sequence), the part up to the reshape that undoes it is written with the batch in an axis of its own. A constant that
+differs within a merged axis, such as a position of a frame, counts as varying elsewhere.
+
+A file has no more parameters than are not zero in the dense model, where pruned channels emit zero. Where they emit a
+constant it may have more: the maps of these constants are parameters too. It has fewer than the dense model, except for
+constants of the graph that no bundle counts, such as a causal mask.
+
 `personal.onnx` is refused, and the masked dense model written instead, when the two models' outputs differ.
 
 ## How wide
 
-ONNX Runtime's blocked convolutions need multiples of 4 channels and cost the same within blocks of 16. `--align` says
-how wide the layers are:
+ONNX Runtime's blocked convolutions read multiples of 4 channels, unless they are fewer than a block of 16, and cost the
+same for all outputs within a block. `--align` says how wide the layers are:
 
 | `--align` | widths |
 | --- | --- |
+| `rule` | multiples of 4 where a convolution reads more than 16 channels or a depthwise one any; the default |
 | `none` | what the mask leaves |
-| `N` | multiples of `N`, as far as there are channels |
+| `N` | multiples of `N` where a layer reads them, as far as there are channels |
 | `auto` | what runs fastest on this device |
 
-A pruned channel that stays changes nothing: its rows are as masked. `auto` times each layer alone at several widths,
-keeps the times in `~/.cache/maskfleet` for this processor and this version of ONNX Runtime, and then times whole
-models: as narrow as possible, with the table's widths, with all layers of a sum alike, and with all channels. The
-fastest is taken, so the model is no slower than any of them, the dense one included.
+A pruned channel that stays changes nothing: its rows are as masked. The channels of a sum are filled up with zeros. One
+side of a sum writes the channels of the other as zeros where that fills its last block. So the widths of `rule` follow
+from shapes alone, and every device writes the same bytes for the same model.
+
+`auto` measures. It times each layer alone at several widths, keeps the times in `~/.cache/maskfleet` for this processor
+and this version of ONNX Runtime, and then times whole models: as narrow as possible, with the rule's widths, with the
+table's widths, with all layers of a sum alike, and with all channels. The fastest is taken, so the model is no slower
+than any of them, the dense one included. Its bytes depend on the clock.
+
+## What bounds the speed
+
+* **Small networks** (EMNIST CNN, LeNet, MLP): the operators' own cost. EMNIST CNN has nine operators; starting them
+  takes as long as their arithmetic. Its first layer reads one channel; its 10 outputs fill one block of 16, as 5 do.
+* **ResNet-20, ResNet-56**: a third of the multiply-adds is in layers of 16 channels, one block, which costs the same
+  at 8. Sums of different channels add copies: a padding, and where a side cannot write the other's channels a gather.
+* **VGG under masks that leave biases**: zero padding gives what pruned channels emit a border. A map is added after
+  each convolution, outside its fused activation.
+* **LSTM**: the ratio of multiply-adds itself at half the units. Below, the steps of the recurrence.
+* **Transformers**: norms read all channels, so the stream between the blocks keeps its width. Softmax, norms and moves
+  keep their time.
 
 """
 
