@@ -469,9 +469,12 @@ class Coordinator:
 
     async def enrol(self, request: Enrol) -> Enrolled:
         """Enrol the device that presents a join token. Raises Refusal, StateError."""
-        await self._look()  # a federation of this name may have been deleted and created again elsewhere
         token = auth.hashed(request.token)
         terms = await asyncio.to_thread(self.store.metadata.token, token)
         if terms is None:
             raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
-        return await (await self.find(terms.federation)).enrol(request, token, terms.uses_left, terms.expires_at)
+        live = await self.find(terms.federation)
+        if (await asyncio.to_thread(self.store.metadata.head, live.id)).first != live.first:
+            await self._look()  # it was deleted and created again at another coordinator
+            live = self.federation(live.id)
+        return await live.enrol(request, token, terms.uses_left, terms.expires_at)

@@ -57,8 +57,9 @@ def work(folder: Path) -> None:
 
     say("compacting the model")
     write_personal(bundle, personal(method, course, order, folder), compact)
-    facts = {"federation": config.name, "device": order.device or "", "method": method.name, "rounds": order.closed}
-    describe(compact, card(bundle.manifest, **facts, source="global", licence=config.licence))
+    facts: dict[str, str | int] = {"federation": config.name, "method": method.name, "rounds": order.closed}
+    facts |= {"source": "global"} if order.device is None else {"source": "personal", "device": order.device}
+    describe(compact, card(bundle.manifest, **facts, licence=config.licence))
     if order.kind == "onnx":
         compact.rename(folder / MODEL)
     else:

@@ -49,7 +49,7 @@ class _Standing(Collector):
             "maskfleet_federations_unlabelled", "Federations without figures of their own.",
             max(len(going) - LABELLED, 0),
         )  # fmt: skip
-        of_each = {
+        of_each: dict[str, tuple[str, Callable[[Federation, int], float]]] = {
             "round": ("The round under way.", lambda f, _: f.round),
             "devices": ("Devices that have asked for work.", lambda f, _: f.devices),
             "devices_present": (

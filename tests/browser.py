@@ -18,7 +18,7 @@ PATIENCE = 180_000.0  # milliseconds
 @contextmanager
 def chromium() -> Iterator[Any]:
     """Playwright's browser object; skips the test, with the reason, where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install it")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'maskfleet[browser]' drives Chromium")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"none of {', '.join(NAMES)} is installed")

@@ -14,13 +14,30 @@ from typing import Any
 
 import httpx
 import pytest
-from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, served, settings, until, whole
+from coordination import (
+    LIMIT,
+    OPERATOR,
+    Fleet,
+    bearer,
+    credential,
+    play,
+    refused,
+    served,
+    settings,
+    until,
+    whole,
+    write_bundle,
+)
 from test_api_faults import LARGE
 from test_coordinator_process import coordinator
 
+from coord_server.operator.client import Operator
 from coord_server.store.blobs import FolderBlobs
 from coord_server.store.metadata import Rows
 from edge_client.bundle import digest
+from edge_client.errors import ConfigError
+from edge_client.methods.fedavg import FedAvg
+from edge_client.protocol.messages import Change, FederationConfig
 
 FED = "/v1/federations/fed"
 
@@ -145,11 +162,6 @@ def test_a_coordinator_killed_while_it_deletes_has_deleted_all_or_nothing_and_th
 
 def test_a_kill_at_any_moment_of_a_deletion_leaves_a_folder_that_starts_and_is_clean(tmp_path: Path) -> None:
     """Real processes: created, stopped, deleted; killed at a moment that moves through the deletion."""
-    from coordination import write_bundle
-
-    from coord_server.operator.client import Operator
-    from edge_client.protocol.messages import FederationConfig
-
     folder = tmp_path / "data"
     for delay in (0.0, 0.002, 0.006):
         with coordinator(folder) as (process, url), Operator(url, OPERATOR) as operator:
@@ -177,6 +189,21 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_a_folder_that_starts_and_is_c
 
 
 # --- change
+
+
+def test_a_change_that_was_answered_survives_a_kill(tmp_path: Path) -> None:
+    for kills in range(2):
+        with coordinator(tmp_path / "data") as (process, url), Operator(url, OPERATOR) as operator:
+            if not kills:
+                bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle"))
+                operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
+                operator.change("fed", Change(rounds=7, deadline_seconds=9.5))
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                continue
+            config = operator.federation("fed").config
+            assert config is not None
+            assert (config.rounds, config.deadline_seconds, config.cohort) == (7, 9.5, 2)
 
 
 def test_a_running_federation_takes_a_new_deadline_number_of_rounds_and_cohort(tmp_path: Path) -> None:
@@ -242,8 +269,6 @@ def test_a_number_of_rounds_that_the_method_cannot_use_is_refused(tmp_path: Path
     async def script(fleet: Fleet) -> None:
         method = {"name": "fedavg"}
         await fleet.federation(min_devices=3, rounds=9, method=method)
-        from edge_client.errors import ConfigError
-        from edge_client.methods.fedavg import FedAvg
 
         def start(_: FedAvg, course: Any) -> Any:
             raise ConfigError(f"{course.rounds} rounds are too few")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.errors import MeterError
-from edge_client.measure.energy import Accuracy, Trace, above_idle, align, joules, lost, unwrapped
+from edge_client.measure.energy import Accuracy, Trace, above_idle, align, joules, lost
 from edge_client.measure.polling import Polled
 
 watts = st.lists(st.floats(0, 1000), min_size=3, max_size=40)
@@ -105,7 +105,7 @@ def test_a_counter_goes_on_at_its_pace_beyond_its_last_sample() -> None:
     assert joules(t, -1, 10).joules == pytest.approx(33.0)
 
 
-# --- lost samples, wraps
+# --- lost samples
 
 
 def test_lost_samples_are_counted_and_widen_the_error() -> None:
@@ -119,12 +119,6 @@ def test_lost_samples_are_counted_and_widen_the_error() -> None:
     assert (whole.lost, thin.lost) == (0, 41)
     assert thin.error > 2 * whole.error
     assert abs(thin.joules - truth.energy(1, 49)) < 3 * thin.error
-
-
-@given(st.lists(st.integers(0, 65535), min_size=2, max_size=50), st.integers(0, 65535))
-def test_a_wrapping_counter_is_unwrapped(steps: list[int], first: int) -> None:
-    truth = first + np.concatenate([[0], np.cumsum(steps)])
-    assert (unwrapped((truth % 65536).astype(float), 65536) == truth - first).all()
 
 
 # --- idle power

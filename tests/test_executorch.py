@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +168,27 @@ def test_the_coordinator_hands_out_a_program(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     (due,) = open_onnx(graph).run(None, {"x": x})
     np.testing.assert_allclose(open_pte(program)(x)[0], due, rtol=1e-5, atol=1e-5)
+
+
+MODULE = """
+from torch import nn
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4))
+"""
+
+
+def test_the_export_command_writes_programs_that_train_and_says_only_what_it_does(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODULE)
+    command = [sys.executable, "-m", "edge_client.cli", "export", "model.py:make", "--input", "1,8,8", "-o", "b"]
+    done = subprocess.run([*command, "--executorch"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "train.pte: gives what train.onnx gives" in done.stdout
+    assert ".cpp" not in done.stdout + done.stderr
+    made = Bundle.open(tmp_path / "b")
+    start, (x, y) = made.model(), batch(made, 5)
+    found, due = (
+        open_trainer(e, made).gradient(start.parameters, start.buffers, x, y) for e in ("executorch", "torch")
+    )
+    np.testing.assert_allclose(found.parameters, due.parameters, rtol=1e-4, atol=1e-6)

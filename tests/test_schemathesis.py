@@ -5,6 +5,7 @@ Every answer has to be one that the document knows (status, content type, body),
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_every_answer_is_one_that_the_document_knows(url: str, role: str) -> Non
     token = {"operator": OPERATOR, "viewer": viewer, "device": credential("pi-07")}[role]
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     wanted = [checks.CHECKS.get_one(name) for name in NAMES]  # which are registered by now
-    tried, faults = 0, set[str]()
+    answered: Counter[int] = Counter()
     for found in schema.get_all_operations():
         operation = found.ok()
         if operation.path.endswith("/events"):  # an answer without end
@@ -64,16 +65,11 @@ def test_every_answer_is_one_that_the_document_knows(url: str, role: str) -> Non
             )  # fmt: skip
             @given(operation.as_strategy(mode))
             def ask(case: schemathesis.Case) -> None:
-                nonlocal tried
-                tried += 1
-                try:
-                    case.call_and_validate(headers=bearer(token), checks=wanted)
-                except Exception as error:
-                    faults.add(f"{case.method} {case.path}: {error}")
+                answered[case.call_and_validate(headers=bearer(token), checks=wanted).status_code] += 1
 
             try:
                 ask()
             except Unsatisfiable:  # nothing can be wrong in a request without parameters
                 assert mode == GenerationMode.NEGATIVE
-    assert faults == set()
-    assert tried > 100
+    assert answered.total() > 100
+    assert {200, 401, 404, 422} <= answered.keys()

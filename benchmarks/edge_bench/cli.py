@@ -191,7 +191,8 @@ def simulate(
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
-        f"{train} training and {test} {checked.data.evaluate} samples; {checked.rounds} rounds of {checked.cohort}"
+        f"{train} training and {test} {checked.data.evaluate} samples; "
+        f"rounds: {checked.rounds} of {checked.cohort} devices"
     )
     if labels:
         _labels(console, checked, opened, devices, plot)

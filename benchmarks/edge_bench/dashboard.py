@@ -118,7 +118,7 @@ def chromium(path: str) -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        raise ConfigError("the browser is driven by playwright; run: pip install 'maskfleet[dev]'") from None
+        raise ConfigError("the browser is driven by playwright; run: pip install 'maskfleet[browser]'") from None
     found = shutil.which(path)
     if found is None:
         raise ConfigError(f"there is no browser {path}; install Chromium or name it with --browser")
@@ -146,15 +146,18 @@ def load(browser: Any, cookies: list[Any], width: int, address: str) -> Figures:
     return {**{name: ms / 1000 for name, ms in found.items()}, "bytes": bytes_}
 
 
-def measure(browser: Any, url: str, token: str, repeats: int) -> dict[str, dict[str, Figures]]:
-    """Median and most of every figure, by page and width."""
-    context = browser.new_context()
+def measure(browser: Any, url: str, token: str, repeats: int, picture: Path | None) -> dict[str, dict[str, Figures]]:
+    """Median and most of every figure, by page and width; `picture` gets the federation's page."""
+    context = browser.new_context(viewport={"width": WIDTHS["desktop"], "height": 844})
     page = context.new_page()
     page.goto(f"{url}/login")
     page.fill("#token", token)
     page.press("#token", "Enter")
     page.wait_for_url(f"{url}/")
     cookies = context.cookies()
+    if picture is not None:
+        page.goto(f"{url}/federations/{KIND}")
+        page.screenshot(path=str(picture), full_page=True)
     context.close()
     found = {}
     for name, address in {"federations": url, "federation": f"{url}/federations/{KIND}"}.items():
@@ -174,6 +177,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=2, help="The last of which is under way.")] = 30,
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each page.")] = 10,
     browser: Annotated[str, typer.Option(help="Chromium's command.")] = "chromium",
+    picture: Annotated[Path | None, typer.Option(help="Write a picture of the federation's page here.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """The dashboard in Chromium with many devices: bytes, seconds until drawn, seconds of an update."""
@@ -185,7 +189,7 @@ def main(
         with Operator(url, token) as operator:
             join = create(operator, folder, KIND, D, cohort, rounds=rounds, guard="none")
         prepare(Fleet(url, join), devices, cohort, rounds)
-        found = measure(started, url, token, repeats)
+        found = measure(started, url, token, repeats, picture)
     for page, figures in found.items():
         print(f"{page}: " + ", ".join(f"{k} {v['median']:.4g} (most {v['most']:.4g})" for k, v in figures.items()))
     if json_file is not None:

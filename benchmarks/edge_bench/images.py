@@ -135,4 +135,5 @@ def _read(file: Path) -> Image.Image:
             image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{file} is not a readable image: {error}; remove or replace it") from None
-        return image.copy()
+        whole: Image.Image = image.copy()
+        return whole

@@ -37,7 +37,7 @@ log = logging.getLogger("maskfleet")
 def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
     """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit."""
     body = message(kind, detail, status)
-    level = logging.INFO if body.status in (404, 409) else logging.WARNING
+    level = logging.INFO if body.status in (400, 404, 408, 409) else logging.WARNING
     log.log(level, "refused, %s: %s", kind, body.detail, extra={"refused": kind, "limited": f"refused {kind}"})
     return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
 

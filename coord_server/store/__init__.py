@@ -2,7 +2,7 @@
 
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
 DATA/blobs/             incoming/, bundles/DIGEST/, FEDERATION/{values,updates,downlinks}/ROUND/,
-                        FEDERATION/records/DEVICE/ROUND/
+                        FEDERATION/records/DEVICE/ROUND/; FEDERATION~VERSION/ when its name was used before
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only

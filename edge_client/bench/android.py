@@ -8,16 +8,15 @@ that all of them see the same heat; the printed times come back. The report has 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import numpy as np
 
-from edge_client.bench.measure import FORMAT, REST, Say, Settings, add_energy, of_files
+from edge_client.bench.measure import REST, Say, Settings, add_energy, header
 from edge_client.bench.variants import Variant
 from edge_client.errors import ConfigError
 from edge_client.measure import machine
@@ -25,6 +24,7 @@ from edge_client.measure.adb import Adb, AdbError
 from edge_client.measure.energy import Meter
 from edge_client.measure.engines import EXECUTORCH, ONNX, engine_of, largest_batch
 from edge_client.measure.latency import F64, summary
+from edge_client.measure.meters import Choice
 
 FOLDER = "/data/local/tmp/maskfleet"
 TURNS = 8  # in which the runs of a model are made
@@ -219,21 +219,17 @@ def report(
     failed: Mapping[str, str],
     shape: Mapping[str, Any],
     settings: Settings,
-    meter: Meter | None,
-    meter_lines: Sequence[str],
+    chosen: Choice,
     say: Say,
 ) -> dict[str, Any]:
     """Push, measure, collect. Raises AdbError, ConfigError."""
     variants, others = of_runner(runner[0].name, variants)
-    failed = {**failed, **others}
     push(adb, runner, variants)
     variants = [batched(v) for v in variants]
-    about: dict[str, Any] = {
-        "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "input": dict(shape),
-        "machine": description(adb), "engines": {runner[0].name: ""}, "meter": list(meter_lines), "before": state(adb),
-        "variants": of_files(variants), "not_made": dict(failed), "training": None,
+    about = header(model, command, variants, {**failed, **others}, settings) | {
+        "input": dict(shape), "machine": description(adb), "engines": {runner[0].name: ""}, "meter": chosen.brief,
+        "before": state(adb), "training": None,
     }  # fmt: skip
-    about["rows"] = rows(adb, runner[0].name, variants, settings, meter, say)
+    about["rows"] = rows(adb, runner[0].name, variants, settings, chosen.meter, say)
     about["after"] = state(adb)
     return about

@@ -118,10 +118,8 @@ def run(
 
         if phone is not None and runner is not None:
             chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
-            found = android.report(
-                name, command, phone, runner, made_, failed, {"shape": list(shape), "dtype": dtype}, settings,
-                chosen.meter, chosen.brief, say,
-            )  # fmt: skip
+            sample = {"shape": list(shape), "dtype": dtype}
+            found = android.report(name, command, phone, runner, made_, failed, sample, settings, chosen, say)
             found["warnings"] = measure.warnings(found)
         else:
             chosen = choose(meter, exported=True)
@@ -130,9 +128,8 @@ def run(
                 samples = made_data(bundle, SAMPLES) if given is None else given
                 trains = training(bundle, samples, {"name": method}, threads=settings.threads[0])
             x = batch(shape, dtype) if given is None else given.x[:1]
-            found = measure.report(
-                name, command, made_, failed, x, settings, chosen.meter, chosen.brief, trains, say, before
-            )
+            head = measure.header(name, command, made_, failed, settings)
+            found = measure.report(head, made_, x, settings, chosen, trains, say, before)
     reports.show(found, console)
     if output is not None:
         _write(found, output)

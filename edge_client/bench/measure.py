@@ -25,6 +25,7 @@ from edge_client.measure import engines, machine
 from edge_client.measure.energy import Meter, Trace, above_idle, joules
 from edge_client.measure.latency import FEWEST, Times, in_turns, summary
 from edge_client.measure.macs import macs
+from edge_client.measure.meters import Choice
 
 FORMAT = 1
 REST = 1.0  # seconds of rest on each side of a block whose energy is measured
@@ -216,39 +217,36 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     return [*said, *(f"no joules: {fault}" for fault in sorted(faults))]
 
 
+def header(
+    model: str, command: str, variants: Sequence[Variant], failed: Mapping[str, str], settings: Settings
+) -> dict[str, Any]:
+    """What a report says of the run, whatever machine it measures."""
+    return {
+        "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "variants": of_files(variants),
+        "not_made": dict(failed),
+    }  # fmt: skip
+
+
 def report(
-    model: str,
-    command: str,
+    head: Mapping[str, Any],
     variants: Sequence[Variant],
-    failed: Mapping[str, str],
     x: NDArray[Any],
     settings: Settings,
-    meter: Meter | None,
-    meter_lines: Sequence[str],
+    chosen: Choice,
     trains: Training | None,
     say: Say,
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Measure all of it; `before` is the machine's state before anything was done on it."""
     about = {
-        "format": FORMAT,
-        "model": model,
-        "command": command,
-        "commit": machine.commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "settings": asdict(settings),
-        "input": {"shape": list(x.shape), "dtype": x.dtype.name},
-        "machine": machine.description(),
-        "engines": engines.found(),
-        "meter": list(meter_lines),
-        "before": dict(before),
-        "variants": of_files(variants),
-        "not_made": dict(failed),
-    }
+        **head, "input": {"shape": list(x.shape), "dtype": x.dtype.name}, "machine": machine.description(),
+        "engines": engines.found(), "meter": chosen.brief, "before": dict(before),
+    }  # fmt: skip
     rows = inference(variants, x, settings, say)
     trained = None if trains is None else training(trains, settings, say)
     measured = rows if trained is None else [*rows, trained["step"], trained["round"]]
-    add_energy(measured, _works(variants, x, settings, trains, say), meter, REST)
+    add_energy(measured, _works(variants, x, settings, trains, say), chosen.meter, REST)
     about |= {"rows": rows, "training": trained}
     about["after"] = machine.state()
     return about | {"warnings": warnings(about)}

@@ -54,9 +54,10 @@ LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 class PersonalReport:
     """What compaction did. Parameters count weights and biases, not batch-norm statistics.
 
-    `parameters_live` counts the dense model's parameters that are not zero. `layers` gives for each weight how many
-    outputs its layer had and how many it has left. `stopped` has a line for each operator that reads channels although
-    they are dead.
+    `parameters_live` counts the dense model's parameters that are not zero. `parameters_compact` counts all floats of
+    the file, maps of what pruned channels emit and constants of the graph (a causal mask) among them. `layers` gives
+    for each weight how many outputs its layer had and how many it has left. `stopped` has a line for each operator that
+    reads channels although they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
     probes, divided by the scale.
     """

@@ -169,12 +169,6 @@ def lost(times: F64, period: float) -> int:
     return int(np.sum(np.where(gaps > LATE, np.rint(gaps) - 1, 0)))
 
 
-def unwrapped(counts: F64, span: float) -> F64:
-    """A counter that starts again after `span`, as one that only rises from 0. It wraps at most once an interval."""
-    steps = np.diff(counts)
-    return np.concatenate([[0.0], np.cumsum(np.where(steps < 0, steps + span, steps))])
-
-
 @dataclass(frozen=True)
 class Alignment:
     """A device's clock on this machine's: ``host = origin + rate * (device - first)``, to `error` seconds."""

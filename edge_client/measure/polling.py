@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from edge_client.errors import MeterError
-from edge_client.measure.energy import EXACT, Accuracy, Trace, lost, unwrapped
+from edge_client.measure.energy import EXACT, Accuracy, Trace, lost
 
 DITHER = 0.24  # of a period: an interval then has less than `energy.LATE` periods
 Now = Callable[[], float]
@@ -57,7 +57,7 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
 
 @dataclass
 class Polled:
-    """A meter behind `read`, which gives watts, or joules of a counter that wraps after `span`.
+    """A meter behind `read`, which gives watts, or joules of a counter that only rises.
 
     `clipped`, if given, tells how many readings so far were at the end of the range. `at_start` prepares the device and
     `at_end` leaves it as it was; both may raise OSError.
@@ -69,7 +69,6 @@ class Polled:
     unit: Literal["W", "J"]
     period: float
     accuracy: Accuracy = EXACT
-    span: float = np.inf
     clipped: Callable[[], int] = lambda: 0
     at_start: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None
@@ -117,7 +116,5 @@ class Polled:
             why = f": {found.fault}" if found.fault else ""
             raise MeterError(f"meter {self.name} gave no reading{why}; check its wiring and permissions")
         times, values = np.array(found.times), np.array(found.values)
-        if self.unit == "J":
-            values = unwrapped(values, self.span)
         missing = max(lost(times, self.period), found.failed)
         return Trace(times, values, self.unit, self.period, self.accuracy, missing, self.clipped() - self._clipped)

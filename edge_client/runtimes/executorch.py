@@ -1,8 +1,14 @@
-"""ExecuTorch: a `.pte` file as a call from arrays to arrays. Its Python side takes torch tensors: extra `author`."""
+"""ExecuTorch: a `.pte` file as a call from arrays to arrays.
+
+Its Python side imports torch and takes torch's tensors, so this module needs the extra `author`; it is imported only
+where a program is run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +52,10 @@ class Pte:
     @staticmethod
     def use_threads(threads: int) -> None:
         """Give the process's pool so many threads."""
-        if portable_lib._threadpool_get_thread_count() != threads:
-            portable_lib._unsafe_reset_threadpool(threads)
-            Pte._pool += 1
+        with _silent():
+            if portable_lib._threadpool_get_thread_count() != threads:
+                portable_lib._unsafe_reset_threadpool(threads)
+                Pte._pool += 1
 
     def __call__(self, *inputs: NDArray[Any]) -> list[NDArray[Any]]:
         """The outputs, by position. Raises RuntimeError for inputs that it does not take."""
@@ -82,6 +89,19 @@ def open_pte(
         name = what or (str(program) if isinstance(program, Path) else "the program")
         text = f"ExecuTorch cannot open {name}: {error}"
         raise refused(f"{text}; {advice}" if advice else text) from None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the lines on the processor that ExecuTorch's C++ part writes to standard error."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def tensors(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edge_bench.compaction import sections
 from edge_bench.compaction.suite import EXACT, NEAR, Result, summary
 from edge_bench.compaction.zoo import FAMILIES
 
@@ -117,6 +118,7 @@ def page(folder: Path = RESULTS) -> str:
         parts += ["| network | mask | kept | multiply-adds | bound | narrowest | auto | ms |", "| --- " * 8 + "|"]
         parts += _speeds(timed)
     parts += _beside(folder / "peers.json")
+    parts += sections.trained(folder) + sections.engines(folder)
     return "\n".join(parts) + "\n"
 
 

@@ -81,7 +81,9 @@ def gelu(node: Node, x: Value) -> Tensor:
     if text(node.get("approximate", "none")) == "none":
         return functional.gelu(x)
     # Written out: XNNPACK computes the exact function whatever the operator asks for.
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
+    made: Tensor = 0.5 * x * (1.0 + torch.tanh(inner))
+    return made
 
 
 def prelu(_: Node, x: Value, slope: Value) -> Tensor:
