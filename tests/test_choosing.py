@@ -67,6 +67,16 @@ def test_the_demo_s_table_has_the_committed_figures() -> None:
     assert cells == [list(row) for row in zip(*columns, strict=True)]
 
 
+def test_the_tuned_methods_have_the_committed_figures() -> None:
+    page = (ROOT / "docs" / "tune.md").read_text()
+    run = json.loads((ROOT / "benchmarks" / "results" / "tune" / "residual_digits.json").read_text())["methods"]
+    for name, label in {"FedMask": "fedmask", "Lattice": "lattice", "FedAvg": "fedavg"}.items():
+        first, best = run[label]["trials"][0], run[label]["best"]
+        row = f"| {name} | {100 * first['score']:.1f} | {100 * best['score']:.1f} | {best['bytes'] / 1000:,.0f} |"
+        assert row in page, row
+    assert f"1/{run['fedavg']['best']['bytes'] / run['lattice']['best']['bytes']:.0f} of its bytes" in page
+
+
 def test_every_link_of_the_page_is_a_method_s_page() -> None:
     for target in re.findall(r"\((methods/\w+\.md)", PAGE):
         assert (ROOT / "docs" / target).is_file()
