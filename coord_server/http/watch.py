@@ -77,7 +77,7 @@ async def events(live: LiveFederation, seen: int | None, allowed: Callable[[], b
     yield f"retry: {RETRY}\n\n"
     while not feed.closed and allowed():
         happened = None if place is None else feed.since(place)
-        if happened is None:
+        if place is None or happened is None:
             place, fault = feed.end, live.summary().fault
             yield _event(Snapshot(federation=live.summary()), feed.version)
             continue
