@@ -60,13 +60,19 @@ def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> 
         str(PEM),
         "--log-level",
         "error",
+        "--allow-origin",
+        "https://a.example",
+        "--allow-origin",
+        "https://b.example",
+        "--open-metrics",
         "--port",
         "0",
         "--host",
         "127.0.0.1",
     )
     assert seen["store"] == (tmp_path / "d", url, True)
-    coordinator, places, _, where, certificate, key = seen["run"]
+    coordinator, places, _, where, certificate, key, application = seen["run"]
+    assert application == {"allow_origins": ["https://a.example", "https://b.example"], "open_metrics": True}
     assert (coordinator._max_parameters, places.most) == (5, 7)
     assert (where, certificate, key) == (tmp_path / "d" / "operator-token", PEM, PEM)
     assert seen["level"] == "ERROR"
