@@ -57,8 +57,14 @@ async def watch_federation(
     since) begins with a `snapshot`; what happened before is in the rounds' records. A reader that does not keep up gets
     a snapshot too, one that takes nothing for 20 s is cut off.
     """
-    call: Call = request.scope[CALL]
     live = await served.find(federation)
+    shown = request.headers.get("authorization", "").partition(" ")[2]
+    return await follow(request, live, last_event_id, lambda: served.role(shown) is not None)
+
+
+async def follow(request: Request, live: LiveFederation, last_event_id: str, allowed: Callable[[], bool]) -> Response:
+    """The stream of a federation for as long as its reader is `allowed`. Raises Refusal, StateError."""
+    call: Call = request.scope[CALL]
     seen = int(last_event_id) if last_event_id.isascii() and last_event_id.isdecimal() else None
     if seen is not None and seen > live.feed.version:
         await live.refresh()  # it comes from another coordinator, which is ahead
@@ -66,8 +72,7 @@ async def watch_federation(
     most = min(STREAMS, max(call.places.most // 4, 1))
     if len(streams) >= most:
         raise Refusal("too-many", f"{most} streams of events are open at this coordinator; close one")
-    shown = request.headers.get("authorization", "").partition(" ")[2]
-    return Stream(events(live, seen, lambda: served.role(shown) is not None), streams, call.connection)
+    return Stream(events(live, seen, allowed), streams, call.connection)
 
 
 async def events(live: LiveFederation, seen: int | None, allowed: Callable[[], bool]) -> AsyncIterator[str]:
@@ -76,8 +81,7 @@ async def events(live: LiveFederation, seen: int | None, allowed: Callable[[], b
     place, fault = feed.place(seen), live.summary().fault
     yield f"retry: {RETRY}\n\n"
     while not feed.closed and allowed():
-        happened = None if place is None else feed.since(place)
-        if place is None or happened is None:
+        if place is None or (happened := feed.since(place)) is None:
             place, fault = feed.end, live.summary().fault
             yield _event(Snapshot(federation=live.summary()), feed.version)
             continue
