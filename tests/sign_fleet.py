@@ -129,7 +129,8 @@ class Fleet:
                 self.records[d] = record if kind is None else aggregation.unpack(kind, aggregation.pack(record))
 
     def personal(self, device: str) -> Personal:
-        return local.personal(self.method, self.task(device), self.kept.get(device, {}), self.down(device))
+        kept, task = self.kept.get(device, {}), self.task(device)
+        return local.personal(self.method, task, kept, self.down(device), "global").personal
 
     def fold(self, votes: dict[str, tuple[list[int], float]]) -> None:
         """Close a round with these signs (-1 or +1) and samples by device."""

@@ -192,7 +192,7 @@ def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> No
 
 def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        for path in ("/", "/v1/nothing", "/v1/federations/none"):
+        for path in ("/v1", "/v1/nothing", "/v1/federations/none"):
             refused(await fleet.operator("GET", path), "not-found")
         refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
         refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
