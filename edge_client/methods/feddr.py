@@ -13,8 +13,8 @@ where the devices' own optima differ.
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
-- The larger eta, the less a device's own variable y can hold it back: with some epochs and momentum a round diverges at
-  the 1000 of the public code (MNIST, HAR). At 1 it did not on any task tried.
+- Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it
+  beyond, which the reflection doubles. eta is 1; the larger, the less y can hold x back (1000 in that code).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class FedDR(FedAvg):
 
     name: ClassVar[str] = "feddr"
     kept_type: ClassVar[type[Kept] | None] = Kept
+    usual_lr: ClassVar[float] = 0.05
 
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     feedback: Literal[False] = False
     """The reflection is no change that a residual could be added to."""
     eta: Annotated[float, Field(gt=0, le=1e9)] = 1.0
