@@ -171,8 +171,31 @@ def test_a_sum_that_a_convolution_reads_is_filled_up_with_zeros_and_needs_no_gat
         np.testing.assert_allclose(outputs(aligned(found, wanted, None).model), outputs(whole), atol=1e-5, rtol=1e-4)
 
 
-def test_the_rule_rounds_what_a_depthwise_layer_reads_and_leaves_narrow_layers_as_they_are() -> None:
-    assert widths(aligned(analysed(model(), PROBE), "rule", None).model) == [(4, 3), (4, 1), (7, 4), (10, 4)]
+DEPTHWISE = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,3,6,6] x, float[40,3,1,1] a, float[40,1,3,3] d, float[8,40,1,1] b, float[4,8] h) => (float[n,4] y) {
+  u = Conv(x, a)
+  v = Relu(u)
+  w = Conv<group=40, pads=[1,1,1,1]>(v, d)
+  z = Conv(w, b)
+  k = GlobalAveragePool(z)
+  f = Flatten(k)
+  y = Gemm<transB=1>(f, h)
+}
+"""
+
+
+@pytest.mark.parametrize(("live", "width"), [(3, 16), (17, 32), (33, 36), (38, 40)])
+def test_the_rule_fills_the_blocks_of_a_depthwise_layer_as_far_as_there_are_channels(live: int, width: int) -> None:
+    whole = model(DEPTHWISE, {"a": [*range(live)]})
+    made = aligned(analysed(whole, PROBE), "rule", None).model
+    assert widths(made) == [(width, 3), (width, 1), (8, width)]
+    np.testing.assert_allclose(outputs(made), outputs(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_the_rule_leaves_layers_as_they_are_that_read_less_than_a_block() -> None:
+    whole = model(SUM, {"a": [1, 2, 5], "b": [2, 3, 7, 9]})
+    assert widths(aligned(analysed(whole, PROBE), "rule", None).model) == [(3, 3), (6, 3), (8, 6)]
 
 
 def test_a_table_measures_each_layer_once_and_keeps_it_in_its_file(tmp_path: Path) -> None:

@@ -199,7 +199,10 @@ def ruled(found: Study) -> Smaller:
     """The smaller graph with the widths that ONNX Runtime's convolutions need, from shapes alone."""
 
     def multiple(stream: Stream, count: int) -> int:
-        return RULE if stream.depthwise or (stream.convolved and count > FASTEST.block) else 1
+        block = FASTEST.block
+        if stream.depthwise:
+            return block if -(-count // block) * block <= stream.size else RULE
+        return RULE if stream.convolved and count > block else 1
 
     return _wide(found, multiple, False, FASTEST) or cut(found, FASTEST)
 

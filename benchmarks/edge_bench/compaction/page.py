@@ -62,7 +62,7 @@ same for all outputs within a block. `--align` says how wide the layers are:
 
 | `--align` | widths |
 | --- | --- |
-| `rule` | multiples of 4 where a convolution reads more than 16 channels or a depthwise one any; the default |
+| `rule` | multiples of 16 at depthwise convolutions, of 4 where others read more than 16 channels; the default |
 | `none` | what the mask leaves |
 | `N` | multiples of `N` where a layer reads them, as far as there are channels |
 | `auto` | what runs fastest on this device |
