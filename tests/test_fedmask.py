@@ -97,7 +97,8 @@ class Fleet:
                 self.records[d] = aggregation.unpack(Record, aggregation.pack(record))
 
     def personal(self, device: str) -> Any:
-        return local.personal(self.method, self.task(device), self.kept.get(device, {}), decode(self.down(device)))
+        kept, task = self.kept.get(device, {}), self.task(device)
+        return local.personal(self.method, task, kept, decode(self.down(device)), "global").personal
 
 
 # --- which parameter is whose

@@ -45,7 +45,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
             "out": None, "personalise": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto",
-            "align": "auto"}  # fmt: skip
+            "align": "rule"}  # fmt: skip
 
 
 # --- from the command line to the client
