@@ -99,7 +99,7 @@ class Exports:
         elif id_ == self._running:
             state, detail = "running", _line(folder / SAID) or "the worker starts"
         elif id_ in self._tasks:
-            state, detail = "waiting", "other files are made first"
+            state, detail = "waiting", "the worker starts" if self._running is None else "other files are made first"
         return Export(
             id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
         )
