@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -27,7 +27,7 @@ from edge_client.backends import check_parts, installed
 from edge_client.bundle import Manifest, parse_manifest
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, ConfigError, MaskfleetError, StateError, first_fault
-from edge_client.methods import make_method
+from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import (
     BundleReceipt,
     BundleSummary,
@@ -336,6 +336,7 @@ class Coordinator:
                 f"/v1/bundles/{config.bundle}/parts/ first",
             )
         if config.start_from is not None:
+            await asyncio.to_thread(self._begin, config)  # settings that are refused leave no bundle
             config = config.model_copy(update={"bundle": await self._warm(config.bundle, config.start_from.federation)})
         found = await asyncio.to_thread(self._add, config)
         if found == "taken":
@@ -353,8 +354,8 @@ class Coordinator:
         except (BundleError, ConfigError) as error:
             raise Refusal("bad-config", f"start_from federation {source!r}: {error}") from None
 
-    def _add(self, config: FederationConfig) -> Literal["added", "taken", "no-bundle"]:
-        """Check a new federation and store it. Blocks. Raises Refusal, StateError."""
+    def _begin(self, config: FederationConfig) -> tuple[Method, Any]:
+        """The method of a new federation and its state before round 1. Blocks. Raises Refusal, StateError."""
         try:
             method = make_method(config.method)
             if config.backend is not None:
@@ -364,9 +365,13 @@ class Coordinator:
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))
             model = load_model(self.store, config.bundle)
-            start = method.start(Course(model, config.seed, config.rounds, config.cohort))
+            return method, method.start(Course(model, config.seed, config.rounds, config.cohort))
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
+
+    def _add(self, config: FederationConfig) -> Literal["added", "taken", "no-bundle"]:
+        """Check a new federation and store it. Blocks. Raises Refusal, StateError."""
+        method, start = self._begin(config)
         try:
             # Every setting is written down, so that a device of another version does not fill in its own defaults.
             settings = {"name": config.method["name"], **method.model_dump(mode="json")}

@@ -99,7 +99,7 @@ class Exports:
         elif id_ == self._running:
             state, detail = "running", _line(folder / SAID) or "the worker starts"
         elif id_ in self._tasks:
-            state, detail = "waiting", "other files are made first"
+            state, detail = "waiting", "the worker starts" if self._running is None else "other files are made first"
         return Export(
             id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
         )
@@ -118,6 +118,15 @@ class Exports:
             return (self._folder / id_ / MODEL).read_bytes()
         except FileNotFoundError:
             raise Refusal("not-found", f"export {id_} is not ready; GET .../exports/{id_} says how far it is") from None
+
+    async def tidy(self) -> None:
+        """Drop the files of federations that were deleted. Raises StateError."""
+        for id_ in await asyncio.to_thread(self._orphans):
+            task = self._tasks.pop(id_, None)
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            await asyncio.to_thread(shutil.rmtree, self._folder / id_, ignore_errors=True)
 
     async def close(self) -> None:
         """End the worker; what it made so far is made again."""
@@ -200,6 +209,15 @@ class Exports:
                 if store.metadata.values(id_)[0] == closed:
                     return closed, state, record
         raise Refusal("too-many", f"rounds of {id_} close faster than its state can be read; ask again, or pause it")
+
+    def _orphans(self) -> list[str]:
+        """The files of federations that are not in the database. Blocks. Raises StateError."""
+        there, found = self._store.metadata.known(), list[str]()
+        for path in self._folder.glob(f"*/{ORDER}"):
+            with contextlib.suppress(OSError, ValueError):
+                if Order.model_validate_json(path.read_text("utf-8")).config.name not in there:
+                    found.append(path.parent.name)
+        return found
 
     def _sweep(self, fresh: str) -> None:
         """Keep the newest files."""

@@ -2,7 +2,8 @@
 
 Every module logs through ``logging.getLogger("maskfleet")``; fields go into `extra` and become keys of the JSON.
 Records of what strangers can cause as often as they like name their kind as ``extra={"limited": KIND}``: of each kind
-at most `MOST` are written a minute, and the next one says how many were left out.
+at most `MOST` are written a minute, and the next one says how many were left out. The HTTP server's tracebacks are one
+such kind.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Limit(logging.Filter):
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = getattr(record, "limited", None)
+        fault = f"fault of {record.name}" if record.name == "uvicorn.error" and record.exc_info else None
+        kind = getattr(record, "limited", fault)
         if not isinstance(kind, str):
             return True
         now = self._clock()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,26 @@ def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> N
 def test_a_cursor_that_is_not_of_the_list_is_refused(tmp_path: Path, query: str) -> None:
     async def script(fleet: Fleet) -> None:
         refused(await fleet.operator("GET", f"/v1/federations?{query}"), "bad-message")
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (f"{FED}/rounds", "[9223372036854775807]"),
+        (f"{FED}/rounds", f"[1{'0' * 100}]"),
+        (f"{FED}/devices", '["\\ud800"]'),
+        (f"{FED}/tokens", '["\\u0000"]'),
+        ("/v1/bundles", '[NaN,"a"]'),
+        ("/v1/viewers", '["\\ud800"]'),
+    ],
+)
+def test_a_cursor_that_no_database_takes_is_refused(tmp_path: Path, path: str, place: str) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        cursor = urlsafe_b64encode(place.encode()).decode()
+        refused(await fleet.operator("GET", f"{path}?cursor={cursor}"), "bad-message")
 
     play(tmp_path, script)
 

@@ -240,6 +240,7 @@ def test_a_form_of_another_site_changes_nothing(tmp_path: Path) -> None:
         (FORM, "0" * 64),
         ({**HTML, "Origin": "http://evil.example"}, None),
         ({**HTML, "Origin": "null"}, None),
+        ({**HTML, "Origin": "http://["}, None),
         (HTML, None),
         ({**FORM, "Sec-Fetch-Site": "cross-site"}, None),
         ({**FORM, "Sec-Fetch-Site": "same-site"}, None),

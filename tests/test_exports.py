@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,27 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
         while ours._tasks:  # it clears up after itself
             await asyncio.sleep(0.01)
         assert {p.name for p in (tmp_path / "exports" / made["id"]).iterdir()} == {"order.json", "model", "said"}
+
+    with_digits(tmp_path, script)
+
+
+def test_the_files_of_a_deleted_federation_are_gone_and_a_worker_on_one_of_them_ends(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        made = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        assert made["state"] == "ready"
+        folder, kept = tmp_path / "exports", tmp_path / "kept"
+        shutil.copytree(folder / made["id"], kept)
+        await fleet.operator("POST", PATH, json={"kind": "onnx", "device": "a"})
+        await fleet.operator("POST", "/v1/federations/fed/stop")
+        await ours.tidy()  # of a federation that is there nothing goes
+        assert (folder / made["id"] / "model").is_file()
+        assert (await fleet.operator("DELETE", "/v1/federations/fed")).status_code == 204
+        assert not list(folder.iterdir())
+        assert not ours._tasks
+        shutil.copytree(kept, folder / made["id"])  # as if killed before
+        await ours.tidy()
+        assert not list(folder.iterdir())
 
     with_digits(tmp_path, script)
 

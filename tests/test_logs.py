@@ -60,6 +60,17 @@ def test_json_has_the_fields_and_stays_one_line() -> None:
     assert "ValueError: broken" in failed["exception"]
 
 
+def test_requests_on_which_the_coordinator_fails_flood_no_log() -> None:
+    def write() -> None:
+        for _ in range(100):
+            try:
+                raise ValueError("broken")
+            except ValueError:
+                logging.getLogger("uvicorn.error").exception("Exception in ASGI application")
+
+    assert len(lines("json", write)) == logs.MOST
+
+
 def test_a_flood_is_counted_and_other_records_still_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(logs, "Limit", lambda make=logs.Limit: make(lambda: now[0]))

@@ -77,6 +77,20 @@ def test_only_so_many_federations_have_figures_of_their_own(tmp_path: Path, monk
     play(tmp_path, script)
 
 
+def test_a_request_on_which_the_coordinator_fails_counts_as_500(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(Coordinator, "summaries", lambda _: 1 / 0)
+            refused(await fleet.operator("GET", "/v1/federations"), "internal-error")
+        found = await figures(fleet)
+        assert found["maskfleet_requests_total", ("GET", "/v1/federations", "500")] == 1
+        assert ("maskfleet_requests_total", ("GET", "/v1/federations", "0")) not in found
+
+    play(tmp_path, script)
+
+
 def called(folder: Path, method: str, path: str, headers: dict[str, str], **more: Any) -> httpx.Response:
     """The answer of an application that was made with these arguments."""
 

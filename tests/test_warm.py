@@ -114,6 +114,16 @@ def test_values_that_are_not_the_bundles_are_refused(tmp_path: Path, body: bytes
     play(tmp_path, script)
 
 
+def test_settings_that_are_refused_leave_no_bundle_of_a_warm_start(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        config = settings(name="next", start_from={"federation": "fed"}, method={"name": "fedavg", "epochs": 0})
+        refused(await fleet.operator("POST", "/v1/federations", json=config), "bad-config")
+        assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
+
+    play(tmp_path, script)
+
+
 def test_a_federation_goes_on_from_another_ones_global_model_and_its_devices_fetch_it(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")

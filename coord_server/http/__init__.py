@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -26,6 +26,7 @@ from coord_server.http import (
     tracing,
     watch,
 )
+from edge_client.errors import StateError
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
 digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
@@ -48,6 +49,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await coordinator.start()
+        with suppress(StateError):  # the next deletion tries again
+            await app.state.exports.tidy()  # a kill may have come between a deletion and this
         try:
             yield
         finally:

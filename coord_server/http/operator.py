@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from coord_server import events
 from coord_server.http.access import FederationId, Operated, RoundNumber, Served, Viewed
@@ -98,13 +98,14 @@ async def change_federation(served: Operated, federation: FederationId, change: 
 
 
 @router.delete("/federations/{federation}", status_code=204, responses=documented("wrong-phase"))
-async def delete_federation(served: Operated, federation: FederationId) -> None:
-    """Delete it with its devices, tokens, rounds, state and blobs; its name is free again.
+async def delete_federation(request: Request, served: Operated, federation: FederationId) -> None:
+    """Delete it with its devices, tokens, rounds, state, blobs and exports; its name is free again.
 
     A federation that runs or is paused is refused: stop it first. Devices of a finished one that have not fetched their
     last downlink get none.
     """
     await served.delete(federation)
+    await request.app.state.exports.tidy()
 
 
 @router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))

@@ -140,6 +140,9 @@ class Counted:
 
         try:
             await self._app(scope, receive, noted)
+        except Exception:
+            status = status or 500  # answered further out
+            raise
         finally:
             if scope["type"] == "http":
                 route = getattr(scope.get("route"), "path", "other")
