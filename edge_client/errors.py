@@ -138,11 +138,13 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()) -> str:
-    """What was refused first: "FIELD = value: why".
+    """What was refused first: "FIELD = value: why"; rather than a missing field an unknown one, its misspelling.
 
     `whole` is said when it is no single field; of the outermost fields' `names` one is suggested for an unknown one.
     """
-    first = error.errors()[0]
+    faults = error.errors()
+    unknown = [e for e in faults if e["type"] == "extra_forbidden"] if faults[0]["type"] == "missing" else []
+    first = (unknown or faults)[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
     value = "" if first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
     why = first["msg"]

@@ -143,6 +143,7 @@ def test_files_are_opened_only_for_the_samples_in_use(tmp_path: Path) -> None:
         ([], r"holds no images; they end in \.bmp"),
         (["x.png"], r"x\.png is not like that"),
         (["a/x.png", "d/a/x.png"], r"; a/x\.png is not like that"),
+        (["a/x.png", "a/y.png", "stray.png"], r"; stray\.png is not like that"),
         (["a/b/c/x.png"], "CLASS/image, or all as DEVICE/CLASS/image"),
     ],
 )

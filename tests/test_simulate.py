@@ -197,6 +197,12 @@ def test_a_wrong_setting_is_named_with_its_value(changes: dict[str, Any], words:
         config(**changes)
 
 
+def test_a_misspelt_setting_is_named_and_not_the_one_that_is_missing_for_it() -> None:
+    settings: dict[str, Any] = {"bundle": "digits", "runds": 9, "cohort": 3, "methods": {"fedavg": {}}}
+    with pytest.raises(ConfigError, match=r"runds = 9: there is no such setting; did you mean 'rounds'\?"):
+        read_config({**settings, "data": {"name": "digits"}})
+
+
 def test_an_unknown_method_backend_or_bundle_is_refused(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
     for changes in ({"methods": {"alchemy": {}}}, {"backend": "abacus"}):
         with pytest.raises(ConfigError, match=r"alchemy|abacus"):
@@ -211,7 +217,12 @@ def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Pat
     file = tmp_path / "run.toml"
     file.write_text('bundle = "nowhere"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\n[methods.fedmask]\n')
     with pytest.raises(ConfigError, match="there is no method 'alchemy'"):
-        cli.simulate(file, method="fedmask,alchemy")
+        cli.simulate(file, method="fedmask, alchemy")
+    with pytest.raises(ConfigError, match=r"no method 'lattise'; choose one of .*did you mean 'lattice'"):
+        cli.simulate(file, method="lattise")
+    for twice_or_none in (" , ", "fedavg,fedavg"):
+        with pytest.raises(ConfigError, match=r"--method .*name each method once"):
+            cli.simulate(file, method=twice_or_none)
     with pytest.raises(ConfigError, match=r"name a TOML file, e\.g\. benchmarks/configs/"):
         cli.simulate(method="fedmask")
 

@@ -177,7 +177,7 @@ def test_the_best_trial_is_within_the_bytes_and_of_equal_ones_the_cheapest() -> 
         best([Trial(0, {}, "failed", None, None, 1, "diverged")])
 
 
-def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path) -> None:
+def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
@@ -190,6 +190,11 @@ def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path) ->
         tune(file, trials=1, out=out)
         assert open_simulation(out)[0].data.path == tmp_path / "in" / "mine.npz"
     assert tomllib.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
+    monkeypatch.chdir(tmp_path / "in")
+    tune(Path("run.toml"), trials=1, out=Path("../out/from-beside.toml"))
+    assert open_simulation(tmp_path / "out" / "from-beside.toml")[0].data.path == tmp_path / "in" / "mine.npz"
+    with pytest.raises(ConfigError, match=r"no folder .*nowhere for --out"):
+        tune(Path("run.toml"), trials=1, out=Path("nowhere/best.toml"))
 
 
 SIZES = {"200": 200, "200kB": 2e5, "1.5 MB": 1.5e6, "2g": None, "-1": None, "kB": None}

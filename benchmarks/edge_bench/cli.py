@@ -60,15 +60,23 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
-def check_writable(path: Path) -> None:
-    """Raise ConfigError when `write_json` could not write there."""
+def method_names(text: str, option: str) -> list[str]:
+    """The names of a comma-separated list, without spaces around them. Raises ConfigError for one twice, or none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"{option} {text!r}: name each method once, like lattice,fedavg")
+    return names
+
+
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there."""
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder} for --json {path}; make it, or name a file in another one")
+        raise ConfigError(f"there is no folder {folder} for {option} {path}; make it, or name a file in another one")
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder; name a file in it")
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: permission denied; name another file")
+        raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -106,10 +114,10 @@ def open_simulation(
         content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):
-        content["methods"] = {label: tables.get(label, {}) for label in methods.split(",")}
+        content["methods"] = {label: tables.get(label, {}) for label in method_names(methods, "--method")}
     config = read_config(content, file.parent)
     if only is not None:
-        wanted = only.split(",")
+        wanted = method_names(only, "--only")
         unknown = sorted(set(wanted) - config.methods.keys())
         if unknown:
             raise ConfigError(f"{file} has no methods {unknown}; it has {sorted(config.methods)}")
@@ -241,9 +249,7 @@ def demo(
     ] = None,
 ) -> None:
     """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
-    names = [n for n in methods.split(",") if n]
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"--methods {methods!r}: name each method once, like fedmask,fedavg")
+    names = method_names(methods, "--methods")
     if keep_files is not None and keep_files.exists() and any(keep_files.iterdir()):
         raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
     if json_file is not None:

@@ -171,14 +171,14 @@ def load(
             else:
                 trained = np.sort(np.concatenate([share.train, share.validation]))
         if not len(trained):
-            raise DataError(f"{config.name}, {name} has no samples to train on; leave it out of the data")
+            raise DataError(f"{config.called}, {name} has no samples to train on; leave it out of the data")
         if config.validation:
             stay, gone = split(s.unit[trained], seed, "validation", config.validation, must=False)
             trained, validated = trained[stay], np.sort(np.concatenate([validated, trained[gone]]))
         sides = []
         for rows in (trained, validated, reported):
             x = _shaped(_scaled(s.samples(rows), scale), manifest.input.shape)
-            sides.append(check(manifest, x, s.y[rows], f"{config.name}, {name}"))
+            sides.append(check(manifest, x, s.y[rows], f"{config.called}, {name}"))
         devices[name] = DeviceData(*(array for side in sides for array in side))
     return devices
 

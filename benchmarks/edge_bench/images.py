@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,18 +100,19 @@ def read_folder(path: Path, wanted: Form) -> Samples:
         raise DataError(f"there is no folder {path}; `images` reads a folder with one folder of images for each class")
     files = sorted(f.relative_to(path) for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
     files = [f for f in files if not any(part.startswith(".") for part in f.parts)]
-    depths = {len(f.parts) for f in files}
+    depths = Counter(len(f.parts) for f in files)
     if not files:
         raise DataError(f"{path} holds no images; they end in {', '.join(sorted(SUFFIXES))}")
-    if len(depths) > 1 or not depths <= {2, 3}:
-        odd = next(f for f in files if len(f.parts) != 3 or len(depths) == 1)
+    if len(depths) > 1 or not depths.keys() <= {2, 3}:
+        usual = max((n, depth) for depth, n in depths.items() if depth in (2, 3))[1] if depths.keys() & {2, 3} else 2
+        odd = next(f for f in files if len(f.parts) != usual)
         raise DataError(f"{path}: give all images as CLASS/image, or all as DEVICE/CLASS/image; {odd} is not like that")
     classes, y = np.unique([f.parts[-2] for f in files], return_inverse=True)
     with opened(path / files[0]) as first:
         complete = wanted.of(first)
     names: tuple[str, ...] = ()
     owner = None
-    if depths == {3}:
+    if 3 in depths:
         found, owner = np.unique([f.parts[0] for f in files], return_inverse=True)
         names = tuple(found.tolist())
 

@@ -48,16 +48,16 @@ class Process:
 
 
 def _end(processes: list[Process]) -> None:
-    """Terminate every process, and kill those that still run after `GRACE`."""
+    """Terminate every process with its own children, and kill those that still run after `GRACE`."""
     for p in processes:
         if p.popen.poll() is None:
-            p.popen.terminate()
+            os.killpg(p.popen.pid, signal.SIGTERM)  # each leads a session; a device checks graphs in a child
     deadline = time.monotonic() + GRACE
     for p in processes:
         try:
             p.popen.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            p.popen.kill()
+            os.killpg(p.popen.pid, signal.SIGKILL)
             p.popen.wait()
 
 

@@ -25,7 +25,7 @@ from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
-from edge_bench.cli import check_writable, plain_console, read_toml, write_json
+from edge_bench.cli import check_writable, method_names, plain_console, read_toml, write_json
 from edge_bench.curves import amount
 from edge_bench.progress import Steps
 from edge_bench.simulate import RoundRow, SimulationConfig, prepare, read_config, run_all
@@ -206,7 +206,7 @@ def open_plan(
     content = read_toml(file)
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, Mapping):
-        content["methods"] = {label: tables.get(label, {}) for label in methods.split(",")}
+        content["methods"] = {label: tables.get(label, {}) for label in method_names(methods, "--method")}
     data = content.get("data", {})
     if not isinstance(data, Mapping):
         raise ConfigError(f"{file} has no table [data]")
@@ -233,7 +233,9 @@ def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial
     table: dict[str, Any] = {**content, "methods": tables}
     if out.resolve().parent != file.resolve().parent:
         moved = plan.config.data.model_dump(mode="json", include=set(content["data"]))
-        places = {k: str(Path(v).resolve()) for k, v in moved.items() if v != content["data"][k] and k != "evaluate"}
+        places = {
+            k: str(Path(moved[k]).resolve()) for k in moved if k == "path" or (k == "factory" and ".py:" in moved[k])
+        }
         table["data"] = {**content["data"], **places}
         if content["bundle"] not in (*packaged(), *NAMES):
             table["bundle"] = str(Path(plan.config.bundle).resolve())
@@ -275,9 +277,9 @@ def tune(
         out = config.with_suffix(".tuned.toml")
     if out.resolve() == config.resolve():
         raise ConfigError(f"--out {out} would overwrite the file that is tuned; name another one")
-    for path in (out, json_file):
-        if path is not None:
-            check_writable(path)
+    check_writable(out, "--out")
+    if json_file is not None:
+        check_writable(json_file)
     bound = read_size(most_bytes)
     origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
     plan, content = open_plan(config, method, trials, seed, bound)

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import Model, digest
-from edge_client.errors import ConfigError, first_fault
+from edge_client.errors import ConfigError, first_fault, suggestion
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
@@ -217,7 +217,9 @@ def make_method(config: dict[str, Any]) -> Method:
     name = settings.pop("name", None)
     found = {e.name: e for e in entry_points(group="maskfleet.methods")}
     if not isinstance(name, str) or name not in found:
-        raise ConfigError(f"there is no method {name!r}; choose one of {sorted(found)}")
+        raise ConfigError(
+            f"there is no method {name!r}; choose one of {', '.join(sorted(found))}{suggestion(str(name), found)}"
+        )
     try:
         make: type[Method] = found[name].load()
     except Exception as error:  # code of another package may fail in any way

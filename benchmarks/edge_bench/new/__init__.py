@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,11 @@ def new(
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
     typer.echo(f"wrote {', '.join(files)} to {folder}")
-    for line in advice(folder) if method is None else [f"next: cd {folder} && pip install -e '.[test]' && pytest"]:
+    for line in (
+        advice(folder)
+        if method is None
+        else [f"next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest"]
+    ):
         typer.echo(line)
 
 
@@ -76,10 +81,10 @@ def advice(folder: Path) -> list[str]:
     lacks = [name for name in ("torch", "onnxscript") if find_spec(name) is None]
     data = [] if find_spec("sklearn") else ["data.py reads scikit-learn's digits; run: pip install 'maskfleet[bench]'"]
     if not lacks:
-        return [*data, f"next: cd {folder} && maskfleet simulate simulate.toml"]
+        return [*data, f"next: cd {shlex.quote(str(folder))} && maskfleet simulate simulate.toml"]
     return [
         *data,
-        f"next: cd {folder} && maskfleet simulate simulate.toml --bundle digits",
+        f"next: cd {shlex.quote(str(folder))} && maskfleet simulate simulate.toml --bundle digits",
         f"model.py needs {' and '.join(lacks)}, which devices do not; run: pip install 'maskfleet[author]', then leave "
         "out --bundle",
     ]
