@@ -32,7 +32,7 @@ LEAST = 1e-2
 LEAST_GRADIENT = 0.05
 """The same for gradients, in units of the step's largest: of a bias before a batch-norm only rounding is left.
 
-So an entry may be 42 float32 roundings of the largest away; 1.4 were seen, on max-pools of 33 samples.
+So an entry may be 42 float32 roundings of the largest away; 4 were seen.
 """
 
 
