@@ -103,6 +103,25 @@ def test_a_program_that_computes_something_else_is_not_written(
     assert (folder / MANIFEST).read_bytes() == before
 
 
+def test_the_proof_sees_a_small_gradient_a_thousandth_off_and_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = exported("max-pool cnn").bundle
+    inputs, outputs = parts.train_names(small.manifest)
+    session, factors = open_onnx(small.part("train.onnx")), dict.fromkeys(outputs, 1.0)
+
+    def program(*values: np.ndarray) -> list[np.ndarray]:
+        found = session.run(outputs, dict(zip(inputs, values, strict=True)))
+        return [factors[name] * value for name, value in zip(outputs, found, strict=True)]
+
+    monkeypatch.setattr("edge_client.runtimes.executorch.open_pte", lambda *_, **__: program)
+    factors["grad:4.bias"] = -1.0  # before a batch-norm
+    parts._prove(small, "train", b"", inputs, outputs, 33)
+    for name in (n for n in outputs if n != "grad:4.bias"):
+        factors[name] = 1.001
+        with pytest.raises(ModelError, match=f"train.pte gives another {name} than train.onnx for 33 samples"):
+            parts._prove(small, "train", b"", inputs, outputs, 33)
+        factors[name] = 1.0
+
+
 def test_threads_that_are_replaced_leave_the_programs_before_them_running(bundle: Bundle) -> None:
     start, (x, y) = bundle.model(), batch(bundle, 7)
     first = open_trainer("executorch", bundle, 1)

@@ -30,7 +30,10 @@ TOLERANCE = 1e-4
 LEAST = 1e-2
 """A tensor whose largest value is smaller is compared as if it were this one."""
 LEAST_GRADIENT = 0.05
-"""The same for gradients, in units of the step's largest: of a bias before a batch-norm only rounding is left."""
+"""The same for gradients, in units of the step's largest: of a bias before a batch-norm only rounding is left.
+
+So an entry may be 42 float32 roundings of the largest away; 4 were seen.
+"""
 
 
 def train_names(manifest: Manifest) -> tuple[list[str], list[str]]:
