@@ -37,7 +37,7 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pytest: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses logical --dist loadfile $(ARGS)
 
 # Not part of `make test`: it needs root and qemu-user-static, debootstrap, proot of the system's packages.
 test-arm64: $(VENV)/.demo

@@ -66,7 +66,7 @@ PROBLEMS: dict[str, Kind] = {
     "too-many": Kind(429, "10.0.0.7 has 64 requests under way; wait for their answers", retry_after=1, closes=True),
     "internal-error": Kind(500, "the coordinator failed on this request; its log says why. Try again later"),
     "storage-damaged": Kind(500, "blob har/state/52d4 is damaged; restore the coordinator's data folder"),
-    "not-installed": Kind(501, "this coordinator cannot make 'pte': executorch is not installed here"),
+    "not-installed": Kind(409, "this coordinator cannot make 'pte': executorch is not installed here"),
     "too-busy": Kind(503, "all 8192 connections are in use; try again in a few seconds", retry_after=5, closes=True),
     "not-loaded": Kind(503, "federation 'har' could not be loaded; its `fault` tells the operator why", retry_after=60),
     "storage-unreachable": Kind(503, "the database does not answer: connection refused; it is retried", retry_after=10),
