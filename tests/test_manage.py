@@ -59,7 +59,8 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("delete", "../bundles/x"), ("show", "fed?x=1"), ("remove", "fed", "../tokens/x"), ("revoke", "fed", "..")]
+    "words",
+    [("delete", "../bundles/x"), ("show", "fed?x=1"), ("remove", "fed", "../tokens/x"), ("revoke", "fed", "..")],
 )
 def test_what_is_no_name_never_becomes_an_address(words: tuple[str, ...]) -> None:
     found = CliRunner().invoke(manage.app, [*words, "--url", "http://127.0.0.1:1"], env={"TERM": "dumb"})
