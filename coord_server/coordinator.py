@@ -127,7 +127,8 @@ class Coordinator:
             config = FederationConfig.model_validate_json(text)
             live = LiveFederation(self.store, id_, config, head, self._clock)
         except Exception as error:
-            self._unloaded[id_] = head.first, self._shown(id_, text, head.state, head.ready, error)
+            shown = self._shown(id_, text, head.state, head.ready, error)
+            self._unloaded[id_] = head.first, shown.model_copy(update={"created_at": head.created_at})
             return
         self._federations[id_] = live
         live.begin()

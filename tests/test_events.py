@@ -19,7 +19,7 @@ from coord_server.engine import State
 from coord_server.events import Aggregated
 from coord_server.http import watch
 from coord_server.live.feed import KEPT, Feed, changes
-from edge_client.protocol.messages import AnyChange, Snapshot, UpdateRefused
+from edge_client.protocol.changes import AnyChange, Snapshot, UpdateRefused
 
 FED = "/v1/federations/fed"
 SAID: TypeAdapter[Any] = TypeAdapter(AnyChange | Snapshot)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from coordination import bearer, credential, served
+from test_api_manage import pages
 from typer.testing import CliRunner
 
 from coord_server.operator import cli as operator_cli
@@ -50,7 +51,8 @@ def test_a_federation_that_cannot_be_loaded_is_named_with_what_to_do_and_the_oth
         change(tmp_path, statement)
         async with served(tmp_path) as fleet:
             fleet.join = join
-            first, second = (await fleet.operator("GET", "/v1/federations")).json()
+            second, first = (await fleet.operator("GET", "/v1/federations")).json()
+            assert await pages(fleet, "/v1/federations", 1) == [[second], [first]]
             assert (first["id"], first["fault"]) == ("other", None)
             assert second["id"] == "fed"
             assert "federation 'fed' could not be loaded: " in second["fault"]

@@ -58,6 +58,16 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         assert operator.federations() == operator.bundles() == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("delete", "../bundles/x"), ("show", "fed?x=1"), ("remove", "fed", "../tokens/x"), ("revoke", "fed", "..")],
+)
+def test_what_is_no_name_never_becomes_an_address(words: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(manage.app, [*words, "--url", "http://127.0.0.1:1"], env={"TERM": "dumb"})
+    assert found.exit_code == 2
+    assert "is no name" in found.output
+
+
 def test_the_client_follows_the_links_of_long_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with coordinator(tmp_path / "data") as (_, url), Operator(url, OPERATOR) as operator:
         bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle"))

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from coord_server.http.problems import describe
 from edge_client.bundle import Manifest
-from edge_client.protocol.messages import AnyChange, Problem, Snapshot
+from edge_client.protocol.changes import AnyChange, Snapshot
+from edge_client.protocol.messages import Problem
 
 COMPONENTS = "#/components/schemas/"
 MANIFEST_SCHEMA = {"$ref": f"{COMPONENTS}Manifest"}

@@ -64,12 +64,12 @@ async def list_federations(
     method: Annotated[str | None, Query(description="Only those of this method.")] = None,
     prefix: Annotated[str, Query(description="Only those whose name begins with it.")] = "",
 ) -> list[Federation]:
-    """All federations, oldest first; those that could not be loaded come last, with their `fault`."""
-    after = page.after(bool, float, str) or ()
+    """All federations, oldest first; those that could not be loaded have a `fault`."""
+    after = page.after(float, str) or ()
     found = [
         (place, f)
-        for f in served.summaries()
-        if (place := (f.config is None, f.created_at, f.id)) > after
+        for f in sorted(served.summaries(), key=lambda f: (f.created_at, f.id))
+        if (place := (f.created_at, f.id)) > after
         and (phase is None or f.phase == phase)
         and (method is None or (f.config is not None and f.config.method.get("name") == method))
         and f.id.startswith(prefix)

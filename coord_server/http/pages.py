@@ -61,7 +61,7 @@ def _plain(value: Any) -> bool:
     """Whether every database takes the value: a list's own cursors hold names, digests, times and round numbers."""
     if isinstance(value, str):
         return value.isascii() and value.isprintable()
-    return -(2**53) < value < 2**53
+    return bool(-(2**53) < value < 2**53)
 
 
 async def page(

@@ -17,7 +17,8 @@ from coord_server.http.openapi import COMPONENTS
 from coord_server.http.problems import documented
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import AnyChange, Faulted, Federation, Snapshot
+from edge_client.protocol.changes import AnyChange, Faulted, Snapshot
+from edge_client.protocol.messages import Federation
 
 MEDIA_TYPE = "text/event-stream"
 HEARTBEAT = 15.0  # seconds without an event until a comment is sent, so that a broken connection is noticed

@@ -37,6 +37,7 @@ from coord_server.store import Store
 from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.methods import make_method
+from edge_client.protocol.changes import UpdateRefused
 from edge_client.protocol.messages import (
     MAX_ROUNDS,
     Change,
@@ -50,7 +51,6 @@ from edge_client.protocol.messages import (
     Round,
     Stopped,
     Train,
-    UpdateRefused,
     Wait,
     Work,
 )

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from coord_server.state import State
-from edge_client.protocol.messages import (
+from edge_client.protocol.changes import (
     AnyChange,
     DeviceFailed,
     Faulted,

@@ -33,12 +33,22 @@ app = typer.Typer(help="Create, watch and steer federations on a coordinator.", 
 
 Url = Annotated[str, typer.Option(envvar="MASKFLEET_URL", help="The coordinator's address.")]
 TokenFile = Annotated[Path, typer.Option(help=f"File with the operator's token, unless {OPERATOR_ENV} is set.")]
-Id = Annotated[str, typer.Argument(help="The federation's id.")]
+
+
+def of_a_path(given: str) -> str:
+    """A name or an id, which becomes a part of an address. Raises BadParameter for what no name can be."""
+    if not NAME.fullmatch(given):
+        raise typer.BadParameter(f"{given!r} is no name: letters, digits, '.', '_' and '-', 64 at most")
+    return given
+
+
+Id = Annotated[str, typer.Argument(help="The federation's id.", callback=of_a_path)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
+NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -158,7 +168,7 @@ def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json
 @app.command()
 def remove(
     id_: Id,
-    device: Annotated[str, typer.Argument(help="The device's name.")],
+    device: Annotated[str, typer.Argument(help="The device's name.", callback=of_a_path)],
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:

@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from coord_server.operator.cli import TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _print, app
+from coord_server.operator.cli import TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _print, app, of_a_path
 from coord_server.operator.show import DIGITS
 from coord_server.operator.tables import table_of
 from edge_client.errors import ConfigError
 from edge_client.protocol.messages import BundleSummary, Change, TokenSummary, Viewer, ViewerRequest
 
-TokenId = Annotated[str, typer.Argument(help="The token's id, from the list.")]
+TokenId = Annotated[str, typer.Argument(help="The token's id, from the list.", callback=of_a_path)]
 
 
 @app.command()

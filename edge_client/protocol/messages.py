@@ -1,7 +1,7 @@
 """Every JSON message of the REST API, as pydantic models: the one place where a field's name and range are written.
 
-Times are seconds, sizes are bytes, rounds count from 1, digests are SHA-256 in lower-case hex. Examples are
-those of the OpenAPI document, `coord_server/http/examples.json`.
+Those of a stream of events are in `changes`. Times are seconds, sizes are bytes, rounds count from 1, digests are
+SHA-256 in lower-case hex. Examples are those of the OpenAPI document, `coord_server/http/examples.json`.
 """
 
 from __future__ import annotations
@@ -485,96 +485,6 @@ class MethodSummary(Message):
     """Of every setting that has one."""
     settings: dict[str, Any]
     """The JSON Schema of its settings, those of `method` beside `name` in a federation's configuration."""
-
-
-# --- what a stream of events says
-
-
-class Joined(Message):
-    """So many devices have asked for work and are not removed."""
-
-    kind: Literal["joined"] = "joined"
-    devices: int
-
-
-class RoundOpened(Message):
-    """An attempt of a round asks its cohort; `deadline` is when it ends, in seconds since the epoch."""
-
-    kind: Literal["round_opened"] = "round_opened"
-    round: int
-    attempt: int
-    cohort: list[str]
-    deadline: float
-
-
-class UpdateTaken(Message):
-    """A device's update is durable and counts."""
-
-    kind: Literal["update"] = "update"
-    round: int
-    device: str
-
-
-class UpdateRefused(Message):
-    """A device's update was refused at the coordinator that is asked; another one does not show it."""
-
-    kind: Literal["refused"] = "refused"
-    round: int
-    device: str
-    problem: str
-    """The kind of problem that was answered."""
-    detail: str
-
-
-class DeviceFailed(Message):
-    """A device could not do its round."""
-
-    kind: Literal["failed"] = "failed"
-    round: int
-    device: str
-    failure: Failure
-
-
-class RoundClosed(Message):
-    """A round is aggregated; GET its record."""
-
-    kind: Literal["round_closed"] = "round_closed"
-    round: int
-
-
-class PhaseChanged(Message):
-    """The federation starts, pauses, goes on or ends."""
-
-    kind: Literal["phase"] = "phase"
-    phase: Phase
-    round: int
-
-
-class SettingsChanged(Message):
-    """The operator changed settings; those that are new."""
-
-    kind: Literal["changed"] = "changed"
-    settings: dict[str, int | float]
-
-
-class Faulted(Message):
-    """What keeps the federation from going on by itself; null when nothing does any more."""
-
-    kind: Literal["fault"] = "fault"
-    fault: str | None
-
-
-class Snapshot(Message):
-    """The federation as it stands: the first event of a stream that cannot go on from where its reader was."""
-
-    kind: Literal["snapshot"] = "snapshot"
-    federation: Federation
-
-
-AnyChange = (
-    Joined | RoundOpened | UpdateTaken | UpdateRefused | DeviceFailed | RoundClosed | PhaseChanged | SettingsChanged
-    | Faulted
-)  # fmt: skip
 
 
 class Health(Message):
