@@ -145,7 +145,7 @@ class _Lazy(TyperGroup):
             return TyperCommand(cmd_name, help=summary(self.entries[cmd_name]), rich_markup_mode=None)
         prefix = f"{cmd_name}."
         below = {name.removeprefix(prefix): e for name, e in self.entries.items() if name.startswith(prefix)}
-        return _Lazy(below, name=cmd_name, help=f"Commands about a {cmd_name}.") if below else None
+        return _Lazy(below, name=cmd_name, help=f"Commands: {', '.join(below)}.") if below else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is called, imported."""
@@ -225,7 +225,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Federated learning of personal subnetworks for small devices."""
+    """Federated learning for small devices: one model together, one of its own on each."""
 
 
 def build() -> TyperGroup:

@@ -19,8 +19,16 @@ from rich.table import Table
 
 from edge_client.errors import ConfigError, suggestion
 from edge_client.methods import Method, Range, make_method
+from edge_client.methods.structure import PrunedMasks
 
 BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
+USUAL: Mapping[str, str] = {
+    "epochs": "Passes over a device's samples in a round.",
+    "batch": "Samples of one step.",
+    "lr": "Learning rate.",
+    "momentum": "Of the local steps.",
+}
+"""Settings that mean the same in every method."""
 
 
 def methods() -> None:
@@ -50,20 +58,33 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
         descriptions(kind),
     )
     for setting, field in kind.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        shown = "required" if default is PydanticUndefined else "none" if default is None else str(default)
-        table.add_row(setting, escape(shown), escape(_takes(schema["properties"][setting])),
+        default = _default(kind, setting, field.get_default(call_default_factory=True))
+        table.add_row(setting, escape(default), escape(_takes(schema["properties"][setting])),
                       escape(meanings.get(setting, "")))  # fmt: skip
     console.print(table)
+    if issubclass(kind, PrunedMasks):
+        console.print("A default `A or B` is A for weights that a seed draws, B for weights from a file.")
     searched = "; ".join(f"{setting} {_values(values)}" for setting, values in kind.search.items())
     if searched:
         console.print(escape(f"`maskfleet tune` searches: {searched}"))
     console.print(escape(f"what most often helps when it ends badly: {kind.hint}"))
 
 
+def _default(kind: type[Method], setting: str, value: Any) -> str:
+    """A default in words; one that depends on the bundle as "drawn weights' or trained weights'"."""
+    if value is PydanticUndefined:
+        return "required"
+    if value is not None:
+        return str(value)
+    if issubclass(kind, PrunedMasks) and hasattr(kind.drawn, setting):
+        of = [getattr(choice, setting) for choice in (kind.drawn, kind.trained)]
+        return " or ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in dict.fromkeys(of))
+    return "none"
+
+
 def descriptions(kind: type[Method]) -> dict[str, str]:
-    """The docstring below each setting, by its name, from the sources of the class and its bases."""
-    found: dict[str, str] = {}
+    """What each setting means, by its name: the docstring below it in the class or its bases, else the usual."""
+    found = dict(USUAL)
     for base in reversed(kind.__mro__):
         if issubclass(base, Method) and base is not Method:
             found |= dict(_documented(base))

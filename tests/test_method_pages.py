@@ -75,6 +75,9 @@ def test_method_list_and_show_have_every_method_and_setting(capsys: pytest.Captu
     method_inspection.method("fedmask")
     words = " ".join(capsys.readouterr().out.split())
     assert "number above 0 to 1" in words  # keep
+    assert "0.2 or 1 number" in words  # its default depends on where the weights are from
+    assert "B for weights from a file" in words
+    assert "Passes over a device's samples in a round." in words  # said once for all methods
     assert "radius, latent" in words
     assert "A received bit becomes the score" in words  # a docstring of the class
     assert "the last layer is float32" in words  # one of its base

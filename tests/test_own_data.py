@@ -16,7 +16,7 @@ from edge_bench.simulate import find_bundle, read_config
 from PIL import Image
 
 from edge_client.authored import AuthorError
-from edge_client.bundle import Input, Manifest
+from edge_client.bundle import Input, Manifest, Normalisation
 from edge_client.data import fit
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError
@@ -361,3 +361,15 @@ def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp
     with pytest.raises(DataError, match="cannot name a device"):
         write({"../up": None}, tmp_path / "out")  # type: ignore[dict-item]
     assert not (tmp_path / "out").exists()
+
+
+def test_raw_samples_are_normalised_as_the_bundle_says_as_on_a_device(tmp_path: Path) -> None:
+    np.savez(tmp_path / "raw.npz", x=np.tile(np.float32([0, 1]), (60, 1)), y=np.arange(60) % 2)
+    m = manifest((2,), 2)
+    takes = m.input.model_copy(update={"normalisation": Normalisation(mean=(1.0,), std=(0.5,))})
+    m = m.model_copy(update={"input": takes})
+    raw = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2)
+    of_device = fit(read_file(tmp_path / "raw.npz"), m).x[0]
+    assert of_device.tolist() == load(raw, 0, m)["device-0"].x[0].tolist() == [-2, 0]
+    scaled = load(raw.model_copy(update={"standardise": True}), 0, m)  # which the table says instead
+    assert scaled["device-0"].x[0].tolist() != [-2, 0]

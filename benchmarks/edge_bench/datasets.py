@@ -149,6 +149,7 @@ def load(
 ) -> dict[str, DeviceData]:
     """Every device's data by its name, in the shape and dtype of the bundle's input; `found` is what `read` gave.
 
+    A user's raw samples are normalised as the bundle says, as a device does it, unless the table says how.
     Features of HAR are standardised with the mean and deviation of all devices' training samples together.
     Raises DataError or ConfigError.
     """
@@ -161,6 +162,10 @@ def load(
     scale = None
     if config.name == "har" or config.standardise:
         scale = _scale(s.samples(np.sort(np.concatenate([share.train for share in shares.values()]))))
+    raw = (
+        "standardise" in source(config.name).keys and not {"standardise", "mean", "deviation"} & config.model_fields_set
+    )
+    normalisation = manifest.input.normalisation if raw else None
     devices = {}
     for name, share in shares.items():
         trained, validated, reported = share.train, share.train[:0], share.validation
@@ -178,6 +183,8 @@ def load(
         sides = []
         for rows in (trained, validated, reported):
             x = _shaped(_scaled(s.samples(rows), scale), manifest.input.shape)
+            if normalisation is not None and x.shape[1:] == manifest.input.shape and x.dtype.kind in "fiub":
+                x = normalisation.apply(x)
             sides.append(check(manifest, x, s.y[rows], f"{config.called}, {name}"))
         devices[name] = DeviceData(*(array for side in sides for array in side))
     return devices

@@ -85,6 +85,7 @@ class FedMask(PrunedMasks):
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
     initial_mask: Literal["ones", "random"] = "ones"
+    """The first mask; `random`: drawn from the federation's seed."""
     codec: ExactCodecName = "auto"
     """The set codec of changed bits; `bits` takes one bit an element, like the paper."""
     down: Literal["bit", "count"] = "bit"

@@ -27,8 +27,11 @@ class Settings(LocalSgd):
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
+    """Batch-norm statistics are averaged, or stay on the device."""
     guard: bool = True
+    """Halve the steps after two rounds in which the model was worse than the bundle's."""
     residual: bool = False
+    """The server keeps what it has not applied: fewer bytes down; only for few devices of many."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4

@@ -110,6 +110,7 @@ class PrunedMasks(Method):
     head: Head | None = None
     """`local`: the last layer is float32, trained and kept on the device."""
     group_lasso: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Strength of the lasso on rows and columns; 0 turns it off."""
     restart: Restart | None = None
     """`radius`: every score starts anew; `latent`: a device keeps its own score where its bit came back."""
     lr: Annotated[float, Field(gt=0, le=10_000)] | None = None
