@@ -359,7 +359,10 @@ def test_a_simulation_gives_the_same_bits_twice_and_bills_the_units_apart() -> N
         "signed": {"epochs": 1},
         "bnn": {"epochs": 1},
     }
-    table = {"bundle": "digits", "data": data.model_dump(exclude_unset=True), "methods": methods, "rounds": 2, "cohort": 3, "seed": 5}
+    table = {
+        "bundle": "digits", "data": data.model_dump(exclude_unset=True), "methods": methods, "rounds": 2, "cohort": 3,
+        "seed": 5,
+    }  # fmt: skip
     bundle = find_bundle("digits")
     devices = datasets.load(data, 5, bundle.manifest)
     one, two = (run_all(read_config({**table, "final_epochs": False}), bundle, devices) for _ in range(2))
