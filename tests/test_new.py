@@ -142,7 +142,9 @@ def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path:
             lines.append("sed -i 's/^rounds = 12/rounds = 1/' simulate.toml federation.toml")
         if line.startswith("maskfleet serve"):
             lines.append("for i in $(seq 300); do maskfleet federation list >/dev/null 2>&1 && break; sleep 0.1; done")
-    shell.write_text("\n".join([*lines, "wait $(jobs -p | tail -n +2)", "echo the end"]) + "\n")
+    # A bare `wait` would wait for the coordinator too: devices that have ended may be off the list.
+    lines += ["devices=$(jobs -p | tail -n +2)", '[ -z "$devices" ] || wait $devices', "echo the end"]
+    shell.write_text("\n".join(lines) + "\n")
     environment = {
         **os.environ, "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
