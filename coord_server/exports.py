@@ -112,12 +112,12 @@ class Exports:
             raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
         return found
 
-    def content(self, id_: str) -> bytes:
-        """The bytes of a file that is ready. Raises Refusal when it is not."""
-        try:
-            return (self._folder / id_ / MODEL).read_bytes()
-        except FileNotFoundError:
-            raise Refusal("not-found", f"export {id_} is not ready; GET .../exports/{id_} says how far it is") from None
+    def file(self, id_: str) -> Path:
+        """A file that is ready. Raises Refusal when it is not."""
+        path = self._folder / id_ / MODEL
+        if not path.is_file():
+            raise Refusal("not-found", f"export {id_} is not ready; GET .../exports/{id_} says how far it is")
+        return path
 
     async def tidy(self) -> None:
         """Drop the files of federations that were deleted. Raises StateError."""

@@ -24,15 +24,15 @@ from edge_client.task import Course, Personal
 Values = dict[str, F32]
 
 
-def global_model(method: Method, course: Course, state: Any) -> Personal:
-    """The model that a state stands for: that of a device which has no samples and took part in no round.
+def global_model(method: Method, course: Course, state: Any, closed: int) -> Personal:
+    """The model that a state after `closed` rounds stands for: that of a device without samples and without a past.
 
     Raises ConfigError when the method's devices share no values.
     """
     if not to_arrays(state):
         raise ConfigError(f"{method.name} keeps no global model: its devices share no values; start from another one")
     try:
-        model = shared_model(method, course, state, course.rounds)
+        model = shared_model(method, course, state, closed)
     except Exception as error:  # code of another package may fail in any way
         raise ConfigError(f"{method.name} gives no global model ({type(error).__name__}: {error})") from None
     return model

@@ -42,9 +42,9 @@ def test_the_state_of_every_method_stands_for_a_model_or_a_sentence_says_why_not
     rounds = played(name)
     if name == "standalone":
         with pytest.raises(ConfigError, match="share no values"):
-            warm.global_model(rounds.method, rounds.course, rounds.state)
+            warm.global_model(rounds.method, rounds.course, rounds.state, rounds.round)
         return
-    model = warm.global_model(rounds.method, rounds.course, rounds.state)
+    model = warm.global_model(rounds.method, rounds.course, rounds.state, rounds.round)
     start = rounds.course.model
     assert model.parameters.shape == start.parameters.shape
     assert np.isfinite(model.parameters).all()

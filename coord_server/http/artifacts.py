@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import FileResponse
 
 from coord_server.exports import Exports, Kind
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
@@ -64,7 +65,7 @@ async def fetch_export(served: Viewed, request: Request, federation: FederationI
     """The file, once it is ready."""
     exports = _exports(request)
     exports.of(id_, (await served.find(federation)).id)
-    return Response(exports.content(id_), media_type="application/octet-stream")
+    return FileResponse(exports.file(id_), media_type="application/octet-stream")
 
 
 @own.get(
@@ -91,6 +92,6 @@ async def fetch_own_model(
         raise Refusal("export-failed", found.detail)
     if found.state != "ready":
         return _answer(found, str(request.url.path))
-    data = exports.content(found.id)
-    calling.live.devices.count(device, "down", "bundle", len(data))  # bytes of no round
-    return Response(data, media_type="application/octet-stream")
+    path = exports.file(found.id)
+    calling.live.devices.count(device, "down", "bundle", path.stat().st_size)  # bytes of no round
+    return FileResponse(path, media_type="application/octet-stream")

@@ -367,8 +367,9 @@ class LiveFederation:
     async def global_values(self) -> dict[str, NDArray[np.float32]]:
         """The global model after the last closed round, by name. Raises ConfigError, StateError."""
         values = await self._values.values()
-        model = await asyncio.to_thread(warm.global_model, self._values.method, values.course, values.state)
-        return warm.by_name(values.course.model.manifest, model)
+        how, course, state = self._values.method, values.course, values.state
+        model = await asyncio.to_thread(warm.global_model, how, course, state, values.round)
+        return warm.by_name(course.model.manifest, model)
 
     async def exported(self) -> bytes:
         """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
