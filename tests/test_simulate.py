@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from edge_bench import cli, datasets
 from edge_bench.datasets import DataConfig
 from edge_bench.demo import fleet
@@ -155,6 +156,27 @@ def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"fedpm: layers = \['9'\]"):
         cli.simulate(file, json_file=out)
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
+
+
+def test_ctrl_c_keeps_the_methods_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n[methods.stc]\n"
+    )
+
+    def step(_: object, text: str) -> None:
+        if text.startswith("fedavg"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Steps, "step", step)
+    with pytest.raises(typer.Exit) as ended:
+        cli.simulate(file, json_file=out)
+    assert ended.value.exit_code == 130
+    written = json.loads(out.read_text())
+    assert (set(written["methods"]), set(written["failed"])) == ({"standalone"}, {"fedavg"})
+    with pytest.raises(KeyboardInterrupt):
+        cli.simulate(file, only="fedavg")
 
 
 def test_a_method_that_ends_below_its_start_or_training_alone_is_named(

@@ -23,6 +23,7 @@ from edge_bench.curves import mean, shown
 from edge_bench.demo import BUNDLES, choose_data, compaction, fleet, settings
 from edge_bench.progress import Steps
 from edge_bench.simulate import (
+    InterruptedRun,
     RoundRow,
     SimulationConfig,
     find_bundle,
@@ -36,6 +37,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode
 from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
@@ -228,6 +230,9 @@ def simulate(
     if json_file is not None:
         reasons = {label: str(error) for label, error in failures.items()}
         write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    if any(isinstance(error, InterruptedRun) for error in failures.values()):
+        console.print(failed)
+        raise typer.Exit(ExitCode.INTERRUPTED)
     if failed:
         raise ConfigError(failed)
 
@@ -291,7 +296,7 @@ def demo(
                         compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
         except KeyboardInterrupt:
             console.print("stopped; every process of the demo has ended")
-            raise typer.Exit(130) from None
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:

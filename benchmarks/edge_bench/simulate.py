@@ -369,6 +369,10 @@ def _with_last(row: RoundRow, downlinks: Sequence[Mapping[str, int]]) -> RoundRo
     return replace(row, record=row.record.model_copy(update={"traffic": traffic}))
 
 
+class InterruptedRun(MaskfleetError):
+    """Ctrl-C ended a simulation in the middle of a method."""
+
+
 def run_all(
     config: SimulationConfig,
     bundle: Bundle,
@@ -379,7 +383,8 @@ def run_all(
 ) -> dict[str, Simulated]:
     """Run every method of a simulation on the same devices, cohorts and seed; results by label.
 
-    With `failed`, an error of one method is given to it and the other methods still run; without, it is raised.
+    With `failed`, an error of one method is given to it and the other methods still run; without, it is raised. Ctrl-C
+    then counts as an error of the method under way, and ends the rest, if another one has ended.
     """
     methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
     trainer = open_trainer(config.backend, bundle, config.threads)
@@ -404,6 +409,11 @@ def run_all(
                 federation, method, bundle, trainer, devices, often, config.final_epochs, shown,
                 processes=config.processes if config.threads == 1 else 1, models=models,
             )  # fmt: skip
+        except KeyboardInterrupt:
+            if failed is None or not results:
+                raise
+            failed(label, InterruptedRun("stopped before its end; the methods before it are complete"))
+            break
         except Exception as error:
             if failed is None:
                 raise
