@@ -71,8 +71,11 @@ async def follow(request: Request, live: LiveFederation, last_event_id: str, all
         await live.refresh()  # it comes from another coordinator, which is ahead
     streams: list[Response] = request.app.state.streams
     most = min(STREAMS, max(call.places.most // 4, 1))
+    most = most if call.role == "operator" else max(most // 2, 1)  # viewers leave room for the operator
     if len(streams) >= most:
-        raise Refusal("too-many", f"{most} streams of events are open at this coordinator; close one")
+        raise Refusal(
+            "too-many", f"{len(streams)} streams of events are open at this coordinator, {most} may be; close one"
+        )
     return Stream(events(live, seen, allowed), streams, call.connection)
 
 

@@ -272,7 +272,8 @@ class LiveFederation:
 
     def refused(self, round_: int, device: str, error: Refusal) -> None:
         """An update was refused."""
-        log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error)
+        limited = {"limited": "refused update"}  # a device can cause it as often as it likes
+        log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error, extra=limited)
         metrics.REFUSED.labels(error.kind).inc()
         self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
 
