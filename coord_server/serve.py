@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -170,6 +171,8 @@ def serve(
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
         application = {"allow_origins": allow_origin or (), "open_metrics": open_metrics}
+        # A parent that blocks these hands that on, and no SIGTERM would end the coordinator.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
     finally:
         store.close()

@@ -112,7 +112,9 @@ def parse(text: str, name: str, full: bool = False) -> Reproduction:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"reproduction {name!r} is not TOML: {error}") from None
     except ValidationError as error:
-        raise ConfigError(f"reproduction {name!r}, setting {first_fault(error, 'table')}") from None
+        raise ConfigError(
+            f"reproduction {name!r}, setting {first_fault(error, 'table', Reproduction.model_fields)}"
+        ) from None
     for what, labels in _labels(parsed).items():
         unknown = sorted(set(labels) - parsed.methods.keys())
         if unknown:
