@@ -84,13 +84,15 @@ class Exports:
         self._tasks[id_] = asyncio.create_task(self._make(id_))
         return self.show(id_)
 
-    def show(self, id_: str) -> Export:
-        """How far a file is. Raises Refusal when nobody has asked for it."""
+    def show(self, id_: str, federation: str | None = None) -> Export:
+        """How far a file is. Raises Refusal when there is no such one, or none of `federation`."""
         folder = self._folder / id_
         try:
             order = Order.model_validate_json((folder / ORDER).read_text("utf-8"))
         except (OSError, ValueError):
             raise Refusal("not-found", f"there is no export {id_}; POST to .../exports for one") from None
+        if federation not in (None, order.config.name):
+            raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
         state: Literal["waiting", "running", "ready", "failed"] = "failed"
         detail = _line(folder / FAULT) or "the worker was stopped before it was done; ask for the file again"
         size = (folder / MODEL).stat().st_size if (folder / MODEL).is_file() else None
@@ -103,14 +105,6 @@ class Exports:
         return Export(
             id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
         )
-
-    def of(self, id_: str, federation: str) -> Export:
-        """As `show`, of one federation only. Raises Refusal."""
-        found = self.show(id_)
-        order = Order.model_validate_json((self._folder / id_ / ORDER).read_text("utf-8"))
-        if order.config.name != federation:
-            raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
-        return found
 
     def file(self, id_: str) -> Path:
         """A file that is ready. Raises Refusal when it is not."""

@@ -57,14 +57,14 @@ async def export_model(served: Operated, request: Request, federation: Federatio
 @router.get("/federations/{federation}/exports/{export}")
 async def show_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Export:
     """How far a file is: waiting, running, ready or failed, and the worker's last line."""
-    return _exports(request).of(id_, (await served.find(federation)).id)
+    return _exports(request).show(id_, (await served.find(federation)).id)
 
 
 @router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
 async def fetch_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Response:
     """The file, once it is ready."""
     exports = _exports(request)
-    exports.of(id_, (await served.find(federation)).id)
+    exports.show(id_, (await served.find(federation)).id)
     return FileResponse(exports.file(id_), media_type="application/octet-stream")
 
 

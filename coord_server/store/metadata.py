@@ -254,8 +254,8 @@ class Metadata:
     def add_bundle(self, digest: str, now: float, store: Callable[[bool], None] = lambda left: None) -> None:
         """Record that a bundle's manifest is a blob once `store` has made it one; repeating this is harmless.
 
-        `store` is told whether blobs of a deleted bundle are left. It runs within the transaction, so that no sweep of
-        the deleted one runs beside it.
+        The argument of `store` is whether blobs of a deleted bundle are left. It runs within the transaction, so that
+        no sweep of the deleted one runs beside it.
         """
         with self.writing() as c:
             left = c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount > 0
