@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -28,10 +29,12 @@ from edge_client.errors import StorageDamagedError
 from edge_client.files import make_folder, write_whole
 from edge_client.protocol.messages import Export, FederationConfig
 
-# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file or a sentence.
+# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
+# a sentence.
 ORDER, STATE, RECORD, BUNDLE = "order.json", "state", "record", "bundle"
-SAID, MODEL, FAULT = "said", "model", "fault"
+SAID, ONNX, MADE, MODEL, FAULT = "said", "made.onnx", "made.json", "model", "fault"
 READ = ("eval.onnx", WEIGHTS)  # parts of the bundle
+STOPPED = "the worker was stopped before it was done; ask for the file again"
 ELSEWHERE = "free space on the coordinator's disk"
 Kind = Literal["onnx", "pte"]
 NEEDS: dict[str, Sequence[str]] = {"onnx": ("onnxruntime", "onnx"), "pte": ("torch", "executorch")}
@@ -93,18 +96,16 @@ class Exports:
             raise Refusal("not-found", f"there is no export {id_}; POST to .../exports for one") from None
         if federation not in (None, order.config.name):
             raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
-        state: Literal["waiting", "running", "ready", "failed"] = "failed"
-        detail = _line(folder / FAULT) or "the worker was stopped before it was done; ask for the file again"
-        size = (folder / MODEL).stat().st_size if (folder / MODEL).is_file() else None
-        if size is not None:
-            state, detail = "ready", ""
+        said: dict[str, Any] = {"state": "failed", "detail": _line(folder / FAULT) or STOPPED}
+        if (folder / MODEL).is_file():
+            size = (folder / MODEL).stat().st_size
+            said = {"state": "ready", "size": size, **json.loads((folder / MADE).read_bytes())}
         elif id_ == self._running:
-            state, detail = "running", _line(folder / SAID) or "the worker starts"
+            said = {"state": "running", "detail": _line(folder / SAID) or "the worker starts"}
         elif id_ in self._tasks:
-            state, detail = "waiting", "the worker starts" if self._running is None else "other files are made first"
-        return Export(
-            id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
-        )
+            waits = "the worker starts" if self._running is None else "other files are made first"
+            said = {"state": "waiting", "detail": waits}
+        return Export(id=id_, kind=order.kind, device=order.device, round=order.closed, **said)
 
     def file(self, id_: str) -> Path:
         """A file that is ready. Raises Refusal when it is not."""
@@ -163,7 +164,7 @@ class Exports:
                 await process.wait()
         if fault:
             (folder / FAULT).write_text(fault)
-        for name in (STATE, RECORD, "compact.onnx"):
+        for name in (STATE, RECORD, ONNX):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / BUNDLE, ignore_errors=True)
 

@@ -80,7 +80,11 @@ async def fetch_export(served: Viewed, request: Request, federation: FederationI
 async def fetch_own_model(
     calling: Calling, request: Request, device: Name, kind: Annotated[Kind, Query(description="The form.")] = "pte"
 ) -> Response:
-    """The device's own model when its federation is over, for a device that cannot make the file itself."""
+    """The device's own model when its federation is over, for a device that cannot make the file itself.
+
+    The header Model-Source says "personal", or "global" where a part of the device's own is on the device alone: then
+    the file holds the model that all devices share.
+    """
     if device != calling.device:
         raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot fetch for {device!r}")
     phase = calling.live.summary().phase
@@ -94,4 +98,4 @@ async def fetch_own_model(
         return _answer(found, str(request.url.path))
     path = exports.file(found.id)
     calling.live.devices.count(device, "down", "bundle", path.stat().st_size)  # bytes of no round
-    return FileResponse(path, media_type="application/octet-stream")
+    return FileResponse(path, headers={"Model-Source": str(found.source)}, media_type="application/octet-stream")

@@ -36,6 +36,7 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
+from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.protocol.changes import UpdateRefused
 from edge_client.protocol.messages import (
@@ -369,7 +370,7 @@ class LiveFederation:
         """The global model after the last closed round, by name. Raises ConfigError, StateError."""
         values = await self._values.values()
         how, course, state = self._values.method, values.course, values.state
-        model = await asyncio.to_thread(warm.global_model, how, course, state, values.round)
+        model = await asyncio.to_thread(global_model, how, course, state, values.round)
         return warm.by_name(course.model.manifest, model)
 
     async def exported(self) -> bytes:

@@ -433,14 +433,21 @@ class BundleReceipt(Message):
 
 
 class ExportRequest(Message):
-    """Ask for a model as a file of this kind; with `device` that device's own, else the one that all share."""
+    """Ask for a model as a file of this kind: the one that all share, or with `device` that device's own.
+
+    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so.
+    """
 
     kind: Literal["onnx", "pte"]
     device: Name | None = None
 
 
 class Export(Message):
-    """A model's file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+    """A model's file: what it is, and how far its making is.
+
+    `detail` is the worker's last line, why it failed, or what was written. `source` says of a file that is ready
+    whether it is the model that all devices share ("global") or the own one of `device` ("personal").
+    """
 
     id: Sha256
     kind: Literal["onnx", "pte"]
@@ -448,6 +455,7 @@ class Export(Message):
     round: int
     """The last closed round when it was asked for."""
     state: Literal["waiting", "running", "ready", "failed"]
+    source: Literal["global", "personal"] | None = None
     detail: str = ""
     size: int | None = None
 
