@@ -127,8 +127,8 @@ def test_bars_rise_with_their_values_and_many_become_means() -> None:
     assert bars([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     many = bars([float(i) for i in range(1000)])
     assert (len(many), many[0], many[-1]) == (32, "▁", "█")
-    assert [lasting(s) for s in (-1, 119, 120, 7200, 9000, 200_000)] == [
-        "0 s", "119 s", "2 min", "2 h", "2 h 30 min", "2 days"
+    assert [lasting(s) for s in (-1, 0.274, 4.56, 9.6, 119, 120, 7200, 9000, 200_000)] == [
+        "0 s", "0.27 s", "4.6 s", "10 s", "119 s", "2 min", "2 h", "2 h 30 min", "2 days"
     ]  # fmt: skip
 
 
