@@ -135,6 +135,32 @@ def test_the_token_opens_a_session_that_does_not_hold_it(tmp_path: Path) -> None
     play(tmp_path, script)
 
 
+def test_two_coordinators_on_one_machine_keep_their_sessions(tmp_path: Path) -> None:
+    """Browsers send a machine's cookies to every port of it."""
+
+    async def script(fleet: Fleet) -> None:
+        first, _ = (await log_in_at(fleet, "machine:8750")).headers["set-cookie"].split("=", 1)
+        second, _ = (await log_in_at(fleet, "machine:8751")).headers["set-cookie"].split("=", 1)
+        assert (first, second) == ("maskfleet-8750", "maskfleet-8751")
+        for host in ("machine:8750", "machine:8751"):
+            assert (await fleet.http.get("/", headers={"Host": host})).status_code == 200
+        out = await fleet.http.post(
+            "/logout", headers={**HTML, "Host": "machine:8751", "Origin": "http://machine:8751"}
+        )
+        assert out.status_code == 303
+        assert (await fleet.http.get("/", headers={"Host": "machine:8751"})).status_code == 303
+        assert (await fleet.http.get("/", headers={"Host": "machine:8750"})).status_code == 200
+        assert [session.cookie(h) for h in ("machine", "[::1]", "[::1]:80", "", "a:b;c")] == [
+            "maskfleet", "maskfleet", "maskfleet-80", "maskfleet", "maskfleet"
+        ]  # fmt: skip
+
+    async def log_in_at(fleet: Fleet, host: str) -> httpx.Response:
+        headers = {**HTML, "Host": host, "Origin": f"http://{host}"}
+        return await fleet.http.post("/login", data={"token": OPERATOR}, headers=headers)
+
+    play(tmp_path, script)
+
+
 def test_the_cookie_is_secure_under_tls(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         fleet.http.base_url = httpx.URL("https://coordinator")

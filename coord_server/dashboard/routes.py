@@ -45,13 +45,18 @@ router = APIRouter()
 # --- who
 
 
-def _session(cookie: str, served: Coordinator) -> Session | None:
-    return session.read(cookie, served.token, time.time())
+def _session(request: Request, served: Coordinator) -> Session | None:
+    shown = request.cookies.get(_cookie(request), "")
+    return session.read(shown, served.token, time.time())
+
+
+def _cookie(request: Request) -> str:
+    return session.cookie(request.headers.get("host", ""))
 
 
 async def _known(request: Request, served: Served) -> Session | None:
     """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
-    found = _session(request.cookies.get(session.COOKIE, ""), served)
+    found = _session(request, served)
     request.state.session = found
     if found is not None:
         call: Call = request.scope[CALL]
@@ -147,7 +152,7 @@ async def log_out(request: Request) -> Response:
 
 def _set(answer: Response, request: Request, cookie: str, lasts: int) -> None:
     secure = request.url.scheme == "https"
-    answer.set_cookie(session.COOKIE, cookie, lasts, secure=secure, httponly=True, samesite="strict")
+    answer.set_cookie(_cookie(request), cookie, lasts, secure=secure, httponly=True, samesite="strict")
 
 
 def _see(address: str) -> Response:
@@ -226,9 +231,8 @@ async def export_state(served: Served, known: Seen, federation: FederationId) ->
 @router.get("/federations/{federation}/events")
 async def follow(request: Request, served: Served, known: Seen, federation: FederationId) -> Response:
     """What happens to a federation, as it happens: the page's script then asks for the page again."""
-    live, cookie = await served.find(federation), request.cookies.get(session.COOKIE, "")
-    seen = request.headers.get("last-event-id", "")
-    return await watch.follow(request, live, seen, lambda: _session(cookie, served) is not None)
+    live, seen = await served.find(federation), request.headers.get("last-event-id", "")
+    return await watch.follow(request, live, seen, lambda: _session(request, served) is not None)
 
 
 @router.get("/federations/{federation}/{action}")
