@@ -18,7 +18,7 @@ from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, un
 
 from coord_server import auth
 from coord_server.coordinator import Coordinator, Role
-from coord_server.dashboard import answers, session, view
+from coord_server.dashboard import answers, reference, session, view
 from coord_server.http import create_app
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
@@ -644,5 +644,26 @@ def test_the_reference_names_every_call_and_message(tmp_path: Path) -> None:
 def test_the_operators_bearer_token_is_not_a_session(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         assert (await fleet.http.get("/", headers=bearer(OPERATOR))).status_code == 303
+
+    play(tmp_path, script)
+
+
+def test_the_reference_is_rendered_once_for_each_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Any] = []
+    of = reference.of
+    monkeypatch.setattr(reference, "of", lambda app: rendered.append(app) or of(app))
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        viewer = (await fleet.operator("POST", "/v1/viewers", json={})).json()["token"]
+        for token in (None, OPERATOR, viewer):
+            if token is not None:
+                await log_in(fleet, token)
+            pages = [await fleet.http.get("/docs", headers={"Accept-Encoding": e}) for e in ("gzip", "identity")]
+            assert pages[0].text == pages[1].text
+            assert [p.headers.get("Content-Encoding") for p in pages] == ["gzip", None]
+            assert ("Log out" in pages[0].text) == (token is not None)
+            assert (">viewer<" in pages[0].text) == (token == viewer)
+        assert len(rendered) == 3
 
     play(tmp_path, script)

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from coord_server import auth
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import answers, devices, reference, session, view
-from coord_server.dashboard.answers import SignIn, page
+from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
 from coord_server.http import watch
@@ -286,4 +286,4 @@ async def operate(served: Served, _: Command, federation: FederationId, action: 
 @router.get("/docs")
 async def show_reference(request: Request, known: Known) -> Response:
     """Every call of the API."""
-    return page(request, "reference", **reference.of(request.app))
+    return kept(request, "reference", lambda: reference.of(request.app))
