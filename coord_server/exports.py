@@ -54,6 +54,11 @@ class Order(BaseModel):
     kind: Kind
 
 
+def lacking(kind: Kind) -> list[str]:
+    """Packages that this machine would need to make a file of this kind and does not have."""
+    return [name for name in NEEDS[kind] if find_spec(name) is None]
+
+
 class Exports:
     """The files of one coordinator."""
 
@@ -69,7 +74,7 @@ class Exports:
 
         `device` asks for that device's own model. A file that failed is made again. Raises Refusal, StateError.
         """
-        missing = [name for name in NEEDS[kind] if find_spec(name) is None]
+        missing = lacking(kind)
         if missing:
             raise Refusal(
                 "not-installed",
@@ -106,6 +111,14 @@ class Exports:
             waits = "the worker starts" if self._running is None else "other files are made first"
             said = {"state": "waiting", "detail": waits}
         return Export(id=id_, kind=order.kind, device=order.device, round=order.closed, **said)
+
+    def of(self, federation: str) -> list[Export]:
+        """The files of a federation, the latest first. Blocks."""
+        found = list[tuple[float, Export]]()
+        for path in self._folder.glob(f"*/{ORDER}"):
+            with contextlib.suppress(OSError, ValueError, Refusal):  # another federation's, or just swept
+                found.append((path.stat().st_mtime, self.show(path.parent.name, federation)))
+        return [export for _, export in sorted(found, key=lambda one: -one[0])]
 
     def file(self, id_: str) -> Path:
         """A file that is ready. Raises Refusal when it is not."""

@@ -103,7 +103,7 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
             own = await fleet.http.get(
                 "/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb"))
             )
-        assert (own.status_code, own.headers["Model-Source"]) == (200, "personal")
+        assert (own.status_code, own.headers["Maskfleet-Source"]) == (200, "personal")
         assert graph(own.content) == graph(file)  # all devices have the global model
         return state, file
 
@@ -165,7 +165,7 @@ def test_a_device_s_file_says_whose_model_it_holds(tmp_path: Path) -> None:
             assert ("perfedavg leaves a part of a device's own model" in found["detail"]) == (device is not None)
         await fleet.operator("POST", "/v1/federations/fed/stop")
         own = await fleet.http.get("/v1/federations/fed/devices/a/model?kind=onnx", headers=bearer(credential("a")))
-        assert (own.status_code, own.headers["Model-Source"]) == (200, "global")
+        assert (own.status_code, own.headers["Maskfleet-Source"]) == (200, "global")
 
     with_digits(tmp_path, script, method={"name": "perfedavg"})
 

@@ -5,12 +5,14 @@ A command needs an operator's session, the token of one of its pages, and a brow
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
 import segno
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
 from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -21,8 +23,10 @@ from coord_server.dashboard import answers, devices, reference, session, view
 from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
+from coord_server.exports import Kind, lacking
 from coord_server.http import watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
+from coord_server.http.artifacts import ExportId, Files
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
 from edge_client.protocol.messages import TokenRequest
@@ -37,6 +41,8 @@ CONFIRMED = {
     "stop": "The federation ends for good. The state after the last closed round can still be exported.",
 }
 """What each command does, said before it is carried out."""
+FORMATS: dict[Kind, str] = {"onnx": "ONNX", "pte": "ExecuTorch"}
+"""What a model can be made as, and what its button says."""
 Action = Literal["start", "pause", "resume", "stop"]
 
 router = APIRouter()
@@ -199,6 +205,7 @@ async def show_federation(
     served: Served,
     known: Seen,
     histories: Read,
+    files: Files,
     federation: FederationId,
     state: str = "",
     name: Annotated[str, Query(max_length=64)] = "",
@@ -214,9 +221,12 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
-    again = view.refresh(phase, sum(shown.states.values()))
+    made = await asyncio.to_thread(files.of, live.id)
+    working = any(one.state in ("waiting", "running") for one in made)
+    again, quiet = view.refresh(phase, sum(shown.states.values()), working), view.WORKING if working else view.QUIET
     return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
-                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, kinds=view.KINDS)  # fmt: skip
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, quiet=quiet, kinds=view.KINDS,
+                made=made, names=FORMATS, offered=[kind for kind in FORMATS if not lacking(kind)])  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
@@ -226,6 +236,16 @@ async def export_state(served: Served, known: Seen, federation: FederationId) ->
     content, closed = await live.exported(), live.progress().closed
     file = f'attachment; filename="{live.id}-round-{closed}.safetensors"'
     return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
+
+
+@router.get("/federations/{federation}/exports/{export}/file")
+async def fetch_export(served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId) -> Response:
+    """A model as a file."""
+    live = await served.find(federation)
+    found = await asyncio.to_thread(files.show, id_, live.id)
+    of = "" if found.device is None else f"-{found.device}"
+    name, kind = f"{live.id}{of}-round-{found.round}.{found.kind}", "application/octet-stream"
+    return FileResponse(files.file(id_), headers=answers.HEADERS, media_type=kind, filename=name)
 
 
 @router.get("/federations/{federation}/events")
@@ -270,6 +290,17 @@ def _code(text: str) -> Markup:
         scale=4, border=4, light="#fff", dark="#000", svgclass="code", lineclass=None, omitsize=True
     )
     return Markup(drawn)
+
+
+@router.post("/federations/{federation}/exports")
+async def export(served: Served, files: Files, fields: Command, federation: FederationId) -> Response:
+    """Have the model that all devices share made as a file; the page says how far it is."""
+    kind = next((kind for kind in FORMATS if kind == fields.get("kind")), None)
+    if kind is None:
+        raise HTTPException(422, f"a model is made as one of {', '.join(FORMATS)}; go back and choose one")
+    live = await served.find(federation)
+    await files.ask(live, kind)
+    return _see(f"/federations/{live.id}#models")
 
 
 @router.post("/federations/{federation}/{action}")

@@ -26,7 +26,8 @@ NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown
 ROUNDS = 20  # rounds in the table
 REFRESH: dict[Phase | None, int] = {"running": 2, "recruiting": 3, "paused": 5}  # seconds; others: QUIET
-QUIET = 15
+QUIET = 15  # also for pages with a stream of events, which tells of changes
+WORKING = 2  # while a model is being made, of which no event tells
 EACH = 400  # devices that add a second: reading 2,000 rows takes 70 ms of a core
 
 
@@ -73,9 +74,12 @@ def allowed(phase: Phase | None) -> list[str]:
     return [] if phase is None else [name for name, event in ACTIONS.items() if event in engine.ACCEPTED[phase]]
 
 
-def refresh(phase: Phase | None, devices: int = 0) -> int:
-    """Seconds until a page about a federation in this phase is worth asking for again; more with many devices."""
-    return max(REFRESH.get(phase, QUIET), devices // EACH)
+def refresh(phase: Phase | None, devices: int = 0, working: bool = False) -> int:
+    """Seconds until a page about a federation in this phase is worth asking for again; more with many devices.
+
+    `working` says that a model of it is being made.
+    """
+    return max(WORKING if working else REFRESH.get(phase, QUIET), devices // EACH)
 
 
 async def summaries(served: Coordinator, histories: Histories) -> list[tuple[Federation, Closed | None]]:
