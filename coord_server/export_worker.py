@@ -28,7 +28,8 @@ def work(folder: Path) -> None:
     """Write the model, and what it is. Raises MaskfleetError."""
     order = Order.model_validate_json((folder / ORDER).read_text("utf-8"))
     record = (folder / RECORD).read_bytes() if (folder / RECORD).is_file() else None
-    held = Held(order.config, order.closed, (folder / STATE).read_bytes(), order.device, record)
+    state = (folder / STATE).read_bytes()
+    held = Held(order.config, order.places, order.closed, state, order.device, record, order.kept)
     onnx = folder / ONNX
 
     def say(line: str) -> None:

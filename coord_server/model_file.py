@@ -20,7 +20,7 @@ from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.errors import CompactionError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
-from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.messages import FederationConfig, Source
 from edge_client.task import Course, Personal
 
 
@@ -28,14 +28,17 @@ from edge_client.task import Course, Personal
 class Held:
     """What a coordinator holds after round `closed`: the state, and the record of `device`, as they are stored.
 
-    `device` is None when the shared model is asked for; a device has no record before its first update.
+    `places` is the cohort that the federation was created with. `device` is None when the shared model is asked for; a
+    device has no record before its first update. `kept` is the model that the device has reported to keep, None before.
     """
 
     config: FederationConfig
+    places: int
     closed: int
     state: bytes
     device: str | None = None
     record: bytes | None = None
+    kept: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def write_model(held: Held, bundle: Bundle, path: Path, samples: NDArray[Any] | 
     """
     config, closed = held.config, held.closed
     method = make_method(config.method)
-    course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
+    course = Course(bundle.model(), config.seed, config.rounds, held.places)
     state = aggregation.unpack(method.state_type, held.state)
     everyone, own = global_model(method, course, state, closed), None
     if held.device is not None:
@@ -63,16 +66,19 @@ def write_model(held: Held, bundle: Bundle, path: Path, samples: NDArray[Any] | 
             record = aggregation.unpack(method.record_type, held.record)
         own = method.of_device(course, state, record, everyone)
     model = everyone if own is None else own
-    source: Literal["global", "personal"] = "global" if own is None else "personal"
-    facts: dict[str, str | int] = {"federation": config.name, "method": method.name, "rounds": closed, "source": source}
-    whose = f"the global model after round {closed} of {config.rounds}"
-    if own is not None and held.device is not None:
-        facts["device"] = held.device
-        whose = f"the model of {held.device!r} after round {closed} of {config.rounds}"
-    elif held.device is not None:
+    source: Literal["global", "personal"] = "global"
+    facts: dict[str, str | int] = {"federation": config.name, "method": method.name, "rounds": closed}
+    when = f"after round {closed} of {config.rounds}"
+    whose = f"the global model {when}"
+    if held.device is not None and own is None:
         whose += f", since {method.name} leaves a part of a device's own model on the device alone"
+    elif held.device is not None and held.kept not in (None, "global"):
+        whose = f"the federation's model for {held.device!r} {when}, since the device kept one of its own training"
+    elif held.device is not None:
+        source, whose = "personal", f"the model of {held.device!r} {when}"
+        facts["device"] = held.device
     said = _write(bundle, model, path, samples)
-    describe(path, card(bundle.manifest, **facts, licence=config.licence))
+    describe(path, card(bundle.manifest, **facts, source=source, licence=config.licence))
     note = ""
     if bundle.manifest.buffers_d and np.array_equal(model.buffers, course.model.buffers):
         note = "; batch-norm statistics are the bundle's, those of this method stay on the devices"

@@ -31,8 +31,9 @@ from edge_client.errors import CompactionError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
-from edge_client.protocol.messages import Federation, FederationConfig
+from edge_client.protocol.messages import Federation, FederationConfig, Report
 from edge_client.task import Course
+from edge_client.training import open_trainer
 
 PATH = "/v1/federations/fed/exports"
 DIGITS = packaged()["digits"]
@@ -150,6 +151,89 @@ def test_the_command_line_writes_the_file_that_the_worker_makes(tmp_path: Path) 
     with_digits(tmp_path, script)
 
 
+def test_the_model_is_that_of_the_cohort_of_the_creation(tmp_path: Path) -> None:
+    """Lattice keeps sums: divided by a cohort that the operator has changed, they are another model."""
+    there = methods.middle(made("lattice"), digits(), 2)
+    course, method, state = there.sim.course, there.sim.method, there.sim.state
+    config = FederationConfig(
+        name="fed", bundle="0" * 64, method={"name": "lattice", **method.model_dump(mode="json")}, seed=course.seed,
+        rounds=course.rounds, cohort=1, min_devices=1, min_updates=1,
+    )  # fmt: skip
+    assert course.cohort > 1
+    held = model_file.Held(config, course.cohort, 2, aggregation.pack(state))
+    model_file.write_model(held, digits().bundle, tmp_path / "m.onnx")
+    x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    (found,) = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})
+    model = global_model(method, course, state, 2)
+    expected = open_trainer("onnxruntime", digits().bundle).logits(model.parameters, model.buffers, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_order_names_the_cohort_of_the_creation(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        changed = (await fleet.operator("PATCH", "/v1/federations/fed", json={"cohort": 1})).json()
+        assert (changed["config"]["cohort"], changed["places"]) == (1, 2)
+        found = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
+        assert exports.Order.model_validate_json(order_of(tmp_path, found).read_text()).places == 2
+        await ended(fleet, found)
+
+    with_digits(tmp_path, script, min_updates=1)
+
+
+def order_of(folder: Path, found: dict[str, Any]) -> Path:
+    return folder / "exports" / found["id"] / exports.ORDER
+
+
+def test_a_device_that_kept_a_model_of_its_own_training_is_not_said_to_have_the_federation_s(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        report = Report(score=0.9, test_samples=4, parameters_dense=6570, parameters_compact=6570, source="local")
+        await live.devices.report("a", report)
+        for device, source, words in (
+            ("a", "global", "the federation's model for 'a' after round 0 of 2, since the device kept one of its own"),
+            ("bb", "personal", "the model of 'bb' after round 0 of 2"),
+        ):
+            asked = {"kind": "onnx", "device": device}
+            found = await ended(fleet, (await fleet.operator("POST", PATH, json=asked)).json())
+            entries = {p.key: p.value for p in onnx.load(ours.file(found["id"])).metadata_props}
+            assert (found["source"], entries["maskfleet.source"]) == (source, source)
+            assert found["detail"].startswith(words)
+
+    with_digits(tmp_path, script)
+
+
+def test_a_device_is_told_that_its_model_cannot_be_made_and_starts_no_worker_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.operator("POST", "/v1/federations/fed/stop")
+        own = ("/v1/federations/fed/devices/a/model?kind=onnx", bearer(credential("a")))
+        while (answer := await fleet.http.get(own[0], headers=own[1])).status_code == 202:
+            await asyncio.sleep(0.1)
+        assert "has no global model" in refused(answer, "export-failed")
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", None)  # nothing can be started
+        assert refused(await fleet.http.get(own[0], headers=own[1]), "export-failed")
+
+    with_digits(tmp_path, script, method={"name": "standalone"})
+
+
+def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        other = Exports(ours._store)
+        found = await ours.ask(live, "onnx")
+        for seen in (await other.ask(live, "onnx"), other.show(found.id), *other.of("fed")):
+            assert (seen.id, seen.state) == (found.id, "running")
+        assert not other._tasks
+        (made,) = [await ended(fleet, found.model_dump())]
+        assert other.show(made["id"]).state == "ready"
+        assert (await other.ask(live, "onnx")).state == "ready"
+
+    with_digits(tmp_path, script)
+
+
 def test_a_device_s_file_says_whose_model_it_holds(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         for device in ("a", None):
@@ -180,7 +264,7 @@ def test_a_model_that_cannot_be_shown_equal_when_compact_has_all_its_parameters(
     state = aggregation.pack(method.start(Course(bundle.model(), 7, 2, 2)))
     config = FederationConfig(name="fed", bundle="0" * 64, method={"name": "fedavg"}, rounds=2, cohort=2, min_devices=2)
     monkeypatch.setattr(model_file, "write_personal", unequal)
-    made = model_file.write_model(model_file.Held(config, 0, state), bundle, tmp_path / "m.onnx")
+    made = model_file.write_model(model_file.Held(config, 2, 0, state), bundle, tmp_path / "m.onnx")
     assert made.detail == (
         f"the global model after round 0 of 2, all {bundle.manifest.d} parameters, not compacted: it differs"
     )
@@ -245,6 +329,7 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
         while ours._tasks:  # it clears up after itself
             await asyncio.sleep(0.01)
         assert {p.name for p in (tmp_path / "exports" / made["id"]).iterdir()} == {
+            "lock",
             "order.json",
             "made.json",
             "model",

@@ -103,7 +103,7 @@ async def fetch_own_model(
     phase = calling.live.summary().phase
     if phase not in ("finished", "stopped"):
         raise Refusal("wrong-phase", f"{calling.live.id} is {phase}; a device's model is final when it is finished")
-    found = await files.ask(calling.live, kind, device)
+    found = await files.ask(calling.live, kind, device, again=False)
     if found.state == "failed":
         raise Refusal("export-failed", found.detail)
     if found.state != "ready":

@@ -334,7 +334,7 @@ class LiveFederation:
 
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
-        if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
+        if await asyncio.to_thread(self._store.metadata.device, self.id, device) is None:
             raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
         was_ready = list[int]()
         await self._commits.submit(

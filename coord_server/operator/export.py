@@ -21,13 +21,14 @@ def export_onnx(operator: Operator, id_: str, path: Path, data: Path | None = No
     Raises ConfigError for a method without a global model, CompactionError, DataError, StateError, ServerError.
     """
     found = operator.federation(id_)
-    if found.config is None:
+    if found.config is None or found.places is None:
         raise ConfigError(f"federation {id_!r} cannot be read: {found.fault}")
     packed, closed = _state(operator, id_)
     with tempfile.TemporaryDirectory(prefix="maskfleet-export-") as folder:
         bundle = operator.fetch_bundle(found.config.bundle, Path(folder), (EVAL, WEIGHTS))
         samples = None if data is None else fit(read(data), bundle.manifest).x
-        return f"{path}: {write_model(Held(found.config, closed, packed), bundle, path, samples).detail}"
+        held = Held(found.config, found.places, closed, packed)
+        return f"{path}: {write_model(held, bundle, path, samples).detail}"
 
 
 def _state(operator: Operator, id_: str) -> tuple[bytes, int]:

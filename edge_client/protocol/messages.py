@@ -152,6 +152,8 @@ class Federation(Message):
     fault: str | None = None
     """What keeps the federation from going on by itself (a full disk), None when nothing does."""
     created_at: float = 0.0
+    places: int | None = None
+    """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""
 
 
 class TokenRequest(Message):
@@ -435,7 +437,8 @@ class BundleReceipt(Message):
 class ExportRequest(Message):
     """Ask for a model as a file of this kind: the one that all share, or with `device` that device's own.
 
-    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so.
+    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so. So it
+    does where the device has reported that it kept a model of its own training.
     """
 
     kind: Literal["onnx", "pte"]
