@@ -467,23 +467,25 @@ class BundleSummary(Message):
     """A bundle in figures: what its manifest says, what is missing, who uses it."""
 
     digest: Sha256
-    name: str
     added_at: float
-    missing: list[str]
     federations: list[str]
     """Those that use it; while there is one, the bundle cannot be deleted."""
-    input: list[int]
+    fault: str | None = None
+    """Why its manifest cannot be read; the other fields are empty then."""
+    name: str = ""
+    missing: list[str] = []
+    input: list[int] = []
     """The shape of a sample."""
-    target: str
-    parameters: int
-    statistics: int
+    target: str = ""
+    parameters: int = 0
+    statistics: int = 0
     """Values of batch normalisation."""
-    layers: int
-    groups: int
+    layers: int = 0
+    groups: int = 0
     """Groups of channels that can be pruned together."""
-    seed: int | None
+    seed: int | None = None
     """What the weights are drawn from; null when they are stored."""
-    parts: dict[str, int]
+    parts: dict[str, int] = {}
     """Bytes of each part."""
 
 
