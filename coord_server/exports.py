@@ -260,7 +260,7 @@ class Exports:
 
 
 def _lock(folder: Path) -> int | None:
-    """The lock of a file's folder, until it is closed or this process ends; None: it is taken, or the folder is gone."""
+    """The lock of a folder, until it is closed or this process ends; None when it is taken or the folder is gone."""
     try:
         found = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:

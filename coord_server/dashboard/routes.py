@@ -6,6 +6,7 @@ A command needs an operator's session, the token of one of its pages, and a brow
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
@@ -45,6 +46,7 @@ FORMATS: dict[Kind, str] = {"onnx": "ONNX", "pte": "ExecuTorch"}
 """What a model can be made as, and what its button says."""
 Action = Literal["start", "pause", "resume", "stop"]
 
+log = logging.getLogger("maskfleet")
 router = APIRouter()
 
 
@@ -141,6 +143,8 @@ async def log_in(request: Request, served: Served) -> Response:
     fields = await _form(request)
     token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
     if served.role(token) is None:
+        client = request.client.host if request.client else "an unknown address"
+        log.warning("refused: a log-in from %s with a wrong token", client, extra={"limited": "log-in"})
         return page(request, "login", 401, next=to, wrong=True)
     answer = _see(to)
     _set(answer, request, session.begin(token, time.time()), session.LASTS)

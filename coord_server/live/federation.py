@@ -323,6 +323,8 @@ class LiveFederation:
             await self._values.check_rounds(change.rounds)
         if new:
             await self._commits.submit(events.Changed(self._clock(), new))
+            said = ", ".join(f"{name} = {value:g}" for name, value in new.items())
+            log.info("%s: changed by the operator: %s", self.id, said, extra={"federation": self.id})
             await self._call()  # fewer devices may now be enough to start
 
     async def delete(self) -> None:
