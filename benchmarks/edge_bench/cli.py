@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +36,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.exit_codes import ExitCode
+from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
@@ -92,6 +91,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a result file. Raises StateError when it cannot be written."""
     write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def run_module(main: Callable[..., None]) -> None:
+    """Run `python -m edge_bench.NAME`; an error of ours ends it with its message and its exit code."""
+    try:
+        typer.run(main)
+    except MaskfleetError as error:
+        print(f"{provenance.program()}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
 def plain_console(least: int = 80) -> Console:
@@ -274,7 +282,7 @@ def demo(
         f"{rounds} rounds of each method"
     )
     started = time.monotonic()
-    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
+    origin = provenance.origin()
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
     with ExitStack() as stack:

@@ -10,8 +10,6 @@ the output. A trial whose score after a round is below the median of the earlier
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -281,7 +279,7 @@ def tune(
     if json_file is not None:
         check_writable(json_file)
     bound = read_size(most_bytes)
-    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
+    origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     database = out.with_suffix(".trials")
