@@ -144,7 +144,7 @@ def _outcome(r: Round) -> str:
 
 
 def _warn(console: Console, sentences: list[str]) -> None:
-    """A paragraph each, after the table."""
+    """A paragraph each, after an empty line."""
     if sentences:
         console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
 
@@ -155,8 +155,9 @@ def _labels(
     bundle: Bundle,
     devices: Mapping[str, DeviceData],
     plot: Path | None,
+    json_file: Path | None,
 ) -> None:
-    """Print which labels each device holds, and draw it. Raises ConfigError for a target without classes."""
+    """Print which labels each device holds, draw it and write it. Raises ConfigError for a target without classes."""
     target = bundle.manifest.target
     if not isinstance(target, Classification | Sequence):
         raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
@@ -164,6 +165,10 @@ def _labels(
     if plot is not None:
         histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
+    if json_file is not None:
+        held = histogram.record(devices, target.classes)
+        settings = config.data.model_dump(mode="json")
+        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
 
 
 def simulate(
@@ -188,7 +193,10 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
     labels: Annotated[
-        bool, typer.Option("--labels", help="Only print which labels devices hold (with --plot: draw it), and end.")
+        bool,
+        typer.Option(
+            "--labels", help="Only print which labels devices hold (--plot: draw, --json: write it), and end."
+        ),
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of --json's file, and end.")] = False,
 ) -> None:
@@ -212,8 +220,9 @@ def simulate(
         f"{train} training and {test} {checked.data.evaluate} samples; "
         f"rounds: {checked.rounds} of {checked.cohort} devices"
     )
+    _warn(console, histogram.untested(devices, checked.data.evaluate))
     if labels:
-        _labels(console, checked, opened, devices, plot)
+        _labels(console, checked, opened, devices, plot, json_file)
         return
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
