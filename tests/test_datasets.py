@@ -365,6 +365,21 @@ def test_the_table_has_a_bar_for_each_class_and_a_summary_for_the_rest() -> None
     assert lines[4].startswith("3 devices: 2 to 5 samples to train on, median 2; 1 to 2 classes each, median 2;")
 
 
+def test_the_file_has_every_part_and_class_of_each_device() -> None:
+    record = histogram.record(held([0, 0, 0, 0, 1], [2, 2]), 3)
+    assert record["devices"]["d0"] == {"train": 5, "validation": 0, "test": 0, "labels": [4, 1, 0]}
+    assert (record["classes"], record["unevenness"]) == (3, histogram.unevenness(np.array([[4, 1, 0], [0, 0, 2]])))
+
+
+def test_devices_without_samples_to_be_scored_on_are_named() -> None:
+    x, y = np.zeros((2, 4), np.float32), np.arange(2)
+    none = np.zeros(0, np.int64)
+    tested = DeviceData(x, y, none, none, x, y)
+    (said,) = histogram.untested({**held([0, 1]), "ann": tested}, "validation")
+    assert said.startswith("1 of 2 devices (d0) have no validation samples: they train, but no score counts them")
+    assert histogram.untested({"ann": tested}, "test") == []
+
+
 def test_unevenness_is_nought_for_equal_devices_and_large_for_devices_apart() -> None:
     assert histogram.unevenness(np.array([[2, 2], [4, 4]])) == 0
     assert histogram.unevenness(np.array([[3, 0], [0, 3]])) == 0.5
