@@ -276,8 +276,8 @@ def test_an_error_of_one_method_leaves_the_others_results(bundle: Bundle, device
     both = config(methods={"fedpm": {"layers": ["9"]}, "standalone": {"epochs": 1}}, final_epochs=False)
     failures: dict[str, MaskfleetError] = {}
     assert set(run_all(both, bundle, devices, failed=failures.__setitem__)) == {"standalone"}
-    assert "the layers to mask are" in str(failures["fedpm"])
-    with pytest.raises(ConfigError, match="the layers to mask are"):
+    assert "the layers that can be masked are" in str(failures["fedpm"])
+    with pytest.raises(ConfigError, match="the layers that can be masked are"):
         run_all(both, bundle, devices)
 
 
