@@ -146,7 +146,7 @@ class Regression(Target):
         if shaped.ndim != 2 or shaped.shape[1] != self.outputs:
             raise DataError(
                 f"{what}: the values to predict have shape {y.shape}; give {self.outputs} for each sample, shape "
-                f"{(len(y), self.outputs)}"
+                f"{(len(y), self.outputs)}, or integers if they are classes"
             )
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(shaped, np.float32)
