@@ -110,7 +110,7 @@ class _Cut:
         outside, self.nodes = self.nodes, []
         for node in graph.node:
             if node.op_type == "Scan" or any(v in self.axes or v in self.lengths for v in node.input):
-                if node.op_type not in ("Concat", "Expand", "Reshape") and any(v in self.lengths for v in node.input):
+                if node.op_type != "Expand" and any(v in self.lengths for v in node.input):
                     raise refusal(node, "computes with the number of channels")
                 rule = RULES.get(node.op_type, _named)
                 for name, axes in zip(list(node.output), rule(self, node), strict=True):
@@ -160,17 +160,14 @@ class _Cut:
 
     def sized(self, name: str, axes: Axes) -> str:
         """The vector `name`, the sizes of the last of `axes`, with the sizes of what stays."""
-        (count,) = self.shape(name)
-        due = list(zip(axes[len(axes) - count :], self.lengths.get(name, (None,) * count), strict=True))
-        cut = np.array([stays is not None and known is None for stays, known in due])
-        sizes = np.array([0 if stays is None else stays.sum() for stays, _ in due], np.int64)
-        if not cut.any():
+        due = axes[len(axes) - self.shape(name)[0] :]
+        sizes = np.array([0 if stays is None else stays.sum() for stays in due], np.int64)
+        if not sizes.any():
             return name
-        if name not in self.constants:
-            others = self.emit("Mul", [name, self.constant((~cut).astype(np.int64))])
-            return self.emit("Add", [others, self.constant(sizes)])
-        before = numpy_helper.to_array(self.constants[name])
-        return self.constant(np.where(cut & (before > 1), sizes, before))
+        if name in self.constants:
+            before = numpy_helper.to_array(self.constants[name])
+            return self.constant(np.where((sizes > 0) & (before > 1), sizes, before))
+        return self.emit("Where", [self.constant(sizes > 0), self.constant(sizes), name])
 
     def emit(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Append a node and return the name of its output."""
@@ -217,7 +214,10 @@ def _equal(a: Axes, b: Axes) -> bool:
 
 
 def _named(g: _Cut, node: NodeProto) -> list[Axes]:
-    """An operator that keeps axes together: what one input lost of an axis is taken out of the others."""
+    """An operator that keeps axes together: what one input lost of an axis is taken out of the others.
+
+    Not of an axis that is summed over: there all must have lost the same.
+    """
     listed = None
     if node.op_type.startswith("Reduce") or node.op_type in ("Squeeze", "Unsqueeze"):
         # a squeeze without axes would also remove a last channel
@@ -233,13 +233,13 @@ def _named(g: _Cut, node: NodeProto) -> list[Axes]:
     if known.whole & left.keys():
         raise refusal(node, "works along the axis of the channels")
     for k, names in enumerate(known.inputs):
-        own = g.stays(node.input[k])
-        more = [
-            key in left and key not in known.output and stays is None for key, stays in zip(names, own, strict=True)
-        ]
-        if any(more) and not g.lenient:
+        due = tuple(
+            left.get(key) if key in known.output else own
+            for key, own in zip(names, g.stays(node.input[k]), strict=True)
+        )
+        if not g.lenient and not _equal(due, tuple(left.get(key) for key in names)):
             raise refusal(node, UNLIKE)
-        g.fit(node, k, tuple(None if m else left.get(key) for key, m in zip(names, more, strict=True)))
+        g.fit(node, k, due)
     return [tuple(left.get(key) for key in known.output)] * len(node.output)
 
 
@@ -284,23 +284,17 @@ def _reshape(g: _Cut, node: NodeProto) -> list[Axes]:
 
 
 def _concat(g: _Cut, node: NodeProto) -> list[Axes]:
-    if any(name in g.lengths for name in node.input):
-        parts = [g.lengths.get(name) or (None,) * g.shape(name)[0] for name in node.input]
-        g.lengths[node.output[0]] = tuple(stays for part in parts for stays in part)
-        return [(None,)]
-    every = [g.stays(name) for name in node.input]
+    before = list(node.input)
+    every = [g.stays(name) for name in before]
     axis = settings(node)["axis"] % len(every[0])
     axes: list[Mask] = [next((x[i] for x in every if x[i] is not None), None) for i in range(len(every[0]))]
     for k, own in enumerate(every):
         g.fit(node, k, (*axes[:axis], own[axis], *axes[axis + 1 :]))
-    if axes[axis] is not None:
-        sizes = [g.shape(name)[axis] for name in node.input]
-        axes[axis] = np.concatenate([_full(x[axis], n) for x, n in zip(every, sizes, strict=True)])
+    sizes = [g.shape(name)[axis] for name in before]
+    axes[axis] = np.concatenate(
+        [np.ones(n, np.bool_) if x[axis] is None else x[axis] for x, n in zip(every, sizes, strict=True)]
+    )
     return [tuple(axes)]
-
-
-def _full(stays: Mask, size: int) -> NDArray[np.bool_]:
-    return np.ones(size, np.bool_) if stays is None else stays
 
 
 def _split(g: _Cut, node: NodeProto) -> list[Axes]:
@@ -313,7 +307,7 @@ def _split(g: _Cut, node: NodeProto) -> list[Axes]:
     sizes = np.array([part.sum() for part in parts])
     if not sizes.all():
         raise refusal(node, "loses all its channels")
-    if (sizes != sizes[0]).any() or len(node.input) > 1:
+    if len(node.input) > 1 or (sizes != sizes[0]).any():
         node.CopyFrom(helper.make_node("Split", [node.input[0], g.constant(sizes)], node.output, axis=axis))
     return [(*x[:axis], part, *x[axis + 1 :]) for part in parts]
 
@@ -338,21 +332,6 @@ def _slice(g: _Cut, node: NodeProto) -> list[Axes]:
         if starts[k] == ends[k]:
             raise refusal(node, "loses all its channels")
     node.input[1], node.input[2] = g.constant(np.array(starts)), g.constant(np.array(ends))
-    return [tuple(made)]
-
-
-def _gather(g: _Cut, node: NodeProto) -> list[Axes]:
-    """Along an axis that loses entries, those that stay are taken from their new places."""
-    made = list(g.stays(node.input[0]))
-    axis = settings(node).get("axis", 0) % len(made)
-    stays = made[axis]
-    if stays is None or len(g.shape(node.input[1])) != 1:
-        return _named(g, node)
-    places = np.array(g.values(node, 1)) % len(stays)
-    made[axis] = stays[places]
-    if not made[axis].any():
-        raise refusal(node, "loses all its channels")
-    node.input[1] = g.constant((np.cumsum(stays) - 1)[places[stays[places]]])
     return [tuple(made)]
 
 
@@ -383,17 +362,14 @@ def _shape(g: _Cut, node: NodeProto) -> list[Axes]:
 
 
 def _expand(g: _Cut, node: NodeProto) -> list[Axes]:
-    """An axis gets its channels from the value, or from the shape of a cut value."""
-    name, own = node.input[1], g.stays(node.input[0])
-    rank = len(g.shape(node.output[0]))
-    lengths = g.lengths.get(name, ())
-    axes = (*[None] * (rank - len(own)), *own)
-    sizes = (*[None] * (rank - len(lengths)), *lengths)
-    axes = tuple(b if a is None else a for a, b in zip(axes, sizes, strict=True))
-    due = zip(g.shape(node.input[0]), axes[rank - len(own) :], strict=True)
-    g.fit(node, 0, tuple(stays if n > 1 else None for n, stays in due))
-    node.input[1] = g.sized(name, axes)
-    return [axes]
+    """An axis gets its channels from the value, or all of them from the shape of a cut value."""
+    if node.input[1] not in g.lengths:
+        (axes,) = _named(g, node)
+        node.input[1] = g.sized(node.input[1], axes)
+        return [axes]
+    if prod(g.shape(node.input[0])) > 1:
+        raise refusal(node, "computes with the number of channels")
+    return [g.lengths[node.input[1]]]
 
 
 def _recurrent(g: _Cut, node: NodeProto) -> list[Axes]:
@@ -460,7 +436,6 @@ RULES: dict[str, Callable[[_Cut, NodeProto], list[Axes]]] = {
     "Expand": _expand,
     "Flatten": _reshape,
     "GRU": _recurrent,
-    "Gather": _gather,
     "LSTM": _recurrent,
     "Pad": _pad,
     "RNN": _recurrent,
@@ -478,6 +453,9 @@ class CutGraphs:
 
     manifest: Manifest
     graphs: Mapping[str, bytes]
+    whole: Bundle
+    kept: Channels
+    """The channels of the whole network that stay."""
 
     def part(self, name: str) -> bytes:
         """A graph of the smaller network."""
@@ -486,13 +464,15 @@ class CutGraphs:
 
 def cut_graphs(bundle: Bundle | CutGraphs, kept: Channels, parts: Iterable[str]) -> CutGraphs:
     """The graphs `parts` of a bundle with the channels `kept`. Raises ConfigError when they cannot be cut."""
-    m, graphs = bundle.manifest, {}
-    tensors = cuts(m, kept)
+    small = narrow(bundle.manifest, kept).manifest
+    if isinstance(bundle, CutGraphs):  # the whole graphs are cut once, by the channels of both
+        kept = {**bundle.kept, **{k: bundle.kept[k][v] if k in bundle.kept else v for k, v in kept.items()}}
+        bundle = bundle.whole
+    tensors, graphs = cuts(bundle.manifest, kept), {}
     for name in parts:
-        part = bundle.part(name)
         try:
-            model = onnx.load_from_string(part if isinstance(part, bytes) else part.read_bytes())
+            model = onnx.load(bundle.part(name))
         except Exception as error:  # protobuf's own error class depends on its version
             raise BundleError(f"{name} does not open: {error}; export the bundle again") from None
-        graphs[name] = cut(model, m.input.shape, tensors).SerializeToString()
-    return CutGraphs(narrow(m, kept).manifest, graphs)
+        graphs[name] = cut(model, small.input.shape, tensors).SerializeToString()
+    return CutGraphs(small, graphs, bundle, kept)
