@@ -232,3 +232,20 @@ def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(*overview(found))
     assert "the method is not installed" in console.export_text()
+
+
+def test_a_closed_round_that_is_not_listed_is_named_beside_the_others() -> None:
+    operator = Asked(federation(round=5))
+    operator.closed = [closed(1, 0.5, 0.6), closed(3, 0.7, 0.8)]
+    found = show.look(operator, "fleet", "u")
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(*overview(found))
+    text = console.export_text()
+    assert "the record of round 2, round 4 of fleet is damaged; restore the database" in text
+    assert "0.800 mean" in text
+    assert "worst after round 3" in text
+    operator.found = federation(round=5, fault="the disk is full")
+    assert show.look(operator, "fleet", "u", found).federation.fault == "the disk is full"
+    operator.found = federation(round=2)
+    operator.closed = [closed(1, 0.5, 0.6)]
+    assert show.look(operator, "fleet", "u").federation.fault is None

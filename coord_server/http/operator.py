@@ -13,6 +13,7 @@ from coord_server.http.access import FederationId, Operated, RoundNumber, Served
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
+from edge_client.errors import StorageDamagedError
 from edge_client.protocol.messages import (
     MAX_ROUNDS,
     Change,
@@ -152,22 +153,26 @@ async def list_rounds(
 ) -> Any:
     """Traffic, bits per parameter, loss, scores, failures and guarded updates of every closed round.
 
-    The last round's `traffic.last_down` grows as devices fetch the downlink after it.
+    A record that is damaged is left out, and the federation's `fault` names it. The last round's `traffic.last_down`
+    grows as devices fetch the downlink after it.
     """
     (after,) = page.after(int) or (0,)
-    first = max(first, after + 1)
-    records = await (await served.find(federation)).rounds(first, last, page.limit + 1)
-    records = list(page.cut(records, [(first + i,) for i in range(len(records))]))  # no closed round is missing
-    return Response("[" + ",".join(records) + "]", headers=page.response.headers, media_type="application/json")
+    found = await (await served.find(federation)).rounds(max(first, after + 1), last, page.limit + 1)
+    records = page.cut(list(found.values()), [(number,) for number in found])
+    text = ",".join(record for record in records if record is not None)
+    return Response(f"[{text}]", headers=page.response.headers, media_type="application/json")
 
 
 @router.get("/federations/{federation}/rounds/{round}", response_model=Round)
 async def show_round(served: Viewed, federation: FederationId, round_: RoundNumber) -> Any:
     """One closed round's record."""
-    records = await (await served.find(federation)).rounds(round_, round_)
+    live = await served.find(federation)
+    records = await live.rounds(round_, round_)
     if not records:
         raise Refusal("not-found", f"round {round_} of {federation} is not closed; GET .../rounds lists those that are")
-    return Response(records[0], media_type="application/json")
+    if records[round_] is None:
+        raise StorageDamagedError(f"the record of round {round_} of {federation} is damaged; restore the database")
+    return Response(records[round_], media_type="application/json")
 
 
 @router.get("/federations/{federation}/state", response_class=Response, responses=_STATE)

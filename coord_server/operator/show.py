@@ -61,7 +61,8 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
         before = None  # another one of the same name
     known = [] if before is None else before.rounds[:-1]  # what devices fetch is still counted for the last one
     try:
-        rounds = [*known, *operator.rounds(id_, len(known) + 1)]
+        rounds = [*known, *operator.rounds(id_, known[-1].round + 1 if known else 1)]
+        found = found.model_copy(update={"fault": found.fault or _unread(found, rounds)})
         if before is not None and now < before.listed + STEADY and _same(found, before.federation):
             return Look(found, rounds, before.devices, url, now, before.listed)
         return Look(found, rounds, operator.devices(id_), url, now, now)
@@ -69,6 +70,14 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
         if error.kind != "not-loaded":
             raise
         return Look(found, [], [], url, now)  # its fault says why
+
+
+def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:
+    """Which closed rounds the coordinator did not list, None when it listed all."""
+    closed = f.round if f.phase == "finished" else f.round - 1
+    gone = sorted(set(range(1, closed + 1)) - {r.round for r in rounds})
+    named = _named([f"round {n}" for n in gone])
+    return f"the record of {named} of {f.id} is damaged; restore the database" if gone else None
 
 
 def _same(left: Federation, right: Federation) -> bool:
@@ -178,7 +187,7 @@ def _time(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
         said.append(f"the round closes in {lasting(f.deadline_in)} at the latest")
     if seconds and f.phase in ("running", "paused"):
         each = sum(seconds[-10:]) / len(seconds[-10:])
-        left = c.rounds - len(seconds)
+        left = c.rounds - found.rounds[-1].round
         said.append(f"about {lasting(left * each)} for {left} rounds of {lasting(each)}")
     elif seconds:
         said.append(f"{len(seconds)} rounds took {lasting(sum(seconds))}")
@@ -196,7 +205,7 @@ def _score(found: Look) -> list[tuple[str, str]]:
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     course = bars([s.mean for s in scores], BARS if unicode else PLAIN_BARS)
     gained = f"; start {starts[0].mean:.3f} ({last.mean - starts[0].mean:+.3f})" if starts else ""
-    of = "of the personal models" if final else f"after round {len(found.rounds)}"
+    of = "of the personal models" if final else f"after round {found.rounds[-1].round}"
     figures = f"{last.mean:.3f} mean, {last.p10:.3f} 10th percentile, {last.worst:.3f} worst {of}{gained}"
     return [("score", figures), ("", f"{course} mean over the rounds" if len(scores) > 1 else "")]
 
