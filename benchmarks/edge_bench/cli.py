@@ -358,12 +358,6 @@ def demo(
         console.print(head, curves.sketch(lines), sep="\n")
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
     _warn(console, report.warnings(records, made))
-    if plot is not None:
-        curves.draw(lines, plot, title)
-        console.print(f"wrote {plot}")
-    console.print(
-        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
-    )
     if json_file is not None:
         run: dict[str, Any] = {
             "data": chosen.model_dump(mode="json"),
@@ -376,3 +370,9 @@ def demo(
             json_file,
             {**origin, "methods": records, "compaction": compact, "settings": run},
         )
+    if plot is not None:
+        curves.draw(lines, plot, title)
+        console.print(f"wrote {plot}")
+    console.print(
+        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
+    )

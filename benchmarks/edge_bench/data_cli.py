@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,4 +32,4 @@ def split(
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     first = next(iter(paths))
     typer.echo(f"wrote {len(paths)} files to {out}; on a device:")
-    typer.echo(f"maskfleet join URL --token TOKEN --data {shlex.quote(str(paths[first]))} --device {first}")
+    typer.echo(f"maskfleet join URL --token TOKEN --data {paths[first]} --device {first}")

@@ -145,7 +145,6 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
     width = len(str(people.max()))
     plain = s.y if s.y.ndim == 1 and np.issubdtype(s.y.dtype, np.integer) else np.zeros(len(s.y), np.int64)
     shares = {}
-    makers = s.names if s.owner is not None and np.array_equal(owner, s.owner) else ()  # not of devices dealt anew
     for p in people.tolist():
         mine, stream = np.flatnonzero(owner == p), counter.key(seed, "parts", p)
         if s.sequential:
@@ -154,7 +153,7 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
             part = partition.published_part(s.published[mine], s.unit[mine], stream)
         else:
             part = partition.hold_out(plain[mine], s.unit[mine], stream)
-        shares[makers[p] if makers else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
+        shares[s.names[p] if s.names else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
     return shares
 
 

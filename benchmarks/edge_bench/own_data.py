@@ -208,8 +208,6 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
             f"{path} is neither a folder of save_to_disk nor one with Parquet files: {authored.described(error)}"
         ) from None
     table = datasets.concatenate_datasets(list(parts.values()))
-    if not len(table):
-        raise DataError(f"{path} holds no samples")
     test = np.concatenate([np.full(len(part), name.startswith("test")) for name, part in parts.items()])
     if features is None:
         features = next((c for c in table.column_names if isinstance(table.features[c], datasets.Image)), "x")
@@ -257,8 +255,6 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 def _labels(table: Any, column: str) -> tuple[NDArray[Any], tuple[str, ...]]:
     """The labels as numbers, with their names when the data set has names."""
-    if missing := table.with_format("arrow")[:][column].null_count:
-        raise DataError(f"{column!r} is missing in {missing} of {len(table)} samples; leave them out with `filter`")
     y = np.asarray(table.with_format("numpy")[:][column])
     known = getattr(table.features[column], "names", None)
     if y.dtype.kind in "US" or y.dtype == object:
