@@ -61,25 +61,25 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         every = () if given.get("noop_with_empty_axes") else own
         gone = {i % len(own) for i in listed or every}
         kept = [i for i in own if i not in gone or given.get("keepdims", 1)]
-        names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
+        names: Names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
         return Axes((names,), made, frozenset(n for n in names if isinstance(n, str)))
     if kind == "Transpose":
         order = given.get("perm", own[::-1])
         return Axes((tuple(order.index(i) for i in own),), made)
     if kind == "Gather":
         axis, more = given.get("axis", 0) % len(own), len(shapes[1]) - 1
-        data = tuple("taken" if i == axis else i + more * (i > axis) for i in own)
+        data: Names = tuple("taken" if i == axis else i + more * (i > axis) for i in own)
         return Axes((data, made[axis : axis + more + 1]), made, frozenset({"taken"}))
     if kind == "Gemm":
-        a, b = ((0, "sum"), ("sum", 1))
-        a, b = a[::-1] if given.get("transA") else a, b[::-1] if given.get("transB") else b
+        a: Names = ("sum", 0) if given.get("transA") else (0, "sum")
+        b: Names = (1, "sum") if given.get("transB") else ("sum", 1)
         return Axes((a, b, *(_broadcast(s, out) for s in shapes[2:])), made)
     if kind == "MatMul" and min(map(len, shapes)) > 1:
         lead = [_broadcast((*s[:-2], 1, 1), out)[:-2] for s in shapes]
         return Axes(((*lead[0], made[-2], "sum"), (*lead[1], "sum", made[-1])), made)
     if kind in ("Conv", "ConvTranspose") and given.get("group", 1) == 1:
         window = tuple(f"window {i}" for i in own[2:])
-        weight = (*((1, "sum") if kind == "Conv" else ("sum", 1)), *window)
+        weight: Names = (1, "sum", *window) if kind == "Conv" else ("sum", 1, *window)
         return Axes(((0, "sum", *own[2:]), weight, (1,))[: len(shapes)], made, frozenset({*own[2:], *window}))
     return None
 

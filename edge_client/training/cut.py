@@ -171,8 +171,9 @@ class _Cut:
 
     def emit(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Append a node and return the name of its output."""
-        self.nodes.append(helper.make_node(op, inputs, [self.fresh()], **attributes))
-        return self.nodes[-1].output[0]
+        made = self.fresh()
+        self.nodes.append(helper.make_node(op, inputs, [made], **attributes))
+        return made
 
     def fresh(self) -> str:
         """A name that no value has."""
