@@ -13,7 +13,6 @@ from edge_client.compaction.net import Net, prepare
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study
 
-
 ABSENT = {"InstanceNormalization"}  # of the operators in these graphs; no training graph holds it
 
 
