@@ -129,7 +129,7 @@ def half_masked(bundle: Bundle, seed: int) -> Personal:
         (cnn, {"0": 6, "4": 8, "8": 10}),
         (global_pool, {"0": 6, "2": 8, "6": 6}),
         (Fork, {"stem": 6, "left": 3, "right": 3}),
-        (Recurrent, {"hidden": 6}),  # the training graph's loop is not cut
+        (Recurrent, {"cell": 5, "hidden": 6}),
     ],
 )
 def test_an_exported_model_compacts_exactly(

@@ -171,8 +171,9 @@ class _Cut:
 
     def emit(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Append a node and return the name of its output."""
-        self.nodes.append(helper.make_node(op, inputs, [self.fresh()], **attributes))
-        return self.nodes[-1].output[0]
+        made = self.fresh()
+        self.nodes.append(helper.make_node(op, inputs, [made], **attributes))
+        return made
 
     def fresh(self) -> str:
         """A name that no value has."""
@@ -219,8 +220,7 @@ def _named(g: _Cut, node: NodeProto) -> list[Axes]:
     Not of an axis that is summed over: there all must have lost the same.
     """
     listed = None
-    if node.op_type.startswith("Reduce") or node.op_type in ("Squeeze", "Unsqueeze"):
-        # a squeeze without axes would also remove a last channel
+    if node.op_type.startswith("Reduce"):
         listed = g.values(node, 1) if len(node.input) > 1 else settings(node).get("axes")
     known = axes_of(node, [g.shape(v) for v in node.input], g.shape(node.output[0]), listed)
     if known is None:
@@ -230,7 +230,7 @@ def _named(g: _Cut, node: NodeProto) -> list[Axes]:
         for key, stays in zip(names, g.stays(name), strict=True):
             if stays is not None:
                 left[key] = left.get(key, stays) & stays
-    if known.whole & left.keys():
+    if (known.whole | {None}) & left.keys():
         raise refusal(node, "works along the axis of the channels")
     for k, names in enumerate(known.inputs):
         due = tuple(
@@ -278,6 +278,8 @@ def _reshape(g: _Cut, node: NodeProto) -> list[Axes]:
     found = [np.asarray(moved.any(axis=rest)) for rest in others]
     if np.count_nonzero(moved) != prod(int(stays.sum()) for stays in found):
         raise refusal(node, "spreads the channels over several axes")
+    if node.op_type == "Squeeze" and len(node.input) < 2:  # it would also remove a last channel
+        raise refusal(node, "takes no constant sizes")
     if node.op_type == "Reshape":
         node.input[1] = g.sized(node.input[1], tuple(None if stays.all() else stays for stays in found))
     return [tuple(found)]
@@ -290,10 +292,10 @@ def _concat(g: _Cut, node: NodeProto) -> list[Axes]:
     axes: list[Mask] = [next((x[i] for x in every if x[i] is not None), None) for i in range(len(every[0]))]
     for k, own in enumerate(every):
         g.fit(node, k, (*axes[:axis], own[axis], *axes[axis + 1 :]))
-    sizes = [g.shape(name)[axis] for name in before]
-    axes[axis] = np.concatenate(
-        [np.ones(n, np.bool_) if x[axis] is None else x[axis] for x, n in zip(every, sizes, strict=True)]
-    )
+    parts = [np.ones(g.shape(name)[axis], np.bool_) for name in before]
+    for part, own in zip(parts, every, strict=True):
+        part &= True if own[axis] is None else own[axis]
+    axes[axis] = np.concatenate(parts)
     return [tuple(axes)]
 
 
@@ -315,10 +317,10 @@ def _split(g: _Cut, node: NodeProto) -> list[Axes]:
 def _slice(g: _Cut, node: NodeProto) -> list[Axes]:
     """Along an axis that loses entries, the bounds move by what is gone before them."""
     made = list(g.stays(node.input[0]))
-    axes = [i % len(made) for i in g.values(node, 3)] if len(node.input) > 3 else list(range(len(made)))
-    if all(made[i] is None for i in axes):
+    if len(node.input) > 3 and all(made[i] is None for i in g.values(node, 3)):
         return [tuple(made)]
     starts, ends = g.values(node, 1), g.values(node, 2)
+    axes = g.values(node, 3) if len(node.input) > 3 else list(range(len(starts)))
     steps = g.values(node, 4) if len(node.input) > 4 else [1] * len(axes)
     for k, i in enumerate(axes):
         stays = made[i]
@@ -346,7 +348,7 @@ def _pad(g: _Cut, node: NodeProto) -> list[Axes]:
         if settings(node).get("mode", b"constant") != b"constant":
             raise refusal(node, "works along the axis of the channels")
         gone = stays[: max(0, -low)], stays[len(stays) - max(0, -high) :]
-        widths[k], widths[k + len(axes)] = (max(n, 0) - int(g.sum()) for n, g in zip((low, high), gone, strict=True))
+        widths[k], widths[k + len(axes)] = (max(n, 0) - int(x.sum()) for n, x in zip((low, high), gone, strict=True))
         inner = stays[len(gone[0]) : len(stays) - len(gone[1])]
         made[i] = np.pad(inner, (max(low, 0), max(high, 0)), constant_values=True)
     node.input[1] = g.constant(np.array(widths))
@@ -378,19 +380,10 @@ def _recurrent(g: _Cut, node: NodeProto) -> list[Axes]:
     if names[7] or settings(node).get("layout", 0):
         raise refusal(node, "is not an operator whose channels can be cut")
     read, unit = g.stays(names[0])[2], g.stays(names[2])[2]
-    gates = None if unit is None else np.tile(unit, GATES[node.op_type])
-    wide = None if gates is None else np.tile(gates, 2)
-    start = (None, None, unit)
-    due: list[Axes] = [
-        (None, None, read),
-        (None, gates, read),
-        (None, gates, unit),
-        (None, wide),
-        (None,),
-        start,
-        start,
-    ]
-    for k, (name, axes) in enumerate(zip(node.input, due, strict=False)):
+    gates, both = (None if unit is None else np.tile(unit, k * GATES[node.op_type]) for k in (1, 2))
+    weights: list[Axes] = [(None, None, read), (None, gates, read), (None, gates, unit), (None, both), (None,)]
+    start: Axes = (None, None, unit)
+    for k, (name, axes) in enumerate(zip(node.input, [*weights, start, start], strict=False)):
         if k > 4 and name:
             g.fit(node, k, axes)
         elif name and not _equal(g.stays(name), axes):
@@ -406,11 +399,8 @@ def _scan(g: _Cut, node: NodeProto) -> list[Axes]:
     body = next(a.g for a in node.attribute if a.name == "body")
     count = len(node.input) - given["num_scan_inputs"]
     scanned = [g.stays(name) for name in node.input[count:]]
-    if (
-        any(given.get("scan_input_axes", ()))
-        or any(given.get("scan_output_axes", ()))
-        or any(x[0] is not None for x in scanned)
-    ):
+    others = (*given.get("scan_input_axes", ()), *given.get("scan_output_axes", ()))
+    if any(others) or any(x[0] is not None for x in scanned):
         raise refusal(node, "works along the axis of the channels")
     starts = [g.stays(name) for name in node.input[:count]]
     for g.lenient in (True, False):
@@ -444,6 +434,8 @@ RULES: dict[str, Callable[[_Cut, NodeProto], list[Axes]]] = {
     "Shape": _shape,
     "Slice": _slice,
     "Split": _split,
+    "Squeeze": _reshape,
+    "Unsqueeze": _reshape,
 }
 
 
