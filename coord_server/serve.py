@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ HEAD_LIMIT = 16 * 1024  # bytes of a request's head
 UNACKNOWLEDGED = 120  # seconds until a connection is closed whose peer acknowledges nothing
 SWITCH = 0.0005  # seconds a worker thread may delay the event loop; Python's own 0.005 is a whole request
 GRACE = 10  # seconds that requests under way are given at shutdown
+ORIGIN = re.compile(r"\*|https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:.]+\](:[0-9]+)?")  # as browsers send it
 OWN_FILES = 128  # descriptors kept for the database, the blobs and the like
 
 log = logging.getLogger("maskfleet")
@@ -162,6 +164,11 @@ def serve(
     for path in (certificate, key):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
+    for origin in allow_origin or ():
+        if not ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--allow-origin {origin!r} is no origin; give one like https://fleet.example.org, no path"
+            )
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))

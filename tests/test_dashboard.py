@@ -15,11 +15,14 @@ from typing import Any
 import httpx
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, until
+from fastapi import Request
 
 from coord_server import auth
+from coord_server.connections import Places
 from coord_server.coordinator import Coordinator, Role
 from coord_server.dashboard import answers, reference, session, view
-from coord_server.http import create_app
+from coord_server.http import create_app, watch
+from coord_server.http.access import CALL
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
 FORM = {**HTML, "Origin": "http://coordinator"}
@@ -437,6 +440,7 @@ def test_no_page_holds_a_script_a_style_or_an_address_of_elsewhere(tmp_path: Pat
         assert "<img" not in answer.text, name
     assert [found[n].status_code for n in ("missing", "bad", "nowhere", "refused")] == [404, 422, 404, 403]
     assert "onerror=alert(2)" in said(found[PAGE])  # as text
+    assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in found[PAGE].text
     assert "data:" in said(found[PAGE])
 
 
@@ -665,5 +669,19 @@ def test_the_reference_is_rendered_once_for_each_role(tmp_path: Path, monkeypatc
             assert ("Log out" in pages[0].text) == (token is not None)
             assert (">viewer<" in pages[0].text) == (token == viewer)
         assert len(rendered) == 3
+
+    play(tmp_path, script)
+
+
+def test_a_last_event_of_many_digits_is_not_read(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        scope = {"type": "http", "headers": [], "app": fleet.http._transport.app, CALL: Viewing()}  # type: ignore[attr-defined]
+        stream = await watch.follow(Request(scope), live, "9" * 5000, lambda: True)
+        assert stream.status_code == 200
+
+    class Viewing:
+        role, places, connection = "viewer", Places(), None
 
     play(tmp_path, script)

@@ -13,7 +13,6 @@ from urllib.parse import parse_qsl
 
 import segno
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import FileResponse
 from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -25,7 +24,7 @@ from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
 from coord_server.exports import Kind, lacking
-from coord_server.http import watch
+from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
 from coord_server.problems import Refusal
@@ -243,13 +242,15 @@ async def export_state(served: Served, known: Seen, federation: FederationId) ->
 
 
 @router.get("/federations/{federation}/exports/{export}/file")
-async def fetch_export(served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId) -> Response:
+async def fetch_export(
+    request: Request, served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId
+) -> Response:
     """A model as a file."""
     live = await served.find(federation)
     found = await asyncio.to_thread(files.show, id_, live.id)
     of = "" if found.device is None else f"-{found.device}"
-    name, kind = f"{live.id}{of}-round-{found.round}.{found.kind}", "application/octet-stream"
-    return FileResponse(files.file(id_), headers=answers.HEADERS, media_type=kind, filename=name)
+    name = f'attachment; filename="{live.id}{of}-round-{found.round}.{found.kind}"'
+    return blobs.file(request, files.file(id_), {**answers.HEADERS, "Content-Disposition": name})
 
 
 @router.get("/federations/{federation}/events")

@@ -316,7 +316,7 @@ class LiveFederation:
             await self._commits.refresh()
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
-        log.info("%s: the operator's %s, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
+        log.info("%s: %s by the operator, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
                  extra={"federation": self.id})  # fmt: skip
 
     async def change(self, change: Change) -> None:

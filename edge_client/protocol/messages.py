@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
@@ -93,6 +93,14 @@ class FederationConfig(Message):
     """Terms of use, written into every personal model."""
     start_from: StartFrom | None = None
     """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
+
+    @field_validator("start_from", mode="before")
+    @classmethod
+    def _from_a_name(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            name = given[:64]
+            raise ValueError(f'write start_from = {{ federation = "{name}" }}, or {{"federation": "{name}"}} in JSON')
+        return given
 
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
