@@ -231,7 +231,11 @@ def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
     found = show.look(operator, "fleet", "u")
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(*overview(found))
-    assert "the method is not installed" in console.export_text()
+    text = console.export_text()
+    assert "the method is not installed" in text
+    assert "could not be loaded, running in round" in text
+    assert "mend the fault, then start the coordinator again; or `maskfleet federation stop fleet`" in text
+    assert "enrolled" not in text
 
 
 def test_a_closed_round_that_is_not_listed_is_named_beside_the_others() -> None:

@@ -220,7 +220,8 @@ async def show_federation(
     except Refusal as refusal:
         if refusal.kind != "not-loaded":
             raise
-        return page(request, "unloaded", found=served.summary(federation), refresh=view.QUIET)
+        found = served.summary(federation)
+        return page(request, "unloaded", found=found, stops="stop" in view.allowed(found.phase), refresh=view.QUIET)
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
@@ -263,8 +264,9 @@ async def follow(request: Request, served: Served, known: Seen, federation: Fede
 @router.get("/federations/{federation}/{action}")
 async def confirm(request: Request, served: Served, known: Seen, federation: FederationId, action: Action) -> Response:
     """Ask before a command is carried out."""
-    live = await served.find(federation)
-    found = live.summary()
+    if action != "stop":  # which one that could not be loaded takes too
+        await served.find(federation)
+    found = served.summary(federation)
     possible = action in view.allowed(found.phase)
     return page(request, "confirm", found=found, action=action, what=CONFIRMED[action], possible=possible)
 
@@ -311,9 +313,8 @@ async def export(served: Served, files: Files, fields: Command, federation: Fede
 @router.post("/federations/{federation}/{action}")
 async def operate(served: Served, _: Command, federation: FederationId, action: Action) -> Response:
     """Carry out a command."""
-    live = await served.find(federation)
-    await live.operate(view.ACTIONS[action])
-    return _see(f"/federations/{live.id}")
+    found = await served.operate(federation, view.ACTIONS[action])
+    return _see(f"/federations/{found.id}")
 
 
 # --- the API's reference

@@ -45,6 +45,7 @@ class Look:
     url: str
     now: float
     listed: float = 0.0
+    loaded: bool = True
 
     @property
     def ended(self) -> bool:
@@ -69,7 +70,7 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
     except ServerError as error:
         if error.kind != "not-loaded":
             raise
-        return Look(found, [], [], url, now)  # its fault says why
+        return Look(found, [], [], url, now, loaded=False)  # its fault says why
 
 
 def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:
@@ -113,8 +114,8 @@ def overview(found: Look) -> list[Table]:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    lines: list[tuple[str, str]] = [(f.id, _what(f))]
-    if c is not None:
+    lines: list[tuple[str, str]] = [(f.id, _what(found))]
+    if c is not None and found.loaded:
         lines += [
             ("devices", _devices(found, c)),
             *_missing(found, c),
@@ -129,9 +130,12 @@ def overview(found: Look) -> list[Table]:
     return [table]
 
 
-def _what(f: Federation) -> str:
+def _what(found: Look) -> str:
+    f = found.federation
     if f.config is None or f.phase is None:
         return "could not be loaded"
+    if not found.loaded:
+        return f"{f.config.method.get('name')}, could not be loaded, {f.phase} in round {f.round} of {f.config.rounds}"
     tries = f", attempt {f.attempt}" if f.attempt > 1 and f.phase == "running" else ""
     rounds = f", round {f.round} of {f.config.rounds}{tries}" if f.round else f", {f.config.rounds} rounds to come"
     return f"{f.config.method.get('name')}, {f.phase}{rounds}"
@@ -267,8 +271,9 @@ def warnings(found: Look) -> list[str]:
 def _next(found: Look) -> str:
     """What the operator can do now."""
     f, c, command = found.federation, found.federation.config, "maskfleet federation"
-    if c is None or f.phase is None:
-        return "mend the fault, then start the coordinator again"
+    if c is None or f.phase is None or not found.loaded:
+        stops = f"`{command} stop {f.id}` or " if f.phase in ("recruiting", "running", "paused") else ""
+        return f"mend the fault, then start the coordinator again; or {stops}`{command} delete {f.id}`"
     if f.phase == "recruiting":
         if f.devices < c.min_devices:
             return (
