@@ -25,6 +25,7 @@ from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
 from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
+from edge_client.transport import BUSY
 
 REFRESH = 2.0  # seconds between two looks
 STEADY = 15.0  # seconds until the devices are asked for again while nothing else changes
@@ -89,7 +90,7 @@ def _same(left: Federation, right: Federation) -> bool:
 def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
     """Show a federation until it ends, or until Ctrl-C. `ask` is given the look before.
 
-    A coordinator that does not answer is asked again.
+    A coordinator that does not answer, or is busy, or its proxy while it starts again, is asked again.
     """
     found = ask(None)
     try:
@@ -98,7 +99,9 @@ def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
                 time.sleep(REFRESH)
                 try:
                     found = ask(found)
-                except UnreachableError as error:
+                except (UnreachableError, ServerError) as error:
+                    if isinstance(error, ServerError) and error.status not in BUSY and error.status < 500:
+                        raise  # it will not change
                     live.update(Group(*overview(found), plain(f"no answer: {error}")), refresh=True)
                     continue
                 live.update(Group(*overview(found)), refresh=True)
