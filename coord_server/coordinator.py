@@ -232,6 +232,7 @@ class Coordinator:
         """Revoke a viewer's token. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self.store.metadata.remove_viewer, id_):
             raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
+        log.info("the viewer's token %s is revoked by the operator", id_)
         await self._look_at_viewers()
 
     async def _look_at_viewers(self) -> None:
@@ -514,6 +515,7 @@ class Coordinator:
         live = await self.find(id_)
         if not await asyncio.to_thread(self.store.metadata.remove_token, live.id, token):
             raise Refusal("not-found", f"{live.id} has no join token {token}; GET .../tokens lists them")
+        log.info("%s: the join token %s is revoked by the operator", live.id, token, extra={"federation": live.id})
 
     async def enrol(self, request: Enrol) -> Enrolled:
         """Enrol the device that presents a join token. Raises Refusal, StateError."""

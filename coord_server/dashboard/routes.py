@@ -27,6 +27,7 @@ from coord_server.exports import Kind, lacking
 from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
+from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
 from edge_client.protocol.messages import TokenRequest
@@ -142,8 +143,9 @@ async def log_in(request: Request, served: Served) -> Response:
     fields = await _form(request)
     token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
     if served.role(token) is None:
-        client = request.client.host if request.client else "an unknown address"
-        log.warning("refused: a log-in from %s with a wrong token", client, extra={"limited": "log-in"})
+        client = caller(request.scope)
+        extra = {"client": client, "limited": "log-in"}
+        log.warning("refused: a log-in from %s with a wrong token", client, extra=extra)
         return page(request, "login", 401, next=to, wrong=True)
     answer = _see(to)
     _set(answer, request, session.begin(token, time.time()), session.LASTS)
