@@ -519,6 +519,15 @@ def test_a_federation_that_could_not_be_loaded_says_why(tmp_path: Path) -> None:
             assert answer.status_code == 200
             assert "could not be loaded" in said(answer)
         assert (await send(fleet, "pause", form="x")).status_code == 403
+        assert f'href="{PAGE}/stop"' in (await fleet.http.get(PAGE)).text
+        assert (await fleet.http.get(f"{PAGE}/pause", headers=HTML)).status_code == 503
+        asked = await fleet.http.get(f"{PAGE}/stop", headers=HTML)
+        assert "Stop fed?" in said(asked)
+        form = asked.text.partition('name="form" value="')[2].partition('"')[0]
+        assert (await send(fleet, "stop", form=form)).status_code == 303
+        stopped = await fleet.http.get(PAGE)
+        assert "stopped" in said(stopped)
+        assert f'href="{PAGE}/stop"' not in stopped.text
 
     play(tmp_path, script)
 

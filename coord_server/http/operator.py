@@ -102,8 +102,8 @@ async def change_federation(served: Operated, federation: FederationId, change: 
 async def delete_federation(request: Request, served: Operated, federation: FederationId) -> None:
     """Delete it with its devices, tokens, rounds, state, blobs and exports; its name is free again.
 
-    A federation that runs or is paused is refused: stop it first. Devices of a finished one that have not fetched their
-    last downlink get none.
+    A federation that runs or is paused is refused: stop it first. One that could not be loaded does not run. Devices of
+    a finished one that have not fetched their last downlink get none.
     """
     await served.delete(federation)
     await request.app.state.exports.tidy()
@@ -117,11 +117,10 @@ async def operate_federation(
 
     `pause` stops the round's clock: updates under way are still taken, no round closes or opens. `resume` goes on with
     the seconds the round had left; after a pause by `max_attempts` it allows as many again. `stop` ends the federation
-    for good: the state after the last closed round can still be exported.
+    for good: the state after the last closed round can still be exported. A federation that could not be loaded
+    takes `stop` only.
     """
-    live = await served.find(federation)
-    await live.operate(_OPERATIONS[action])
-    return live.summary()
+    return await served.operate(federation, _OPERATIONS[action])
 
 
 @router.get("/federations/{federation}/devices", responses=LINK)

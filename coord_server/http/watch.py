@@ -14,7 +14,7 @@ from coord_server import metrics
 from coord_server.connections import Connection
 from coord_server.http.access import CALL, Call, FederationId, OperatorHeader, Served, Viewed, viewer
 from coord_server.http.openapi import COMPONENTS
-from coord_server.http.problems import documented
+from coord_server.http.problems import METHODS, documented
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from edge_client.protocol.changes import AnyChange, Faulted, Snapshot
@@ -28,7 +28,6 @@ LONGEST = 40  # characters of the last id seen
 RETRY = 3000  # milliseconds until a reader connects again
 
 TEXT = "text/plain; version=0.0.4"
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 figures = APIRouter(tags=["operator"])

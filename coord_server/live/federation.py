@@ -347,6 +347,7 @@ class LiveFederation:
             lambda rows: was_ready.append(rows.remove_device(device)),
             lambda: self.devices.removed(device, was_ready[-1]),
         )
+        log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})
 
     def summary(self) -> Federation:
         """The federation as it stands."""

@@ -25,6 +25,7 @@ from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
 from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
+from edge_client.transport import BUSY
 
 REFRESH = 2.0  # seconds between two looks
 STEADY = 15.0  # seconds until the devices are asked for again while nothing else changes
@@ -45,6 +46,7 @@ class Look:
     url: str
     now: float
     listed: float = 0.0
+    loaded: bool = True
 
     @property
     def ended(self) -> bool:
@@ -69,7 +71,7 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
     except ServerError as error:
         if error.kind != "not-loaded":
             raise
-        return Look(found, [], [], url, now)  # its fault says why
+        return Look(found, [], [], url, now, loaded=False)  # its fault says why
 
 
 def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:
@@ -88,7 +90,7 @@ def _same(left: Federation, right: Federation) -> bool:
 def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
     """Show a federation until it ends, or until Ctrl-C. `ask` is given the look before.
 
-    A coordinator that does not answer is asked again.
+    A coordinator that does not answer, or is busy, or its proxy while it starts again, is asked again.
     """
     found = ask(None)
     try:
@@ -97,7 +99,9 @@ def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
                 time.sleep(REFRESH)
                 try:
                     found = ask(found)
-                except UnreachableError as error:
+                except (UnreachableError, ServerError) as error:
+                    if isinstance(error, ServerError) and error.status not in BUSY and error.status < 500:
+                        raise  # it will not change
                     live.update(Group(*overview(found), plain(f"no answer: {error}")), refresh=True)
                     continue
                 live.update(Group(*overview(found)), refresh=True)
@@ -113,8 +117,8 @@ def overview(found: Look) -> list[Table]:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    lines: list[tuple[str, str]] = [(f.id, _what(f))]
-    if c is not None:
+    lines: list[tuple[str, str]] = [(f.id, _what(found))]
+    if c is not None and found.loaded:
         lines += [
             ("devices", _devices(found, c)),
             *_missing(found, c),
@@ -129,9 +133,12 @@ def overview(found: Look) -> list[Table]:
     return [table]
 
 
-def _what(f: Federation) -> str:
+def _what(found: Look) -> str:
+    f = found.federation
     if f.config is None or f.phase is None:
         return "could not be loaded"
+    if not found.loaded:
+        return f"{f.config.method.get('name')}, could not be loaded, {f.phase} in round {f.round} of {f.config.rounds}"
     tries = f", attempt {f.attempt}" if f.attempt > 1 and f.phase == "running" else ""
     rounds = f", round {f.round} of {f.config.rounds}{tries}" if f.round else f", {f.config.rounds} rounds to come"
     return f"{f.config.method.get('name')}, {f.phase}{rounds}"
@@ -267,8 +274,9 @@ def warnings(found: Look) -> list[str]:
 def _next(found: Look) -> str:
     """What the operator can do now."""
     f, c, command = found.federation, found.federation.config, "maskfleet federation"
-    if c is None or f.phase is None:
-        return "mend the fault, then start the coordinator again"
+    if c is None or f.phase is None or not found.loaded:
+        stops = f"`{command} stop {f.id}` or " if f.phase in ("recruiting", "running", "paused") else ""
+        return f"mend the fault, then start the coordinator again; or {stops}`{command} delete {f.id}`"
     if f.phase == "recruiting":
         if f.devices < c.min_devices:
             return (
