@@ -373,3 +373,12 @@ def test_raw_samples_are_normalised_as_the_bundle_says_as_on_a_device(tmp_path: 
     assert of_device.tolist() == load(raw, 0, m)["device-0"].x[0].tolist() == [-2, 0]
     scaled = load(raw.model_copy(update={"standardise": True}), 0, m)  # which the table says instead
     assert scaled["device-0"].x[0].tolist() != [-2, 0]
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+def test_devices_that_samples_are_dealt_to_do_not_take_the_names_of_owners(split: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=np.array(["anna", "bob"])[np.arange(60) % 2])
+    for count in (2, 3):  # as many as there are owners, and more
+        table = {"name": "npz", "path": tmp_path / "own.npz", "split": split, "devices": count}
+        assert list(load(DataConfig(**table), 0, manifest((4,), 3))) == [f"device-{k}" for k in range(count)]
+    assert list(load(DataConfig(name="npz", path=tmp_path / "own.npz"), 0, manifest((4,), 3))) == ["anna", "bob"]

@@ -116,7 +116,7 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
     s = _chosen(s, rows)
     if config.name == "har" and config.inside == "window":
         s = replace(s, unit=np.arange(len(s.y)))
-    return s, _parts(s, owner[rows], label, seed)
+    return s, _parts(s, owner[rows], label, seed, s.names)
 
 
 def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
@@ -139,8 +139,10 @@ def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
     return partition.by_class(y[first], size, count, seed, config.alpha, classes)[unit]
 
 
-def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[str, Share]:
-    """By device the rows of its parts; -1 owns nothing."""
+def _parts(
+    s: Samples, owner: NDArray[np.int64], label: str, seed: int, names: tuple[str, ...] = ()
+) -> dict[str, Share]:
+    """By device the rows of its parts; -1 owns nothing. `names` are those of owners; others are LABEL-NUMBER."""
     people = np.unique(owner[owner >= 0])
     width = len(str(people.max()))
     plain = s.y if s.y.ndim == 1 and np.issubdtype(s.y.dtype, np.integer) else np.zeros(len(s.y), np.int64)
@@ -153,7 +155,7 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
             part = partition.published_part(s.published[mine], s.unit[mine], stream)
         else:
             part = partition.hold_out(plain[mine], s.unit[mine], stream)
-        shares[s.names[p] if s.names else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
+        shares[names[p] if names else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
     return shares
 
 
