@@ -330,7 +330,7 @@ def test_the_commands_of_the_page_are_carried_out(tmp_path: Path) -> None:
         assert form is not None
         late = await send(fleet, "pause", form=form.group(1))
         assert late.status_code == 409
-        assert "The federation is stopped; it cannot be paused now." in said(late)
+        assert "the federation is stopped; it cannot be paused now." in said(late)
 
     play(tmp_path, script)
 
