@@ -123,6 +123,18 @@ def configured(
     )
 
 
+def _origin(given: str) -> str:
+    """An origin as browsers send it: without the slash that an address ends with. Raises ConfigError."""
+    origin = given.removesuffix("/")
+    usual = {"http": "80", "https": "443"}.get(origin.partition(":")[0], "")
+    if not ORIGIN.fullmatch(origin) or origin.rpartition(":")[2] == usual:
+        raise ConfigError(
+            f"--allow-origin {given!r} is no origin that a browser sends; give one like https://fleet.example.org: "
+            "lower case, no path, no usual port"
+        )
+    return origin
+
+
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 lets the system choose.")] = 8750,
@@ -164,11 +176,7 @@ def serve(
     for path in (certificate, key):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
-    for origin in allow_origin or ():
-        if not ORIGIN.fullmatch(origin):
-            raise ConfigError(
-                f"--allow-origin {origin!r} is no origin; give one like https://fleet.example.org, no path"
-            )
+    origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))
@@ -177,7 +185,7 @@ def serve(
         token, where = auth.operator_token(data)
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
-        application = {"allow_origins": allow_origin or (), "open_metrics": open_metrics}
+        application = {"allow_origins": origins, "open_metrics": open_metrics}
         # A parent that blocks these hands that on, and no SIGTERM would end the coordinator.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))

@@ -23,6 +23,7 @@ from coord_server.coordinator import Coordinator, Role
 from coord_server.dashboard import answers, reference, session, view
 from coord_server.http import create_app, watch
 from coord_server.http.access import CALL
+from coord_server.live.federation import LiveFederation
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
 FORM = {**HTML, "Origin": "http://coordinator"}
@@ -576,7 +577,9 @@ def test_the_events_of_a_page_need_its_session(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_the_exported_state_is_that_of_the_api(tmp_path: Path) -> None:
+def test_the_exported_state_is_that_of_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name has the round of its bytes, also when a later round closes while they are read."""
+
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         for device in ("a", "b"):
@@ -585,7 +588,21 @@ def test_the_exported_state_is_that_of_the_api(tmp_path: Path) -> None:
         await log_in(fleet)
         answer = await fleet.http.get(f"{PAGE}/state")
         assert answer.headers["content-disposition"] == 'attachment; filename="fed-round-1.safetensors"'
-        assert answer.content == (await fleet.operator("GET", "/v1/federations/fed/state")).content
+        same = await fleet.operator("GET", "/v1/federations/fed/state")
+        assert (same.content, same.headers["Maskfleet-Round"]) == (answer.content, "1")
+        read = LiveFederation.exported
+
+        async def slowly(live: LiveFederation) -> Any:
+            found = await read(live)
+            for device in ("a", "b"):
+                await fleet.train(device)
+            await until(fleet, lambda f: f["phase"] == "finished")
+            return found
+
+        monkeypatch.setattr(LiveFederation, "exported", slowly)
+        late = await fleet.http.get(f"{PAGE}/state")
+        assert late.headers["content-disposition"] == 'attachment; filename="fed-round-1.safetensors"'
+        assert late.content == answer.content
 
     play(tmp_path, script)
 

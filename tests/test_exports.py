@@ -145,11 +145,8 @@ def test_the_command_line_writes_the_file_that_the_worker_makes(tmp_path: Path) 
             def federation(self, id_: str) -> Federation:
                 return shown
 
-            def rounds(self, id_: str) -> list[Any]:
-                return [None] * shown.round
-
-            def state(self, id_: str) -> bytes:
-                return state
+            def state_and_round(self, id_: str) -> tuple[bytes, int]:
+                return state, shown.round
 
             def fetch_bundle(self, *_: Any) -> Bundle:
                 return Bundle.open(DIGITS)

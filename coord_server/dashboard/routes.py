@@ -239,7 +239,7 @@ async def show_federation(
 async def export_state(served: Served, known: Seen, federation: FederationId) -> Response:
     """The method's global state after the last closed round, as a file."""
     live = await served.find(federation)
-    content, closed = await live.exported(), live.progress().closed
+    closed, content = await live.exported()
     file = f'attachment; filename="{live.id}-round-{closed}.safetensors"'
     return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
 

@@ -380,6 +380,6 @@ class LiveFederation:
         model = await asyncio.to_thread(global_model, how, course, state, values.round)
         return warm.by_name(course.model.manifest, model)
 
-    async def exported(self) -> bytes:
-        """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
+    async def exported(self) -> tuple[int, bytes]:
+        """The last closed round and the method's global state after it, as safetensors bytes. Raises StateError."""
         return await self._values.exported()

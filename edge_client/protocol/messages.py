@@ -158,7 +158,7 @@ class Federation(Message):
     deadline_in: float | None = None
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
-    """What keeps the federation from going on by itself (a full disk), None when nothing does."""
+    """What keeps the federation from going on by itself (a full disk) or is damaged, None when nothing does or is."""
     created_at: float = 0.0
     places: int | None = None
     """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""
