@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from edge_bench import cli, data_cli, own_data
 from edge_bench.data_table import DataConfig
-from edge_bench.datasets import divide, load, read, write
+from edge_bench.datasets import divide, divided, load, read, write
 from edge_bench.own_data import Fleet
 from edge_bench.simulate import find_bundle, read_config
 from PIL import Image
@@ -349,7 +350,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> No
         'colour = "grey"\n[methods.standalone]\n'
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
-    assert (tmp_path / "parts" / "classes.txt").read_text() == "ash\noak\n"
+    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\n'
 
 
 def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:
@@ -371,8 +372,65 @@ def test_raw_samples_are_normalised_as_the_bundle_says_as_on_a_device(tmp_path: 
     raw = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2)
     of_device = fit(read_file(tmp_path / "raw.npz"), m).x[0]
     assert of_device.tolist() == load(raw, 0, m)["device-0"].x[0].tolist() == [-2, 0]
-    scaled = load(raw.model_copy(update={"standardise": True}), 0, m)  # which the table says instead
-    assert scaled["device-0"].x[0].tolist() != [-2, 0]
+    with pytest.raises(ConfigError, match=r"'digits' says how raw samples are normalised, and so does \[data\]"):
+        load(raw.model_copy(update={"standardise": True}), 0, m)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (18,)])
+def test_what_the_table_makes_of_raw_samples_is_what_a_bundle_would_say(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """So a device's raw file and the split's file hold the same samples."""
+    raw = np.random.default_rng(0).normal(1e4, [1e3, 1e-1], (60, 9, 2)).astype(np.float32)
+    x = (raw if shape == (18,) else raw[:, : prod(shape) // 2]).reshape(60, *shape)
+    np.savez(tmp_path / "raw.npz", x=x, y=np.arange(60) % 2)
+    m, config = manifest(shape, 2), DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2, standardise=True)
+    found = divided(config, 0, m)
+    assert found.normalised
+    assert found.normalisation is not None
+    takes = Input(shape=shape, normalisation=found.normalisation)
+    by_bundle = load(
+        config.model_copy(update={"standardise": False}), 0, m.model_copy(update={"input": takes})
+    )  # which standardise = false, written out, leaves to the bundle
+    for name, d in found.devices.items():
+        np.testing.assert_array_equal(d.x, by_bundle[name].x)
+
+
+def test_pictures_are_normalised_by_channel_also_for_a_model_that_takes_them_flat(tmp_path: Path) -> None:
+    for i in range(20):
+        picture(tmp_path / "a" / f"{i}.png", (10 * i, 50, 200 - i))
+    mean, deviation = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    config = DataConfig(
+        name="images", path=tmp_path, devices=1, size=(2, 2), colour="rgb", mean=mean, deviation=deviation
+    )
+    found = divided(config, 0, manifest((3, 2, 2), 2)).normalisation
+    assert found == Normalisation(mean=mean, std=deviation)
+    flat = divided(config, 0, manifest((12,), 2)).normalisation
+    assert flat == Normalisation(mean=tuple(np.repeat(mean, 4)), std=tuple(np.repeat(deviation, 4)))
+    both = divided(config.model_copy(update={"standardise": True}), 0, manifest((3, 2, 2), 2))
+    plain = DataConfig(name="images", path=tmp_path, devices=1, size=(2, 2), colour="rgb")
+    raw = load(plain, 0, manifest((3, 2, 2), 2))["device-0"]
+    assert both.normalisation is not None
+    np.testing.assert_allclose(both.normalisation.apply(raw.x), both.devices["device-0"].x, atol=1e-5)
+
+
+def test_the_margin_around_an_image_stays_zero(tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).random((40, 28, 28)).astype(np.float32)
+    np.savez(tmp_path / "raw.npz", x=raw, y=np.arange(40) % 2)
+    config = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=1, standardise=True)
+    found = divided(config, 0, manifest((1, 32, 32), 2))
+    assert found.normalisation is not None
+    made = found.normalisation.apply(np.pad(raw[:, None], ((0, 0), (0, 0), (2, 2), (2, 2))))
+    trained = found.devices["device-0"].x
+    assert {a.tobytes() for a in trained} <= {a.tobytes() for a in made}
+    assert not trained[:, :, :2].any()
+
+
+def test_a_device_s_file_is_marked_only_when_its_samples_are_no_raw_ones(tmp_path: Path) -> None:
+    np.savez(tmp_path / "raw.npz", x=X, y=Y)
+    config = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2)
+    for table, mark in ((config, False), (config.model_copy(update={"standardise": True}), True)):
+        found = divided(table, 0, manifest((4,), 3))
+        files = write(found.devices, tmp_path / str(mark), found.normalised)
+        assert ("normalised" in read_file(files["device-0"]).arrays) is mark
 
 
 @pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])

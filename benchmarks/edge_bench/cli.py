@@ -129,10 +129,18 @@ def plain_console(least: int = 80) -> Console:
 def open_simulation(
     file: Path, only: str | None = None, methods: str | None = None, **changes: Any
 ) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
-    """A simulation's TOML file with the `changes` that are not None, its bundle, and every device's data.
+    """As `read_simulation`, with the bundle and every device's data. Raises ConfigError, BundleError or DataError."""
+    config = read_simulation(file, only, methods, **changes)
+    return config, *prepare(config)
+
+
+def read_simulation(
+    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
+) -> SimulationConfig:
+    """A simulation's TOML file with the `changes` that are not None.
 
     `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
-    table for them. Raises ConfigError, BundleError or DataError.
+    table for them. Raises ConfigError.
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
@@ -150,7 +158,7 @@ def open_simulation(
         config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
-    return config, *prepare(config)
+    return config
 
 
 def _outcome(r: Round) -> str:

@@ -30,7 +30,8 @@ class Source:
 
     `maker` is how devices of a natural split are called. What is `dependent` is divided by nothing else, because
     neighbouring samples of one maker belong together; it is the name to call it by. Published test samples that are
-    `pooled` are dealt out like the others, unless a device gets so many `per_class`.
+    `pooled` are dealt out like the others, unless a device gets so many `per_class`. `normalised` samples are no raw
+    ones: a bundle's normalisation is not for them.
     """
 
     read: Callable[[DataConfig, Shape], Samples | Fleet]
@@ -38,6 +39,7 @@ class Source:
     maker: str = "device"
     dependent: str = ""
     pooled: bool = False
+    normalised: bool = False
 
 
 class DataConfig(BaseModel):
@@ -189,7 +191,8 @@ def _installed(config: DataConfig, shape: Shape) -> Samples | Fleet:
 _PICTURES = frozenset({"path", "standardise", "size", "colour", "mean", "deviation"})
 SOURCES: Mapping[str, Source] = {
     "har": Source(
-        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person", "UCI HAR"
+        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person", "UCI HAR",
+        normalised=True,
     ),
     "femnist": Source(lambda c, _: sources.read_femnist(find(c.name, c.path)), maker="writer"),
     "shakespeare": Source(
@@ -199,7 +202,8 @@ SOURCES: Mapping[str, Source] = {
     "digits": Source(lambda c, _: sources.read_digits(), frozenset()),
     **dict.fromkeys(("mnist", "fashion-mnist"), Source(lambda c, _: sources.read_mnist(find(c.name, c.path)))),
     **dict.fromkeys(
-        ("cifar10", "cifar100"), Source(lambda c, _: sources.read_cifar(find(c.name, c.path)), pooled=True)
+        ("cifar10", "cifar100"),
+        Source(lambda c, _: sources.read_cifar(find(c.name, c.path)), pooled=True, normalised=True),
     ),
     "npz": Source(lambda c, _: own_data.read_npz(_here(c)), frozenset({"path", "standardise"})),
     "images": Source(lambda c, shape: images.read_folder(_here(c), c.form(shape)), _PICTURES),

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
-from edge_client.bundle import Bundle
+from edge_client.bundle import MANIFEST, Bundle, Normalisation
 from edge_client.errors import ConfigError, DataError
+from edge_client.targets import Classification, Sequence
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
@@ -46,10 +47,14 @@ class ExportConfig(BaseModel):
     """Draw the weights from this seed at the scale that methods on frozen weights need; None: the module's own."""
     init: Literal["he", "torch", "sign"] = "he"
     """How the seed draws weights."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, in their order; empty: the data's names, if they have any."""
+    normalisation: Normalisation | None = None
+    """What raw samples go through before the model; None: nothing."""
 
 
 def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
-    """The arguments of an export: shape, dtype, target, seed, init."""
+    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation."""
     if isinstance(data, Fleet):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
@@ -66,6 +71,8 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         "target": {"kind": table.target or kind, **sizes},
         "seed": table.seed,
         "init": table.init,
+        "class_names": table.class_names,
+        "normalisation": table.normalisation,
     }
 
 
@@ -81,7 +88,8 @@ def open_module(
         raise ConfigError(f"bundle = {place!r}: there is no file {file.resolve()}")
     arguments = {**settings(table, data), "torch_part": torch_part}
     function = place.rpartition(":")[2]
-    address = sha256(repr((function, arguments, recipe(), _version("torch"))).encode())
+    known = () if table.class_names or isinstance(data, Fleet) else data.classes
+    address = sha256(repr((function, arguments, known, recipe(), _version("torch"))).encode())
     for source in sources(file):
         address.update(source.read_bytes())
     for weights in sorted(f for f in file.parent.iterdir() if f.suffix in WEIGHTS):
@@ -92,7 +100,7 @@ def open_module(
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
-        export_factory(place, out=folder, name=file.stem, **arguments)
+        _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
 
     def check() -> None:
         if find_spec("torch") is None or find_spec("onnxscript") is None:
@@ -102,6 +110,27 @@ def open_module(
             )
 
     return into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+
+
+def _named(bundle: Bundle, classes: tuple[str, ...]) -> None:
+    """Give an exported bundle the data's names of its classes, if it has as many."""
+    m = bundle.manifest
+    if classes and isinstance(m.target, Classification | Sequence) and m.target.classes == len(classes):
+        (bundle.folder / MANIFEST).write_bytes(m.model_copy(update={"class_names": classes}).to_bytes())
+
+
+def command(place: str, table: ExportConfig, bundle: Bundle, about: Path | None) -> list[str]:
+    """The `maskfleet export` that writes the bundle of a simulation, with the file `about`."""
+    m, default = bundle.manifest, ExportConfig()
+    options: dict[str, Any] = {"--input": ",".join(map(str, m.input.shape))}
+    if m.input.dtype != "float32":
+        options["--dtype"] = m.input.dtype
+    if m.target.kind != "classification":
+        options["--target"] = m.target.kind
+    options |= {f"--{k}": v for k in ("seed", "init") if (v := getattr(table, k)) != getattr(default, k)}
+    if about is not None:
+        options["--about"] = about
+    return ["maskfleet", "export", place, *(str(word) for pair in options.items() for word in pair), "-o", "bundle"]
 
 
 def _version(package: str) -> str:
