@@ -173,6 +173,46 @@ def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_
     assert error <= 1e-5
 
 
+ROUTED = "v = Gemm <transB = 1> (x, g, gb) i = ArgMax <axis = 1, keepdims = 1> (v) y = Gemm <transB = 1> (x, a, ab) "
+READ = "logits = Gemm <transB = 1> (u, o, ob)"
+BETWEEN = {
+    "a scatter into zeros of its size": ROUTED + "s = Shape(y) z = ConstantOfShape(s) p = ReduceMax(v, one) "
+    "t = ScatterElements <axis = 1> (z, i, p) u = Mul(t, y) ",
+    "a gate's largest entry": ROUTED + "p = GatherElements <axis = 1> (v, i) u = Mul(y, p) ",
+    "its number of elements": ROUTED + "n = Size(y) c = Cast <to = 1> (n) u = Div(y, c) ",
+    "a choice by channel": ROUTED + "h = Constant <value_floats = [0., 1., 0., 1., 0., 1., 0., 1.]> () "
+    "z = Constant <value_float = 0.> () c = Greater(h, z) u = Where(c, y, z) ",
+}
+"""What a graph computes of the cut value `y`, of a value `v` that varies or not, and of their sizes."""
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_constants_sizes_and_values_that_do_not_vary_are_taken_whole(name: str, gate: float, tmp_path: Path) -> None:
+    tensors = {"g": (8, 6), "gb": (8,), "a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    body = "one = Constant <value_ints = [1]> () " + BETWEEN[name] + READ
+    graph = Graph((6,), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    values = masked(graph, "act", 0.5, 3)
+    values["g"] *= np.float32(gate)
+    _, report, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert report.layers["a"][1] <= 4
+
+
+def test_the_size_of_rows_that_hold_samples_and_steps_is_that_of_every_batch(tmp_path: Path) -> None:
+    body = (
+        "r = Constant <value_ints = [-1, 6]> () rows = Reshape(x, r) y = Gemm <transB = 1> (rows, a, ab) s = Shape(y) "
+        "z = ConstantOfShape(s) i = ArgMax <axis = 1, keepdims = 1> (y) one = Constant <value_ints = [1]> () "
+        "p = ReduceMax(y, one) t = ScatterElements <axis = 1> (z, i, p) v = Gemm <transB = 1> (t, o, ob) "
+        "b = Constant <value_ints = [-1, 3]> () w = Reshape(v, b) q = Constant <value_ints = [-1, 2, 3]> () "
+        "k = Reshape(w, q) logits = ReduceSum <keepdims = 0> (k, one)"
+    )
+    tensors = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    graph = Graph((2, 6), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
+
+
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
     graph = GRAPHS["norm over channels"]
     _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
