@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from edge_client.align import Align
 from edge_client.bundle import F32, Bundle, Manifest, views
-from edge_client.compaction.smaller import analysed
+from edge_client.compaction.smaller import REPORT, analysed, refused
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.compaction.tuning import Clock, aligned
 from edge_client.compaction.writer import FEWEST, Costs
@@ -45,7 +45,6 @@ EVAL = "eval.onnx"
 ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
-REPORT = "keep the dense model and report the bundle"
 MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
@@ -97,7 +96,8 @@ def write_personal(
             "this model reads integers and the bundle does not say of which range; give samples to check on"
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
-    made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock, costs)
+    with refused():
+        made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock, costs)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
