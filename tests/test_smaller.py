@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,8 +27,12 @@ from small_graphs import (
 )
 
 from edge_client.bundle import F32
+from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
+from edge_client.compaction.smaller import Smaller
+from edge_client.compaction.tuning import aligned
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
 
@@ -171,6 +178,61 @@ def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_
     )
     _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
     assert error <= 1e-5
+
+
+PLAIN = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+SINES = "k = Constant <value_float = 1000000.> () y = Gemm <transB = 1> (x, a, ab) v = Mul(y, k) u = Sin(v) "
+LENGTHS = (
+    "one = Constant <value_ints = [1]> () n = ReduceL2(a, one) w = Div(a, n) u = Gemm <transB = 1> (x, w, ab) "
+    "logits = Gemm <transB = 1> (u, o, ob)"
+)
+
+
+def damaged(operator: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Smaller]:
+    """`aligned` with the last constant of the last `operator` changed: compaction with a fault."""
+
+    def made(*given: Any) -> Smaller:
+        result = aligned(*given)
+        node = [n for n in result.model.graph.node if n.op_type == operator][-1]
+        (tensor,) = (t for t in result.model.graph.initializer if t.name in node.input[-1 if operator == "Gemm" else 0])
+        tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor)), tensor.name))
+        return result
+
+    return made
+
+
+def test_rounding_excuses_no_error_of_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sines of a million: one rounding moves them by 0.1 and more, and would excuse the loss of a bias."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gemm", lambda bias: bias + 1))
+    graph = Graph((6,), PLAIN, SINES + "logits = Gemm <transB = 1> (u, o, ob)", {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="outputs differ"):
+        compact(graph, masked(graph, "act", 1.0, 0), tmp_path)
+
+
+def test_the_nan_of_a_masked_model_is_said_to_be_its_own(tmp_path: Path) -> None:
+    graph = Graph((6,), PLAIN, LENGTHS, {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="the masked model itself gives NaN on the given samples"):
+        compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+
+
+@pytest.mark.parametrize("ids", [None, 9])
+def test_a_model_of_ids_is_proved_on_all_rows_of_its_table(
+    ids: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 8 is in no sample."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gather", lambda t: np.vstack([t[:8], t[8:] + 1])))
+    body = (
+        "e = Gather <axis = 0> (t, x) u = Flatten(e) y = Gemm <transB = 1> (u, a, ab) "
+        "logits = Gemm <transB = 1> (y, o, ob)"
+    )
+    graph = Graph((2,), {"t": (9, 3), **PLAIN}, body, {"a": (0, 1)}, {}, dtype="int64")
+    bundle = bundle_of(graph, tmp_path)
+    manifest = bundle.manifest
+    ranged = manifest.model_copy(update={"input": manifest.input.model_copy(update={"ids": ids})})
+    given = replace(bundle, manifest=ranged), personal_of(masked(graph, "act", 0.5, 0)), tmp_path / "personal.onnx"
+    x = np.random.default_rng(0).integers(0, 8, (16, 2))
+    with pytest.raises(CompactionError, match="on ids of its table") if ids else nullcontext():
+        write_personal(*given, x)
 
 
 ROUTED = "v = Gemm <transB = 1> (x, g, gb) i = ArgMax <axis = 1, keepdims = 1> (v) y = Gemm <transB = 1> (x, a, ab) "
