@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,8 +27,12 @@ from small_graphs import (
 )
 
 from edge_client.bundle import F32
+from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
+from edge_client.compaction.smaller import Smaller
+from edge_client.compaction.tuning import aligned
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
 
@@ -169,6 +176,101 @@ def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_
     graph = replace(
         once, body=body.replace("h = Squeeze(last, z)", "h1 = Squeeze(last, z) h2 = Squeeze(cell, z) h = Mul(h1, h2)")
     )
+    _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
+
+
+PLAIN = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+SINES = "k = Constant <value_float = 1000000.> () y = Gemm <transB = 1> (x, a, ab) v = Mul(y, k) u = Sin(v) "
+LENGTHS = (
+    "one = Constant <value_ints = [1]> () n = ReduceL2(a, one) w = Div(a, n) u = Gemm <transB = 1> (x, w, ab) "
+    "logits = Gemm <transB = 1> (u, o, ob)"
+)
+
+
+def damaged(operator: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Smaller]:
+    """`aligned` with the last constant of the last `operator` changed: compaction with a fault."""
+
+    def made(*given: Any) -> Smaller:
+        result = aligned(*given)
+        node = [n for n in result.model.graph.node if n.op_type == operator][-1]
+        (tensor,) = (t for t in result.model.graph.initializer if t.name in node.input[-1 if operator == "Gemm" else 0])
+        tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor)), tensor.name))
+        return result
+
+    return made
+
+
+def test_rounding_excuses_no_error_of_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sines of a million: one rounding moves them by 0.1 and more, and would excuse the loss of a bias."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gemm", lambda bias: bias + 1))
+    graph = Graph((6,), PLAIN, SINES + "logits = Gemm <transB = 1> (u, o, ob)", {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="outputs differ"):
+        compact(graph, masked(graph, "act", 1.0, 0), tmp_path)
+
+
+def test_the_nan_of_a_masked_model_is_said_to_be_its_own(tmp_path: Path) -> None:
+    graph = Graph((6,), PLAIN, LENGTHS, {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="the masked model itself gives NaN on the given samples"):
+        compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+
+
+@pytest.mark.parametrize("ids", [None, 9])
+def test_a_model_of_ids_is_proved_on_all_rows_of_its_table(
+    ids: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 8 is in no sample."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gather", lambda t: np.vstack([t[:8], t[8:] + 1])))
+    body = (
+        "e = Gather <axis = 0> (t, x) u = Flatten(e) y = Gemm <transB = 1> (u, a, ab) "
+        "logits = Gemm <transB = 1> (y, o, ob)"
+    )
+    graph = Graph((2,), {"t": (9, 3), **PLAIN}, body, {"a": (0, 1)}, {}, dtype="int64")
+    bundle = bundle_of(graph, tmp_path)
+    manifest = bundle.manifest
+    ranged = manifest.model_copy(update={"input": manifest.input.model_copy(update={"ids": ids})})
+    given = replace(bundle, manifest=ranged), personal_of(masked(graph, "act", 0.5, 0)), tmp_path / "personal.onnx"
+    x = np.random.default_rng(0).integers(0, 8, (16, 2))
+    with pytest.raises(CompactionError, match="on ids of its table") if ids else nullcontext():
+        write_personal(*given, x)
+
+
+ROUTED = "v = Gemm <transB = 1> (x, g, gb) i = ArgMax <axis = 1, keepdims = 1> (v) y = Gemm <transB = 1> (x, a, ab) "
+READ = "logits = Gemm <transB = 1> (u, o, ob)"
+BETWEEN = {
+    "a scatter into zeros of its size": ROUTED + "s = Shape(y) z = ConstantOfShape(s) p = ReduceMax(v, one) "
+    "t = ScatterElements <axis = 1> (z, i, p) u = Mul(t, y) ",
+    "a gate's largest entry": ROUTED + "p = GatherElements <axis = 1> (v, i) u = Mul(y, p) ",
+    "its number of elements": ROUTED + "n = Size(y) c = Cast <to = 1> (n) u = Div(y, c) ",
+    "a choice by channel": ROUTED + "h = Constant <value_floats = [0., 1., 0., 1., 0., 1., 0., 1.]> () "
+    "z = Constant <value_float = 0.> () c = Greater(h, z) u = Where(c, y, z) ",
+}
+"""What a graph computes of the cut value `y`, of a value `v` that varies or not, and of their sizes."""
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_constants_sizes_and_values_that_do_not_vary_are_taken_whole(name: str, gate: float, tmp_path: Path) -> None:
+    tensors = {"g": (8, 6), "gb": (8,), "a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    body = "one = Constant <value_ints = [1]> () " + BETWEEN[name] + READ
+    graph = Graph((6,), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    values = masked(graph, "act", 0.5, 3)
+    values["g"] *= np.float32(gate)
+    _, report, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert report.layers["a"][1] <= 4
+
+
+def test_the_size_of_rows_that_hold_samples_and_steps_is_that_of_every_batch(tmp_path: Path) -> None:
+    body = (
+        "r = Constant <value_ints = [-1, 6]> () rows = Reshape(x, r) y = Gemm <transB = 1> (rows, a, ab) s = Shape(y) "
+        "z = ConstantOfShape(s) i = ArgMax <axis = 1, keepdims = 1> (y) one = Constant <value_ints = [1]> () "
+        "p = ReduceMax(y, one) t = ScatterElements <axis = 1> (z, i, p) v = Gemm <transB = 1> (t, o, ob) "
+        "b = Constant <value_ints = [-1, 3]> () w = Reshape(v, b) q = Constant <value_ints = [-1, 2, 3]> () "
+        "k = Reshape(w, q) logits = ReduceSum <keepdims = 0> (k, one)"
+    )
+    tensors = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    graph = Graph((2, 6), tensors, body, {"a": (0, 1)}, {"a": "ab"})
     _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
     assert error <= 1e-5
 

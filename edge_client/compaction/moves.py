@@ -344,7 +344,7 @@ def _pad(w: Writer, node: NodeProto) -> None:
         else:
             kept.append(np.arange(s.shape(out)[a]))
     if full.any():
-        value = [w.known(node.input[2])] if len(node.input) > 2 and node.input[2] else []
+        value = [w.whole(node.input[2])] if len(node.input) > 2 and node.input[2] else []
         made = w.emit("Pad", [made, w.constant(full.reshape(-1)), *value], **given)
     w.put(out, made, w.grid(out, kept))
 
@@ -368,7 +368,7 @@ def _regular(w: Writer, node: NodeProto) -> None:
     if lists is None:
         w.copy_whole(node)
         return
-    made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
+    made = w.emit(node.op_type, [w.adapted(name, target), *(w.whole(v) for v in node.input[1:])], **settings(node))
     w.put(out, made, w.grid(out, lists))
 
 

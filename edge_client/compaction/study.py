@@ -188,8 +188,3 @@ def opaque_rewrite(w: Writer, node: NodeProto) -> None:
 
 
 OPAQUE = Rule(opaque_forward, opaque_backward, opaque_rewrite)
-
-
-def missing(node: NodeProto, why: str) -> CompactionError:
-    """The error of a node that cannot be written on fewer channels."""
-    return CompactionError(f"node {node.output[0]!r} ({node.op_type}) {why}")

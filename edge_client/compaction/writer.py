@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
 from edge_client.compaction.operators import Array
-from edge_client.compaction.study import Study, missing
+from edge_client.compaction.study import Study
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
 
@@ -204,26 +204,36 @@ class Writer:
         """A constant vector of sizes or places."""
         return self.constant(np.array(values, np.int64))
 
-    def known(self, name: str) -> str:
-        """A constant as it is, or a size."""
+    def whole(self, name: str) -> str:
+        """All of a value, whatever it is: a constant, a size, one the study found constant, or data. Raises Ragged."""
+        net = self.net
         if not name:
             return ""
-        return self.constant(self.net.constants[name]) if name in self.net.constants else self._size(name)
+        if name in net.constants:
+            return self.constant(net.constants[name])
+        if name in net.sizes:
+            return self._size(name) if name in net.growing else self.constant(net.sizes[name])
+        return self.adapted(name, [np.arange(n) for n in self.study.shape(name)], batch=True)
 
     def _size(self, name: str) -> str:
-        if name not in self.net.growing:
-            return self.constant(self.net.sizes[name])
+        """A size that the batch enters: of whole values, whose pieces here may be smaller."""
         node = next(n for n in self.net.nodes if name in n.output)
-        inputs = []
-        for v in node.input:
-            if not v or v in self.net.constants or v in self.net.sizes:
-                inputs.append(self.known(v))
-            elif v in self.pieces:
-                inputs.append(self.pieces[v].name)
-            else:
-                raise missing(node, "takes the size of a value that is gone")
-        made = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
+        if node.op_type in ("Shape", "Size") and node.input[0] not in self.net.sizes:
+            return self._extent(node)
+        made = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
         return made[list(node.output).index(name)]
+
+    def _extent(self, node: NodeProto) -> str:
+        """The `Shape` or `Size` of a whole value: the batch is a factor of the axes that hold it."""
+        given = settings(node)
+        own = slice(given.get("start", 0), given.get("end"))
+        shape, moving = self.study.shape(node.input[0])[own], self.net.moving[node.input[0]][own]
+        if [n for n, moves in zip(shape, moving, strict=True) if moves] == [1]:
+            made = self.batch_shape(shape, moving.index(True))
+        else:
+            batch = self.emit("Where", [self.constant(np.array(moving)), self.batch_shape([1], 0), self.integers(1)])
+            made = self.emit("Mul", [self.integers(*shape), batch])
+        return self.emit("ReduceProd", [made], keepdims=0) if node.op_type == "Size" else made
 
     def sized(self, name: str, lengths: Sequence[int], value: str) -> str:
         """The vector `name` of the sizes of `value`, with `lengths` for the axes without the batch."""
@@ -244,7 +254,12 @@ class Writer:
         Raises CompactionError when the batch is in several.
         """
         moving, alone = self.net.moving[value], self.study.shape(before)[:1] == (1,)
-        if alone and moving == (True, False) and [i for i, m in enumerate(self.net.moving[before]) if m] == [0]:
+        if (
+            alone
+            and lengths[0] == 1
+            and moving == (True, False)
+            and [i for i, m in enumerate(self.net.moving[before]) if m] == [0]
+        ):
             return self.emit("Flatten", [name], axis=1)
         if sum(moving) > 1:
             raise CompactionError(f"two axes of value {value!r} depend on the batch")
@@ -362,13 +377,7 @@ class Writer:
 
     def copy_whole(self, node: NodeProto) -> None:
         """The node as it is, on whole inputs."""
-        inputs = []
-        for v in node.input:
-            if not v or v in self.net.constants or v in self.net.sizes:
-                inputs.append(self.known(v))
-            else:
-                inputs.append(self.adapted(v, [np.arange(n) for n in self.study.shape(v)], batch=True))
-        outs = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
+        outs = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
         for value, name in zip(node.output, outs, strict=True):
             if value:
                 shape = self.study.shape(value)
