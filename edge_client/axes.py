@@ -80,7 +80,8 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
     if kind in ("Conv", "ConvTranspose") and given.get("group", 1) == 1:
         window = tuple(f"window {i}" for i in own[2:])
         weight: Names = (1, "sum", *window) if kind == "Conv" else ("sum", 1, *window)
-        return Axes(((0, "sum", *own[2:]), weight, (1,))[: len(shapes)], made, frozenset({*own[2:], *window}))
+        inputs: tuple[Names, ...] = ((0, "sum", *own[2:]), weight, (1,))
+        return Axes(inputs[: len(shapes)], made, frozenset({*own[2:], *window}))
     return None
 
 
