@@ -76,7 +76,9 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         return Axes((a, b, *(_broadcast(s, out) for s in shapes[2:])), made)
     if kind == "MatMul" and min(map(len, shapes)) > 1:
         lead = [_broadcast((*s[:-2], 1, 1), out)[:-2] for s in shapes]
-        return Axes(((*lead[0], made[-2], "sum"), (*lead[1], "sum", made[-1])), made)
+        first: Names = (*lead[0], made[-2], "sum")
+        second: Names = (*lead[1], "sum", made[-1])
+        return Axes((first, second), made)
     if kind in ("Conv", "ConvTranspose") and given.get("group", 1) == 1:
         window = tuple(f"window {i}" for i in own[2:])
         weight: Names = (1, "sum", *window) if kind == "Conv" else ("sum", 1, *window)
