@@ -14,6 +14,7 @@ from edge_bench.data_table import DataConfig
 from edge_bench.datasets import divide, divided, load, read, write
 from edge_bench.own_data import Fleet
 from edge_bench.simulate import find_bundle, read_config
+from edge_bench.sources import Samples
 from PIL import Image
 
 from edge_client.authored import AuthorError
@@ -49,6 +50,9 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "npz", "path": "x", "size": 8}, "size = 8: .*it is for images, hf"),
         ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
         ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),
+        ({"name": "images", "path": "x", "size": 0}, r"size = 0: give a side of 1 to 4096 pixels, or \[h"),
+        ({"name": "images", "path": "x", "size": [0, 5]}, r"size = \[0, 5\]: give a side of 1"),
+        ({"name": "images", "path": "x", "size": [5]}, r"size = \[5\]: give a side of 1"),
         ({"name": "imags"}, "name = 'imags': there is no such data set; .*did you mean 'images'"),
         ({"name": "images", "path": "x", "deviation": [0.0]}, r"deviation.0 = 0.0"),
     ],
@@ -221,6 +225,28 @@ def test_parquet_files_with_lists_of_numbers_and_labels_in_words(tmp_path: Path)
         read(DataConfig(name="hf", path=tmp_path / "one.parquet"))
     with pytest.raises(DataError, match="neither a folder of save_to_disk nor one with Parquet"):
         read(DataConfig(name="hf", path=tmp_path.parent / "nowhere"))
+
+
+def test_rows_without_a_value_and_no_rows_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def config(name: str, **columns: list[Any]) -> DataConfig:
+        table = {"x": [[1.0, 2.0]] * 4, "label": [0, 1, 0, 1], "who": ["a", "b", "a", "b"], **columns}
+        datasets.Dataset.from_dict(table).to_parquet(tmp_path / f"{name}.parquet")
+        return DataConfig(name="hf", path=tmp_path / f"{name}.parquet", owner="who")
+
+    assert isinstance(read(config("whole")), Samples)
+    gaps = ("label", [0, None, 1, None]), ("label", ["u", None, "v", None]), ("who", ["a", None, "b", None])
+    for key, value in gaps:
+        with pytest.raises(DataError, match=f"column '{key}': 2 of 4 rows have no value, first row 1"):
+            read(config("gaps", **{key: value}))
+    with pytest.raises(DataError, match="holds no samples"):
+        read(config("empty", x=[], label=[], who=[]))
+    datasets.Dataset.from_dict({"x": [], "label": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match="none holds no samples"):
+        read(DataConfig(name="hf", path=tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"\[data\] mean is for images, and whole.parquet holds numbers"):
+        read(config("whole").model_validate({**config("whole").model_dump(exclude_unset=True), "mean": (0.5,)}))
 
 
 def test_without_the_package_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

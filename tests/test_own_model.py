@@ -13,7 +13,7 @@ import pytest
 from edge_bench import cli, own_model
 from edge_bench.own_data import Fleet
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
-from edge_bench.simulate import read_config
+from edge_bench.simulate import find_bundle, read_config
 from edge_bench.sources import Samples
 from typer import Typer
 from typer.testing import CliRunner
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from edge_client.authored import AuthorError
 from edge_client.bundle import Bundle, Manifest, Normalisation
 from edge_client.data import DataFile
-from edge_client.errors import ConfigError, ModelError
+from edge_client.errors import ConfigError, DataError, ModelError
 
 MODEL = """
 from torch import nn
@@ -187,6 +187,35 @@ def test_a_file_of_class_names_and_normalisation_is_checked(text: str | None, wo
         (tmp_path / "about.toml").write_text(text)
     with pytest.raises(ConfigError, match=f"--about .*about.toml.*{words}"):
         read_about(tmp_path / "about.toml")
+
+
+LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(4, 3)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        (LINEAR, {"dtype": np.int64}, r'dtype.*; whole numbers go in as int64.*`\[export\]` dtype = "float32"'),
+        (LINEAR, {"y": np.eye(6, 3, dtype=np.int64)}, r"sequence.*; of one-hot labels give y\.argmax\(axis=1\)"),
+        (LINEAR.replace("3", "1"), {}, 'classification.*; labels need an output for each class.*target = "regression"'),
+    ],
+)
+def test_a_model_that_does_not_suit_the_data_is_refused_with_what_the_data_were_taken_for(
+    text: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4, **given), cache=tmp_path / "cache")
+
+
+def test_samples_without_an_axis_and_a_file_without_a_function_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"samples have no axis, x has shape \(6,\); .*x\[:, None\]"):
+        settings(ExportConfig(), samples())
+    assert settings(ExportConfig(input=(1,)), samples())["shape"] == (1,)
+    for name in ("net.py", "a/net.py:build()", "net.py:"):
+        with pytest.raises(ConfigError, match=r"names no function; write net\.py:FUNCTION"):
+            find_bundle(name)
 
 
 def test_a_model_s_file_and_table_are_checked(tmp_path: Path) -> None:

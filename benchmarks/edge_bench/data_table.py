@@ -86,7 +86,7 @@ class DataConfig(BaseModel):
     """`python`: the function, as FILE.py:NAME or package.module:NAME."""
     arguments: dict[str, Any] = {}
     """`python`, and data sets of other packages: keyword arguments of the function."""
-    size: Annotated[int, Field(ge=1, le=4096)] | tuple[int, int] | None = None
+    size: int | tuple[int, int] | None = None
     """Images: their side, or height and width; None: those of the model's input, else of the first image."""
     colour: images.Colour | None = None
     """Images: one channel or three; None: as many as the model's input has, else the first image."""
@@ -111,6 +111,14 @@ class DataConfig(BaseModel):
                 "unknown", "there is no such data set; choose {choices}", {"choices": ", ".join(names) + near}
             )
         return name
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _sides(cls, size: Any) -> Any:
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        if size is not None and not (len(sides) == 2 and all(type(n) is int and 1 <= n <= 4096 for n in sides)):
+            raise PydanticCustomError("size", "give a side of 1 to 4096 pixels, or [height, width]")
+        return size
 
     @model_validator(mode="after")
     def _nothing_unused(self) -> DataConfig:

@@ -52,6 +52,9 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
     Raises DataError or ConfigError.
     """
     s = source(config.name).read(config, shape)
+    if config.name == "hf" and isinstance(s, Samples) and s.decode is None:
+        for key in sorted({"size", "colour", "mean", "deviation"} & config.model_fields_set):
+            raise ConfigError(f"[data] {key} is for images, and {config.called} holds numbers; leave it out")
     if config.labels is None or isinstance(s, Fleet):
         return s
     y = _classes(config, s)
@@ -326,12 +329,12 @@ def _shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 def write(devices: Mapping[str, DeviceData], folder: Path, normalised: bool = True) -> dict[str, Path]:
     """One .npz file a device, as `maskfleet join --data` reads it. Raises DataError for a name that is no device's."""
-    mark = {"normalised": np.True_} if normalised else {}
+    mark: dict[str, Any] = {"normalised": np.True_} if normalised else {}
     for name in devices:
         own_data.check_name(name, "data")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for name, data in devices.items():
         paths[name] = folder / f"{name}.npz"
-        np.savez(paths[name], **vars(data), **mark)
+        np.savez(paths[name], **{**vars(data), **mark})
     return paths

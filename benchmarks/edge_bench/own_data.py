@@ -203,10 +203,14 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
             parts = dict(found) if isinstance(found, dict) else {"train": found}
         else:
             parts = _parquet(path)
+    except IndexError:  # how load_from_disk fails on what was saved with no rows
+        raise DataError(f"{path} holds no samples, or a split of it has none; save it without") from None
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is neither a folder of save_to_disk nor one with Parquet files: {authored.described(error)}"
         ) from None
+    if not any(len(part) for part in parts.values()):
+        raise DataError(f"{path} holds no samples")
     table = datasets.concatenate_datasets(list(parts.values()))
     test = np.concatenate([np.full(len(part), name.startswith("test")) for name, part in parts.items()])
     if features is None:
@@ -216,6 +220,12 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
             raise DataError(
                 f"{path} has no column {column!r}; set `{key}` to one of {', '.join(table.column_names)}"
                 f"{suggestion(column, table.column_names)}"
+            )
+        empty = table.with_format("arrow")[:][column].is_null().to_numpy()
+        if empty.any():
+            raise DataError(
+                f"{path}, column {column!r}: {empty.sum()} of {len(empty)} rows have no value, first row "
+                f"{empty.argmax()}; take them out with `filter`"
             )
     y, classes = _labels(table, label)
     people, names = named(None if owner is None else np.asarray(table[owner][:]), f"{path}, {owner}")
@@ -239,8 +249,10 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
 
 def _parquet(path: Path) -> dict[str, Any]:
     import datasets
+    from pyarrow import parquet
 
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = [file for file in files if parquet.read_metadata(file).num_rows]
     parts = {}
     for split, chosen in (
         ("train", [f for f in files if not f.stem.startswith("test")]),

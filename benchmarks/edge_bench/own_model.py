@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
 from edge_client.bundle import MANIFEST, Bundle, Normalisation
-from edge_client.errors import ConfigError, DataError
+from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.targets import Classification, Sequence
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
@@ -60,6 +60,8 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         x, y = arrays["x"][:1], arrays["y"]
     else:
         x, y = data.samples(np.arange(1)), data.y
+    if x.ndim == 1 and table.input is None:
+        raise DataError(f"samples have no axis, x has shape {y.shape[:1]}; give each a list of values, like x[:, None]")
     if y.ndim == 2 and y.shape[1] == 1 and np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels have shape {y.shape}; give one class a sample, shape {y.shape[:1]}")
     whole = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8
@@ -100,7 +102,10 @@ def open_module(
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
-        _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
+        try:
+            _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
+        except ModelError as error:
+            raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
     def check() -> None:
         if find_spec("torch") is None or find_spec("onnxscript") is None:
@@ -110,6 +115,20 @@ def open_module(
             )
 
     return into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+
+
+def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:
+    """What to add to the exporter's `fault`, when it may come from what the data were taken for."""
+    kind = made["target"]["kind"]
+    if table.dtype is None and made["dtype"] == "int64" and "does not run" in fault:
+        return '; whole numbers go in as int64, as ids do: for measurements set `[export]` dtype = "float32"'
+    if table.target is not None or "do not suit" not in fault:
+        return ""
+    if kind == "classification":
+        return '; labels need an output for each class, and numbers to predict `[export]` target = "regression"'
+    if kind == "sequence":
+        return "; several whole numbers a sample are a label for each step; of one-hot labels give y.argmax(axis=1)"
+    return "; labels that are not whole numbers are numbers to predict: of classes give integers"
 
 
 def _named(bundle: Bundle, classes: tuple[str, ...]) -> None:

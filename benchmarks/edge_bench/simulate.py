@@ -140,6 +140,9 @@ def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """
     if name in NAMES and name not in packaged():
         return open_named(name)
+    file, extension, _ = Path(name).name.partition(".py")
+    if extension and not is_place(name):
+        raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
     return Bundle.open(bundle_folder(name, beside, *NAMES))
 
 
