@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -167,6 +167,46 @@ def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
     (node,) = (n for n in model.graph.node if n.op_type == "LSTM")
     shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
     assert [shapes[v] for v in node.input[1:4]] == [(1, 12, 4), (1, 12, 3), (1, 24)]
+
+
+STATES = {
+    "both": "i = Constant <value_ints = [2]> () p = Gather <axis = 0> (st, i) j = Constant <value_ints = [3]> () "
+    "q = Gather <axis = 0> (st, j) k = Concat <axis = 2> (p, q) h = Squeeze(k, z)",
+    "the last": "j = Constant <value_int = 3> () h = Gather <axis = 0> (st, j)",
+    "all": "k = Transpose <perm = [1, 0, 2]> (st) d = Constant <value_ints = [-1, 24]> () h = Reshape(k, d)",
+}
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("states", STATES)
+def test_final_states_of_directions_that_lost_different_units_are_read(
+    states: str, cell: Literal["LSTM", "GRU"], tmp_path: Path
+) -> None:
+    """Two layers both ways; four of six units stay forwards, two others backwards, and other ones in the second."""
+    gates, width = {"LSTM": 4, "GRU": 3}[cell], {"both": 12, "the last": 6, "all": 24}[states]
+    rows = 6 * gates
+    given = 'hidden_size = 6, direction = "bidirectional"' + (", linear_before_reset = 1" if cell == "GRU" else "")
+    tensors: dict[str, tuple[int, ...]] = {"o": (3, width), "ob": (3,)}
+    tensors |= {f"w{k}": (2, rows, 4 if k == 1 else 12) for k in (1, 2)} | {f"r{k}": (2, rows, 6) for k in (1, 2)}
+    tensors |= {f"b{k}": (2, 2 * rows) for k in (1, 2)}
+    body = (
+        f"z = Constant <value_ints = [0]> () s = Transpose <perm = [1, 0, 2]> (x) y1, l1 = {cell} <{given}> "
+        "(s, w1, r1, b1) t = Transpose <perm = [0, 2, 1, 3]> (y1) f = Constant <value_ints = [5, -1, 12]> () "
+        f"g = Reshape(t, f) y2, l2 = {cell} <{given}> (g, w2, r2, b2) st = Concat <axis = 0> (l1, l2) {STATES[states]} "
+        "logits = Gemm <transB = 1> (h, o, ob)"
+    )
+    graph = Graph((5, 4), tensors, body, {}, {})
+    values = masked(graph, "act", 1.0, 0)
+    for k, ways in ((1, ([0, 2], [1, 2, 3, 4])), (2, ([1, 3, 4], [0, 5]))):
+        for way, gone in enumerate(ways):
+            for name in "wr":
+                values[f"{name}{k}"][way].reshape(gates, 6, -1)[:, gone] = 0
+            values[f"b{k}"][way].reshape(2 * gates, 6)[:, gone] = 0
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    units = [shapes[n.input[2]][2] for n in model.graph.node if n.op_type == cell]
+    assert units == [4, 4]
 
 
 def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_each(tmp_path: Path) -> None:

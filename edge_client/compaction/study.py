@@ -21,7 +21,6 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
-from edge_client.errors import CompactionError
 
 if TYPE_CHECKING:
     from edge_client.compaction.writer import Writer
