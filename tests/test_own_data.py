@@ -489,7 +489,7 @@ def test_a_value_that_is_missing_or_a_word_is_no_owner_no_group_and_no_mark(arra
 
 
 def test_folders_of_splits_are_no_devices(tmp_path: Path) -> None:
-    for split, count in (("train", 12), ("test", 5), ("val", 3)):
+    for split, count in (("train", 12), ("Test", 5), ("val", 3)):
         for i in range(count):
             picture(tmp_path / "set" / split / "ab"[i % 2] / f"{i}.png", GREY)
     s = read(DataConfig(name="images", path=tmp_path / "set"))
@@ -499,7 +499,7 @@ def test_folders_of_splits_are_no_devices(tmp_path: Path) -> None:
     assert s.published.sum() == 5
     for name in ("train", "test"):
         np.savez(tmp_path / f"{name}.npz", x=X, y=Y)
-    with pytest.raises(DataError, match="has test, train, which name parts of one data set and no devices.*`is_test`"):
+    with pytest.raises(DataError, match=r"has test, train, which name parts of one data set and no devices.*`is_test`"):
         read(DataConfig(name="npz", path=tmp_path))
     with pytest.raises(DataError, match=r"mine\.py:load has train, test, which name parts"):
         read(python(tmp_path, "return {k: {'x': X, 'y': Y} for k in ('train', 'test')}"))

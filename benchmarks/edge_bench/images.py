@@ -114,8 +114,8 @@ def read_folder(path: Path, wanted: Form) -> Samples:
     names: tuple[str, ...] = ()
     owner = published = None
     above = {f.parts[0] for f in files} if 3 in depths else set()
-    if len(above) > 1 and above <= SPLITS:
-        published = np.array([f.parts[0].startswith("test") for f in files])
+    if above and {name.lower() for name in above} <= SPLITS:
+        published = np.array([f.parts[0].lower().startswith("test") for f in files])
     elif above:
         found, owner = np.unique([f.parts[0] for f in files], return_inverse=True)
         names = tuple(found.tolist())
@@ -140,9 +140,7 @@ def opened(file: Path) -> Image.Image:
 def _read(file: Path) -> Image.Image:
     with opened(file) as image:
         if image.mode == "F":
-            raise DataError(
-                f"{file} has floating-point values without a known range; give them as arrays (npz, python)"
-            )
+            raise DataError(f"{file} has floating-point values, of what range it does not say; give them as arrays")
         try:
             image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -59,7 +59,7 @@ def check_name(name: str, what: str) -> None:
 
 def _fleet(devices: Mapping[str, DataFile], what: str) -> Fleet:
     """Each device's arrays. Raises DataError when the names are those of splits."""
-    if len(devices) > 1 and devices.keys() <= SPLITS:
+    if len(devices) > 1 and {name.lower() for name in devices} <= SPLITS:
         raise DataError(
             f"{what} has {', '.join(devices)}, which name parts of one data set and no devices; put all samples into "
             "one x and y, and mark test samples by `is_test`"
