@@ -466,3 +466,64 @@ def test_devices_that_samples_are_dealt_to_do_not_take_the_names_of_owners(split
         table = {"name": "npz", "path": tmp_path / "own.npz", "split": split, "devices": count}
         assert list(load(DataConfig(**table), 0, manifest((4,), 3))) == [f"device-{k}" for k in range(count)]
     assert list(load(DataConfig(name="npz", path=tmp_path / "own.npz"), 0, manifest((4,), 3))) == ["anna", "bob"]
+
+
+# --- what looks like data and is not
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"owner": np.where(Y > 0, Y, np.nan)}, "`owner` of sample 0 is nan; give each one"),
+        ({"group": np.where(Y > 1, np.nan, Y)}, "`group` of sample 2 is nan"),
+        ({"is_test": np.array(["True", "False", "False"])[Y]}, "`is_test` holds other values than true and false"),
+        ({"is_test": np.where(Y > 0, 0, np.nan)}, "`is_test` holds other values"),
+    ],
+)
+def test_a_value_that_is_missing_or_a_word_is_no_owner_no_group_and_no_mark(arrays: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        own_data.whole({"x": X, "y": Y, **arrays}, "mine.npz")
+    marked = own_data.whole({"x": X, "y": Y, "is_test": Y == 0}, "mine.npz").published
+    assert marked is not None
+    assert marked.sum() == 20
+
+
+def test_folders_of_splits_are_no_devices(tmp_path: Path) -> None:
+    for split, count in (("train", 12), ("Test", 5), ("val", 3)):
+        for i in range(count):
+            picture(tmp_path / "set" / split / "ab"[i % 2] / f"{i}.png", GREY)
+    s = read(DataConfig(name="images", path=tmp_path / "set"))
+    assert isinstance(s, Samples)
+    assert (s.owner, len(s.y), s.classes) == (None, 20, ("a", "b"))
+    assert s.published is not None
+    assert s.published.sum() == 5
+    for name in ("train", "test"):
+        np.savez(tmp_path / f"{name}.npz", x=X, y=Y)
+    with pytest.raises(DataError, match=r"has test, train, which name parts of one data set and no devices.*`is_test`"):
+        read(DataConfig(name="npz", path=tmp_path))
+    with pytest.raises(DataError, match=r"mine\.py:load has train, test, which name parts"):
+        read(python(tmp_path, "return {k: {'x': X, 'y': Y} for k in ('train', 'test')}"))
+
+
+def test_classes_that_are_kept_exist_and_are_named_once(tmp_path: Path) -> None:
+    for label in "ab":
+        picture(tmp_path / label / "x.png", GREY)
+    config = DataConfig(name="images", path=tmp_path, split="iid")
+    with pytest.raises(ConfigError, match="has no sample of class 5; leave it out of `labels`"):
+        read(config.model_copy(update={"labels": (0, 5)}))
+    with pytest.raises(ValueError, match="name each class once"):
+        DataConfig(name="images", path=tmp_path, split="iid", labels=(1, 1))
+    kept = read(config.model_copy(update={"labels": (1,)}))
+    assert isinstance(kept, Samples)
+    assert (kept.classes, kept.y.tolist()) == (("b",), [0])
+
+
+def test_an_image_of_floating_point_values_and_a_mean_in_0_to_255_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "a" / "0.tif")
+    s = read(DataConfig(name="images", path=tmp_path))
+    assert isinstance(s, Samples)
+    with pytest.raises(DataError, match=r"0\.tif has floating-point values"):
+        s.samples(np.arange(1))
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        DataConfig(name="images", path=tmp_path, mean=(123.7, 116.3, 103.5))

@@ -90,7 +90,7 @@ class DataConfig(BaseModel):
     """Images: their side, or height and width; None: those of the model's input, else of the first image."""
     colour: images.Colour | None = None
     """Images: one channel or three; None: as many as the model's input has, else the first image."""
-    mean: tuple[float, ...] | None = None
+    mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
     """Images: subtracted from values in 0..1, one for each channel or for all. None: 0."""
     deviation: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     """Images: what values in 0..1, less the mean, are divided by. None: 1."""
@@ -111,6 +111,13 @@ class DataConfig(BaseModel):
                 "unknown", "there is no such data set; choose {choices}", {"choices": ", ".join(names) + near}
             )
         return name
+
+    @field_validator("labels")
+    @classmethod
+    def _once(cls, labels: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if labels is not None and len(set(labels)) < len(labels):
+            raise PydanticCustomError("twice", "name each class once")
+        return labels
 
     @field_validator("size", mode="before")
     @classmethod

@@ -58,6 +58,8 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
     if config.labels is None or isinstance(s, Fleet):
         return s
     y = _classes(config, s)
+    if missing := sorted(set(config.labels) - set(np.unique(y).tolist())):
+        raise ConfigError(f"{config.called} has no sample of class {missing[0]}; leave it out of `labels`")
     number = np.full(max(int(y.max()), *config.labels) + 1, -1)
     number[list(config.labels)] = np.arange(len(config.labels))
     kept = np.flatnonzero(number[y] >= 0)

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_bench import images
 from edge_bench.images import Form
-from edge_bench.sources import Samples
+from edge_bench.sources import SPLITS, Samples
 from edge_client import authored
 from edge_client.bundle import Input
 from edge_client.data import DataFile, checked, numbers
@@ -57,6 +57,16 @@ def check_name(name: str, what: str) -> None:
         ) from None
 
 
+def _fleet(devices: Mapping[str, DataFile], what: str) -> Fleet:
+    """Each device's arrays. Raises DataError when the names are those of splits."""
+    if len(devices) > 1 and {name.lower() for name in devices} <= SPLITS:
+        raise DataError(
+            f"{what} has {', '.join(devices)}, which name parts of one data set and no devices; put all samples into "
+            "one x and y, and mark test samples by `is_test`"
+        )
+    return Fleet(devices)
+
+
 # --- .npz
 
 
@@ -69,7 +79,7 @@ def read_npz(path: Path) -> Samples | Fleet:
         raise DataError(f"the folder {path} holds no .npz file; name a file, or put DEVICE.npz files there")
     for file in files:
         check_name(file.stem, str(file))
-    return Fleet({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files})
+    return _fleet({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files}, f"the folder {path}")
 
 
 def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
@@ -84,6 +94,11 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
     for key in ("owner", "group", "is_test"):
         if key in arrays and arrays[key].shape != (n,):
             raise DataError(f"{what}: `{key}` has shape {arrays[key].shape}; give one a sample, shape {(n,)}")
+    for key in ("owner", "group"):
+        if key in arrays and arrays[key].dtype.kind == "f" and (bad := ~np.isfinite(arrays[key])).any():
+            raise DataError(f"{what}: `{key}` of sample {bad.argmax()} is {arrays[key][bad.argmax()]}; give each one")
+    if "is_test" in arrays and not np.isin(arrays["is_test"], (0, 1)).all():
+        raise DataError(f"{what}: `is_test` holds other values than true and false; give one truth value a sample")
     unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None
@@ -160,7 +175,7 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
         for name, arrays in made.items():
             check_name(str(name), place)
             devices[str(name)] = _of_a_device(_arrays(arrays, f"{place}, {name}"), f"{place}, {name}")
-        return Fleet(devices)
+        return _fleet(devices, place)
     if not {"x", "y"} <= made.keys():
         raise DataError(f"{place} returned a mapping with the keys {list(made)[:5]}; return {RETURNS}")
     return whole(_arrays(made, place), place)

@@ -89,8 +89,11 @@ def open_module(
     if not file.is_file():
         raise ConfigError(f"bundle = {place!r}: there is no file {file.resolve()}")
     arguments = {**settings(table, data), "torch_part": torch_part}
+    in_data = () if isinstance(data, Fleet) else data.classes
+    if in_data != table.class_names and sorted(in_data) == sorted(table.class_names):
+        raise ConfigError(f"[export] class_names: the data number their classes {', '.join(in_data)}; leave it out")
     function = place.rpartition(":")[2]
-    known = () if table.class_names or isinstance(data, Fleet) else data.classes
+    known = () if table.class_names else in_data
     address = sha256(repr((function, arguments, known, recipe(), _version("torch"))).encode())
     for source in sources(file):
         address.update(source.read_bytes())
