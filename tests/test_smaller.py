@@ -315,6 +315,20 @@ def test_the_size_of_rows_that_hold_samples_and_steps_is_that_of_every_batch(tmp
     assert error <= 1e-5
 
 
+@pytest.mark.parametrize("pool", ["AveragePool", "MaxPool"])
+def test_a_pool_over_channels_of_which_one_is_live_opens(pool: str, tmp_path: Path) -> None:
+    """ONNX Runtime would take the zeros of the seven others as the pool's padding, larger than its window."""
+    body = (
+        "y = Conv (x, a, ab) s = Constant <value_ints = [-1, 1, 8, 16]> () r = Reshape(y, s) "
+        f"p = {pool} <kernel_shape = [2, 1]> (r) f = Flatten(p) logits = Gemm <transB = 1> (f, o, ob)"
+    )
+    tensors = {"a": (8, 2, 1, 1), "ab": (8,), "o": (3, 112), "ob": (3,)}
+    graph = Graph((2, 4, 4), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    _, report, error = compact(graph, masked(graph, "act", 1 / 8, 0), tmp_path)
+    assert error <= 1e-5
+    assert report.layers["a"] == (8, 1)
+
+
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
     graph = GRAPHS["norm over channels"]
     _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)

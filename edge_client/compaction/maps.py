@@ -278,7 +278,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 else np.arange(n)
                 for axis, n in enumerate(size)
             ]
-            inputs.append(w.adapted(v, own))
+            inputs.append(w.adapted(v, own, pooled=node.op_type.endswith("Pool")))
         else:
             inputs.append(_parameter(w, node, k, found, target))
     # An input that broadcasts does not make the output's full size when the larger one is a constant.

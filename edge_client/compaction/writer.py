@@ -269,10 +269,11 @@ class Writer:
 
     # --- adapters
 
-    def adapted(self, value: str, target: Sequence[Ids], batch: bool = False) -> str:
+    def adapted(self, value: str, target: Sequence[Ids], batch: bool = False, pooled: bool = False) -> str:
         """A tensor with the entries `target` of each axis of `value`; -1: any content, -2: zero. Raises Ragged.
 
-        A value that does not vary becomes a constant, of one sample unless `batch`.
+        A value that does not vary becomes a constant, of one sample unless `batch`. For a pool no `Pad` comes last:
+        ONNX Runtime makes it the pool's own padding, which must be smaller than the window.
         """
         shape = self.study.shape(value)
         wanted = grid(shape, target)
@@ -296,7 +297,7 @@ class Writer:
             if absent.any():
                 if not self.net.is_plain(value):
                     raise Ragged(value, f"value {value!r} lacks channels")
-                name, places, length = self._padded(name, axis, len(shape), len(own), places, absent)
+                name, places, length = self._padded(name, axis, len(shape), len(own), places, absent, not pooled)
             else:
                 length = len(own)
             name = self.picked(name, axis, places, length)
@@ -310,13 +311,14 @@ class Writer:
         return name
 
     def _padded(
-        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]
+        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_], whole: bool
     ) -> tuple[str, Ids, int]:
         """`name` with zeros along an axis, where the wanted entries then lie, and the axis's length."""
         held = places[~absent]
         first = int(np.argmin(absent)) if held.size else 0
         block = (
-            bool(held.size == length)
+            whole
+            and bool(held.size == length)
             and np.array_equal(held, np.arange(length))
             and not absent[first : first + length].any()
         )
