@@ -478,6 +478,7 @@ def test_devices_that_samples_are_dealt_to_do_not_take_the_names_of_owners(split
         ({"group": np.where(Y > 1, np.nan, Y)}, "`group` of sample 2 is nan"),
         ({"is_test": np.array(["True", "False", "False"])[Y]}, "`is_test` holds other values than true and false"),
         ({"is_test": np.where(Y > 0, 0, np.nan)}, "`is_test` holds other values"),
+        ({"is_test": Y < 0}, "`is_test` marks no sample or every one"),
     ],
 )
 def test_a_value_that_is_missing_or_a_word_is_no_owner_no_group_and_no_mark(arrays: Any, words: str) -> None:

@@ -198,7 +198,6 @@ LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(4, 3)\n"
     ("text", "given", "words"),
     [
         (LINEAR, {"dtype": np.int64}, r'dtype.*; whole numbers go in as int64.*`\[export\]` dtype = "float32"'),
-        (LINEAR, {"y": np.eye(6, 3, dtype=np.int64)}, r"sequence.*; of one-hot labels give y\.argmax\(axis=1\)"),
         (LINEAR.replace("3", "1"), {}, 'classification.*; labels need an output for each class.*target = "regression"'),
     ],
 )
@@ -209,6 +208,15 @@ def test_a_model_that_does_not_suit_the_data_is_refused_with_what_the_data_were_
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(ModelError, match=words):
         open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4, **given), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
+def test_one_hot_labels_are_refused_unless_the_table_says_what_they_are(dtype: Any) -> None:
+    y = np.eye(3, dtype=dtype)[np.arange(6) % 3]
+    with pytest.raises(DataError, match=r"labels are one-hot; give y\.argmax\(axis=1\)"):
+        settings(ExportConfig(), samples(4, y=y))
+    assert settings(ExportConfig(target="sequence"), samples(4, y=y))["target"] == {"kind": "sequence"}
+    assert settings(ExportConfig(), samples(4, y=np.arange(6) > 2))["target"] == {"kind": "classification"}
 
 
 def test_samples_without_an_axis_and_a_file_without_a_function_are_refused(tmp_path: Path) -> None:

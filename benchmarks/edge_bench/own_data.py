@@ -99,6 +99,8 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
             raise DataError(f"{what}: `{key}` of sample {bad.argmax()} is {arrays[key][bad.argmax()]}; give each one")
     if "is_test" in arrays and not np.isin(arrays["is_test"], (0, 1)).all():
         raise DataError(f"{what}: `is_test` holds other values than true and false; give one truth value a sample")
+    if "is_test" in arrays and len(np.unique(arrays["is_test"])) < 2:
+        raise DataError(f"{what}: `is_test` marks no sample or every one; mark some, or leave it out")
     unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None

@@ -64,8 +64,10 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         raise DataError(f"samples have no axis, x has shape {y.shape[:1]}; give each a list of values, like x[:, None]")
     if y.ndim == 2 and y.shape[1] == 1 and np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels have shape {y.shape}; give one class a sample, shape {y.shape[:1]}")
+    if table.target is None and y.ndim == 2 and y.shape[1] > 1 and (np.sort(y, axis=1) == np.eye(y.shape[1])[-1]).all():
+        raise DataError("labels are one-hot; give y.argmax(axis=1), or say what they are with `[export]` target")
     whole = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8
-    kind = "regression" if not np.issubdtype(y.dtype, np.integer) else "classification" if y.ndim == 1 else "sequence"
+    kind = "regression" if y.dtype.kind not in "iub" else "classification" if y.ndim == 1 else "sequence"
     sizes = {k: n for k, n in (("classes", table.classes), ("outputs", table.outputs)) if n is not None}
     return {
         "shape": table.input or tuple(x.shape[1:]),
@@ -125,13 +127,9 @@ def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:
     kind = made["target"]["kind"]
     if table.dtype is None and made["dtype"] == "int64" and "does not run" in fault:
         return '; whole numbers go in as int64, as ids do: for measurements set `[export]` dtype = "float32"'
-    if table.target is not None or "do not suit" not in fault:
-        return ""
-    if kind == "classification":
+    if table.target is None and kind == "classification" and "do not suit" in fault:
         return '; labels need an output for each class, and numbers to predict `[export]` target = "regression"'
-    if kind == "sequence":
-        return "; several whole numbers a sample are a label for each step; of one-hot labels give y.argmax(axis=1)"
-    return "; labels that are not whole numbers are numbers to predict: of classes give integers"
+    return ""
 
 
 def _named(bundle: Bundle, classes: tuple[str, ...]) -> None:
