@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coord_server.store import Store
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
+from edge_client.errors import BundleError, StorageDamagedError
 
 
 def bundle_shelf(digest: str) -> str:
@@ -17,7 +18,12 @@ def bundle_shelf(digest: str) -> str:
 
 def read_manifest(store: Store, digest: str) -> Manifest:
     """The manifest of a bundle that is here. Raises StateError."""
-    return _parsed(store.blobs.read(bundle_shelf(digest), digest))
+    try:
+        return _parsed(store.blobs.read(bundle_shelf(digest), digest))
+    except (StorageDamagedError, BundleError) as error:
+        raise StorageDamagedError(
+            f"the manifest of bundle {digest} cannot be read ({error}); upload the bundle again, or delete it"
+        ) from None
 
 
 @lru_cache(8)

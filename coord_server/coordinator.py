@@ -26,7 +26,14 @@ from coord_server.store.values import put
 from edge_client.backends import check_parts, installed
 from edge_client.bundle import Manifest, parse_manifest
 from edge_client.bundle import digest as sha256_of
-from edge_client.errors import BundleError, ConfigError, MaskfleetError, StateError, first_fault
+from edge_client.errors import (
+    BundleError,
+    ConfigError,
+    MaskfleetError,
+    StateError,
+    StorageDamagedError,
+    first_fault,
+)
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import (
     BundleReceipt,
@@ -249,7 +256,9 @@ class Coordinator:
         def store(left: bool) -> None:
             if left:
                 self.store.blobs.drop(bundle_shelf(digest))
-            if self.store.blobs.size(bundle_shelf(digest), digest) != len(manifest):
+            try:
+                self.store.blobs.read(bundle_shelf(digest), digest)
+            except StorageDamagedError:  # or not there
                 self.store.blobs.put(bundle_shelf(digest), manifest)
 
         await asyncio.to_thread(self.store.metadata.add_bundle, digest, self._clock(), store)
@@ -266,10 +275,14 @@ class Coordinator:
         return await asyncio.to_thread(self._summary_of, digest, added_at or 0.0)
 
     def _summary_of(self, digest: str, added_at: float) -> BundleSummary:
-        receipt, manifest = self._bundle(digest), self._manifest(digest)
+        users = self.store.metadata.users(digest)
+        try:
+            receipt, manifest = self._bundle(digest), self._manifest(digest)
+        except StorageDamagedError as error:  # the others are listed
+            return BundleSummary(digest=digest, added_at=added_at, federations=users, fault=str(error))
         return BundleSummary(
             digest=digest, name=manifest.name, added_at=added_at, missing=receipt.missing,
-            federations=self.store.metadata.users(digest), input=list(manifest.input.shape),
+            federations=users, input=list(manifest.input.shape),
             target=manifest.target.kind, parameters=manifest.d, statistics=manifest.buffers_d,
             layers=len(manifest.layers), groups=len(manifest.groups), seed=manifest.seed,
             parts={name: part.size for name, part in manifest.parts.items()},

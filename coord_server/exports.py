@@ -1,20 +1,25 @@
 """Models for other engines, made from what the server holds: one worker process at a time, beside the rounds.
 
 A file's id is the SHA-256 of all that it is made of, so the same model is made once, and a coordinator that starts
-again finds it. DATA/exports/ID/ is the worker's folder (`export_worker`). A worker that was killed leaves no model: the
-next request starts it again. The coordinator itself computes nothing and imports neither PyTorch nor ExecuTorch.
+again finds it. DATA/exports/ID/ is the worker's folder (`export_worker`). It is locked while its file is made, so that
+other coordinators on the data folder wait for that. A worker that was killed leaves no model: the next request starts
+it again. The coordinator itself computes nothing and imports neither PyTorch nor ExecuTorch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import json
+import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -24,14 +29,16 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
-from edge_client.errors import StorageDamagedError
+from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, write_whole
-from edge_client.protocol.messages import Export, FederationConfig
+from edge_client.protocol.messages import Export, FederationConfig, Report, Source
 
-# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file or a sentence.
-ORDER, STATE, RECORD, BUNDLE = "order.json", "state", "record", "bundle"
-SAID, MODEL, FAULT = "said", "model", "fault"
+# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
+# a sentence.
+ORDER, STATE, RECORD, BUNDLE, LOCK = "order.json", "state", "record", "bundle", "lock"
+SAID, ONNX, MADE, MODEL, FAULT = "said", "made.onnx", "made.json", "model", "fault"
 READ = ("eval.onnx", WEIGHTS)  # parts of the bundle
+STOPPED = "the worker was stopped before it was done; ask for the file again"
 ELSEWHERE = "free space on the coordinator's disk"
 Kind = Literal["onnx", "pte"]
 NEEDS: dict[str, Sequence[str]] = {"onnx": ("onnxruntime", "onnx"), "pte": ("torch", "executorch")}
@@ -43,12 +50,19 @@ TRIES = 5  # rounds that may close while a model's values are read
 
 
 class Order(BaseModel):
-    """What is asked for: the model after round `closed`, of one device or of all, as `kind`."""
+    """What is asked for: the model after round `closed`, of one device or of all, as `kind`; the rest as in `Held`."""
 
     config: FederationConfig
+    places: int
     closed: int
     device: str | None
+    kept: Source | None
     kind: Kind
+
+
+def lacking(kind: Kind) -> list[str]:
+    """Packages that this machine would need to make a file of this kind and does not have."""
+    return [name for name in NEEDS[kind] if find_spec(name) is None]
 
 
 class Exports:
@@ -61,12 +75,13 @@ class Exports:
         self._running: str | None = None
         self._one = asyncio.Lock()
 
-    async def ask(self, live: LiveFederation, kind: Kind, device: str | None = None) -> Export:
+    async def ask(self, live: LiveFederation, kind: Kind, device: str | None = None, again: bool = True) -> Export:
         """The file of the federation's model after its last closed round; its making begins unless it is there.
 
-        `device` asks for that device's own model. A file that failed is made again. Raises Refusal, StateError.
+        `device` asks for that device's own model. A file that failed is made again, unless `again` is False. Raises
+        Refusal, StateError.
         """
-        missing = [name for name in NEEDS[kind] if find_spec(name) is None]
+        missing = lacking(kind)
         if missing:
             raise Refusal(
                 "not-installed",
@@ -74,14 +89,15 @@ class Exports:
                 f"'maskfleet[author]' run `maskfleet federation export {live.id} --onnx model.onnx`, then `maskfleet "
                 f"artifact model.onnx --kind {kind}`",
             )
-        id_ = await asyncio.to_thread(self._order, live, kind, device)
-        found = self.show(id_)
-        if found.state == "ready" or id_ in self._tasks:
-            return found
+        id_, lock = await asyncio.to_thread(self._order, live, kind, device, again)
+        if lock is None:
+            return self.show(id_)
         if len(self._tasks) >= self._waiting:
+            os.close(lock)
             raise Refusal("too-many", f"{self._waiting} files wait for the coordinator's worker; ask again in a minute")
         (self._folder / id_ / FAULT).unlink(missing_ok=True)
         self._tasks[id_] = asyncio.create_task(self._make(id_))
+        self._tasks[id_].add_done_callback(lambda _: os.close(lock))
         return self.show(id_)
 
     def show(self, id_: str, federation: str | None = None) -> Export:
@@ -93,18 +109,26 @@ class Exports:
             raise Refusal("not-found", f"there is no export {id_}; POST to .../exports for one") from None
         if federation not in (None, order.config.name):
             raise Refusal("not-found", f"there is no export {id_} of {federation}; POST to .../exports for one")
-        state: Literal["waiting", "running", "ready", "failed"] = "failed"
-        detail = _line(folder / FAULT) or "the worker was stopped before it was done; ask for the file again"
-        size = (folder / MODEL).stat().st_size if (folder / MODEL).is_file() else None
-        if size is not None:
-            state, detail = "ready", ""
+        said: dict[str, Any] = {"state": "failed", "detail": _line(folder / FAULT) or STOPPED}
+        if (folder / MODEL).is_file():
+            size = (folder / MODEL).stat().st_size
+            said = {"state": "ready", "size": size, **json.loads((folder / MADE).read_bytes())}
         elif id_ == self._running:
-            state, detail = "running", _line(folder / SAID) or "the worker starts"
+            said = {"state": "running", "detail": _line(folder / SAID) or "the worker starts"}
         elif id_ in self._tasks:
-            state, detail = "waiting", "the worker starts" if self._running is None else "other files are made first"
-        return Export(
-            id=id_, kind=order.kind, device=order.device, round=order.closed, state=state, detail=detail, size=size
-        )
+            waits = "the worker starts" if self._running is None else "other files are made first"
+            said = {"state": "waiting", "detail": waits}
+        elif _held(folder):
+            said = {"state": "running", "detail": _line(folder / SAID) or "it is made at another coordinator"}
+        return Export(id=id_, kind=order.kind, device=order.device, round=order.closed, **said)
+
+    def of(self, federation: str) -> list[Export]:
+        """The files of a federation, the latest first. Blocks."""
+        found = list[tuple[float, Export]]()
+        for path in self._folder.glob(f"*/{ORDER}"):
+            with contextlib.suppress(OSError, ValueError, Refusal):  # another federation's, or just swept
+                found.append((path.stat().st_mtime, self.show(path.parent.name, federation)))
+        return [export for _, export in sorted(found, key=lambda one: -one[0])]
 
     def file(self, id_: str) -> Path:
         """A file that is ready. Raises Refusal when it is not."""
@@ -163,31 +187,46 @@ class Exports:
                 await process.wait()
         if fault:
             (folder / FAULT).write_text(fault)
-        for name in (STATE, RECORD, "compact.onnx"):
+        for name in (STATE, RECORD, ONNX):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / BUNDLE, ignore_errors=True)
 
-    def _order(self, live: LiveFederation, kind: Kind, device: str | None) -> str:
-        """Write the worker's folder unless the file is there or under way; its id. Blocks. Raises Refusal."""
-        if device is not None and not self._store.metadata.has_device(live.id, device):
+    def _order(self, live: LiveFederation, kind: Kind, device: str | None, again: bool) -> tuple[str, int | None]:
+        """Write the worker's folder unless the file is there or is being made, here or at another coordinator.
+
+        Its id, and the lock of the folder if the file is to be made now. Blocks. Raises Refusal, StateError.
+        """
+        row = None if device is None else self._store.metadata.device(live.id, device)
+        if device is not None and row is None:
             raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}")
+        kept = None if row is None or row.report is None else Report.model_validate_json(row.report).source
         closed, state, record = self._values(live.id, device)
-        order = Order(config=live.config, closed=closed, device=device, kind=kind).model_dump_json().encode()
+        order = Order(config=live.config, places=live.summary().places or live.config.cohort, closed=closed,
+                      device=device, kept=kept, kind=kind).model_dump_json().encode()  # fmt: skip
         id_ = digest(b"\0".join([order, digest(state).encode(), digest(record or b"").encode()]))
         folder = self._folder / id_
-        if (folder / MODEL).is_file() or id_ in self._tasks:
-            return id_
+        if (folder / MODEL).is_file() or id_ in self._tasks or (not again and (folder / FAULT).is_file()):
+            return id_, None
         shelf, manifest = bundle_shelf(live.config.bundle), read_manifest(self._store, live.config.bundle)
-        make_folder(folder / BUNDLE, ELSEWHERE)
         files = {ORDER: order, STATE: state, **({} if record is None else {RECORD: record})}
         files[f"{BUNDLE}/{MANIFEST}"] = self._store.blobs.read(shelf, live.config.bundle)
         for name in READ:
             if name in manifest.parts:
                 files[f"{BUNDLE}/{name}"] = self._store.blobs.read(shelf, manifest.parts[name].sha256)
-        for name, data in files.items():
-            write_whole(folder / name, data, elsewhere=ELSEWHERE)
+        make_folder(folder / BUNDLE, ELSEWHERE)
+        lock = _lock(folder)
+        if lock is None:
+            return id_, None
+        try:
+            for name, data in files.items():
+                write_whole(folder / name, data, elsewhere=ELSEWHERE)
+        except BaseException as error:
+            os.close(lock)
+            if isinstance(error, StateError) and live.id not in self._store.metadata.known():  # its folder went with it
+                raise Refusal("not-found", f"federation {live.id!r} was deleted") from None
+            raise
         self._sweep(id_)
-        return id_
+        return id_, lock
 
     def _values(self, id_: str, device: str | None) -> tuple[int, bytes, bytes | None]:
         """The last closed round, the state after it, and the device's record, as stored and of one moment."""
@@ -215,9 +254,39 @@ class Exports:
 
     def _sweep(self, fresh: str) -> None:
         """Keep the newest files."""
-        folders = [f for f in self._folder.iterdir() if f.name not in {*self._tasks, fresh}]
+        folders = [f for f in self._folder.iterdir() if f.name not in {*self._tasks, fresh} and not _held(f)]
         for old in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True)[self._stored :]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int | None:
+    """The lock of a folder, until it is closed or this process ends; None when it is taken or the folder is gone."""
+    try:
+        found = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    except FileNotFoundError:
+        return None
+    for _ in range(TRIES):  # another one may only look
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return found
+        time.sleep(0.01)
+    os.close(found)
+    return None
+
+
+def _held(folder: Path) -> bool:
+    """Whether a file is being made, at whichever coordinator of the data folder."""
+    try:
+        found = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(found)
 
 
 def _line(path: Path) -> str:

@@ -1,12 +1,10 @@
-"""Warm starts: the global model of a federation, and a bundle with other weights.
+"""Warm starts: a bundle with other weights, those of a file or of a federation's global model.
 
 A federation that starts from given values gets a bundle of its own: the same graphs, and a weights part that holds the
 values. So a model stays data with a digest, devices fetch and check it as ever, and no method has to know of it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -15,27 +13,10 @@ from safetensors.numpy import load, save
 from coord_server.bundles import bundle_shelf, read_manifest
 from coord_server.store import Store
 from edge_client.bundle import F32, WEIGHTS, Manifest, Part, Tensor, digest, views
-from edge_client.errors import BundleError, ConfigError
-from edge_client.flat import to_arrays
-from edge_client.global_model import shared_model
-from edge_client.methods import Method
-from edge_client.task import Course, Personal
+from edge_client.errors import BundleError
+from edge_client.task import Personal
 
 Values = dict[str, F32]
-
-
-def global_model(method: Method, course: Course, state: Any, closed: int) -> Personal:
-    """The model that a state after `closed` rounds stands for: that of a device without samples and without a past.
-
-    Raises ConfigError when the method's devices share no values.
-    """
-    if not to_arrays(state):
-        raise ConfigError(f"{method.name} keeps no global model: its devices share no values; start from another one")
-    try:
-        model = shared_model(method, course, state, closed)
-    except Exception as error:  # code of another package may fail in any way
-        raise ConfigError(f"{method.name} gives no global model ({type(error).__name__}: {error})") from None
-    return model
 
 
 def by_name(manifest: Manifest, model: Personal) -> Values:

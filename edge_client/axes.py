@@ -22,8 +22,8 @@ Names = tuple[int | str | None, ...]
 # Every element of the output is computed of one element of each input, which are broadcast.
 POINTWISE = re.compile(
     "Abs|Add|And|Cast|Ceil|Clip|Cos|Div|Elu|Equal|Erf|Exp|Floor|Gelu|Greater|GreaterOrEqual|HardSigmoid|HardSwish|"
-    "Identity|LeakyRelu|Less|LessOrEqual|Log|Max|Mean|Min|Mish|Mod|Mul|Neg|Not|Or|PRelu|Pow|Reciprocal|Relu|Round|"
-    "Selu|Sigmoid|Sign|Sin|Softplus|Softsign|Sqrt|Sub|Sum|Tanh|ThresholdedRelu|Where|Xor"
+    "Identity|IsNaN|LeakyRelu|Less|LessOrEqual|Log|Max|Mean|Min|Mish|Mod|Mul|Neg|Not|Or|PRelu|Pow|Reciprocal|Relu|"
+    "Round|Selu|Sigmoid|Sign|Sin|Softplus|Softsign|Sqrt|Sub|Sum|Tanh|ThresholdedRelu|Where|Xor"
 )
 
 
@@ -40,7 +40,7 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
     """The axes of `node`; None for an operator that is not here.
 
     `shapes` are those of its inputs, () for one left out, `out` that of its first output. `listed` are the axes that a
-    reduction, a squeeze or an unsqueeze names.
+    reduction names.
     """
     kind, given = node.op_type, settings(node)
     own, made = tuple(range(len(shapes[0]))), tuple(range(len(out)))
@@ -53,44 +53,42 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
     if kind == "LayerNormalization":
         return _alike(shapes, out, made[given.get("axis", -1) :])
     if kind == "BatchNormalization":
-        return Axes((own, *[(1,)] * (len(shapes) - 1)), own, frozenset({0, *own[2:]}))
+        whole = frozenset(set(own) - {1} if given.get("training_mode") else ())
+        return Axes((own, *[(1,)] * (len(shapes) - 1)), own, whole)
     if kind.endswith("Pool"):
         return Axes((own,), own, frozenset(own[2:]))
     if kind.startswith("Reduce"):
         every = () if given.get("noop_with_empty_axes") else own
         gone = {i % len(own) for i in listed or every}
         kept = [i for i in own if i not in gone or given.get("keepdims", 1)]
-        names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
+        names: Names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
         return Axes((names,), made, frozenset(n for n in names if isinstance(n, str)))
     if kind == "Transpose":
         order = given.get("perm", own[::-1])
         return Axes((tuple(order.index(i) for i in own),), made)
-    if kind in ("Squeeze", "Unsqueeze") and listed is not None:
-        longer = max(own, made, key=len)
-        ones = {i % len(longer) for i in listed}
-        kept = [i for i in longer if i not in ones]
-        names = tuple(kept) if longer is made else tuple(None if i in ones else kept.index(i) for i in own)
-        return Axes((names,), made)
     if kind == "Gather":
         axis, more = given.get("axis", 0) % len(own), len(shapes[1]) - 1
-        data = tuple("taken" if i == axis else i + more * (i > axis) for i in own)
+        data: Names = tuple("taken" if i == axis else i + more * (i > axis) for i in own)
         return Axes((data, made[axis : axis + more + 1]), made, frozenset({"taken"}))
     if kind == "Gemm":
-        a, b = ((0, "sum"), ("sum", 1))
-        a, b = a[::-1] if given.get("transA") else a, b[::-1] if given.get("transB") else b
+        a: Names = ("sum", 0) if given.get("transA") else (0, "sum")
+        b: Names = (1, "sum") if given.get("transB") else ("sum", 1)
         return Axes((a, b, *(_broadcast(s, out) for s in shapes[2:])), made)
     if kind == "MatMul" and min(map(len, shapes)) > 1:
         lead = [_broadcast((*s[:-2], 1, 1), out)[:-2] for s in shapes]
-        return Axes(((*lead[0], made[-2], "sum"), (*lead[1], "sum", made[-1])), made)
+        first: Names = (*lead[0], made[-2], "sum")
+        second: Names = (*lead[1], "sum", made[-1])
+        return Axes((first, second), made)
     if kind in ("Conv", "ConvTranspose") and given.get("group", 1) == 1:
         window = tuple(f"window {i}" for i in own[2:])
-        weight = (*((1, "sum") if kind == "Conv" else ("sum", 1)), *window)
+        weight: Names = (1, "sum", *window) if kind == "Conv" else ("sum", 1, *window)
         return Axes(((0, "sum", *own[2:]), weight, (1,))[: len(shapes)], made, frozenset({*own[2:], *window}))
     return None
 
 
 def _broadcast(shape: Shape, out: Shape) -> Names:
-    return tuple(None if n == 1 else i for i, n in enumerate(shape, len(out) - len(shape)))
+    first = len(out) - len(shape)
+    return tuple(i if n == out[i] > 1 else None for i, n in enumerate(shape, first))
 
 
 def _alike(shapes: Sequence[Shape], out: Shape, whole: Sequence[int] = ()) -> Axes:

@@ -102,12 +102,13 @@ class Input(_Data):
     """One sample: its shape without the batch axis, and its dtype.
 
     With `normalisation` a device's files hold raw samples, which are normalised when they are read; the graphs take
-    normalised ones.
+    normalised ones. With `ids` samples are rows of a table, 0 <= id < ids.
     """
 
     shape: Shape
     dtype: Literal["float32", "int64"] = "float32"
     normalisation: Normalisation | None = None
+    ids: Annotated[int, Field(gt=0, le=MAX_VALUES)] | None = None
 
     @model_validator(mode="after")
     def _normalises_features(self) -> Input:
@@ -200,8 +201,7 @@ class Manifest(_Data):
     def to_bytes(self) -> bytes:
         """The manifest's canonical JSON; what need not be said is left out where nothing is."""
         silent: dict[str, Any] = {} if self.class_names else {"class_names": True}
-        if self.input.normalisation is None:
-            silent["input"] = {"normalisation"}
+        silent["input"] = {name for name in ("normalisation", "ids") if getattr(self.input, name) is None}
         return (self.model_dump_json(indent=1, exclude=silent) + "\n").encode()
 
 

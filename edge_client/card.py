@@ -55,6 +55,11 @@ def describe(path: Path, entries: Mapping[str, str]) -> None:
     write_whole(path, model.SerializeToString(), mode=0o666, elsewhere=ELSEWHERE)
 
 
+def describes(entries: Mapping[str, str]) -> bool:
+    """Whether the metadata of a model is that of a personal one."""
+    return PREFIX + "input" in entries
+
+
 def read(entries: Mapping[str, str], where: str) -> Card:
     """What a model's metadata says. Raises BundleError when it is not that of a personal model."""
     lacks = [name for name in ("input", "target") if PREFIX + name not in entries]

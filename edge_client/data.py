@@ -60,14 +60,24 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
         raise DataError(f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}")
     _check_lengths(x, y, what)
     y = manifest.target.check(y, what)
-    if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_) or np.iscomplexobj(x):
+    return numbers(manifest.input, x, what), y
+
+
+def numbers(takes: Input, x: NDArray[Any], what: str) -> NDArray[Any]:
+    """Samples [n, ...] in the dtype that the model takes. Raises DataError naming `what` and the sample at fault."""
+    if x.dtype.kind not in "fiub":
         raise DataError(f"{what}: samples have dtype {x.dtype}; give numbers")
-    x = np.ascontiguousarray(x, dtype=manifest.input.dtype)
+    if takes.dtype == "int64" and x.dtype.kind == "f":
+        raise DataError(f"{what}: samples have dtype {x.dtype}, the model takes whole numbers; give integers")
+    with np.errstate(over="ignore"):
+        x = np.ascontiguousarray(x, takes.dtype)
     if not np.isfinite(x).all():
-        raise DataError(
-            f"{what}: sample {int(np.argwhere(~np.isfinite(x))[0][0])} holds NaN or infinity; clean the data"
-        )
-    return x, y
+        at = int(np.argwhere(~np.isfinite(x))[0][0])
+        raise DataError(f"{what}: sample {at} holds NaN, infinity or a value beyond {takes.dtype}; clean the data")
+    if takes.ids is not None and (bad := (x < 0) | (x >= takes.ids)).any():
+        at = int(np.argwhere(bad)[0][0])
+        raise DataError(f"{what}: sample {at} holds the id {x[bad][0]}; the model's table has 0..{takes.ids - 1}")
+    return x
 
 
 def _check_lengths(x: NDArray[Any], y: NDArray[Any], what: str) -> None:
@@ -140,6 +150,8 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
         raise DataError(f"{what} lacks {sorted(missing)}; it has {sorted(arrays)}")
     y = arrays["y"]
     _check_lengths(arrays["x"], y, what)
+    if y.dtype.kind not in "fiub":
+        raise DataError(f"{what}: labels have dtype {y.dtype}; number the classes 0, 1, 2, ...")
     if len(y) < 2:
         raise DataError(f"{what} holds {len(y)} samples; training needs at least 2")
     for part in ("val", "test"):

@@ -137,16 +137,17 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()) -> str:
+def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = (), secret: bool = False) -> str:
     """What was refused first: "FIELD = value: why"; rather than a missing field an unknown one, its misspelling.
 
     `whole` is said when it is no single field; of the outermost fields' `names` one is suggested for an unknown one.
+    With `secret` the value is left out.
     """
     faults = error.errors()
     unknown = [e for e in faults if e["type"] == "extra_forbidden"] if faults[0]["type"] == "missing" else []
     first = (unknown or faults)[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
-    value = "" if first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
+    value = "" if secret or first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
     why = first["msg"]
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")

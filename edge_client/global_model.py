@@ -41,14 +41,12 @@ def global_model(method: Method, course: Course, state: Any, closed: int) -> Per
     stays = method.stays(course)
     if stays is not None:
         raise ConfigError(f"method {method.name!r} has no global model: {stays}")
-    return shared_model(method, course, state, closed)
-
-
-def shared_model(method: Method, course: Course, state: Any, closed: int) -> Personal:
-    """What `state` holds of a model after `closed` rounds; what stays on the devices is the bundle's."""
     m = course.model.manifest
     x = np.zeros((0, *m.input.shape), m.input.dtype)
     y = m.target.labels(0)
     task = Task(Assignment(course, closed + 1, "global"), _Untrained(m), DeviceData(x, y, x, y, x, y), secret=0)
-    downlink = decode(encode(method.downlink(course, closed + 1, state, None)))
-    return method.personal(task, None, method.receive(task.assignment, None, downlink))
+    try:
+        downlink = decode(encode(method.downlink(course, closed + 1, state, None)))
+        return method.personal(task, None, method.receive(task.assignment, None, downlink))
+    except Exception as error:  # code of another package may fail in any way
+        raise ConfigError(f"method {method.name!r} gives no global model ({type(error).__name__}: {error})") from error

@@ -71,7 +71,8 @@ def personal(
 
     "global" is the method's personal model as the downlink leaves it, "local" the same after the epochs of one more
     round, "last" what the device trained in its last round. The best of them has the highest score on the device's
-    validation samples; of equal ones the first counts. Without such samples it is the global one.
+    validation samples. Four to thirty samples often score all alike; then `local` counts before `last`, and `last`
+    before `global`, as they score on average (docs/devices.md). Without such samples it is the global one.
     """
     value, received = understand(method, task.assignment, kept, downlink)
     whole = method.personal(task, value, received)
@@ -90,7 +91,7 @@ def personal(
         assert local is not None
         return Chosen(local, "local", "as the federation asks", local)
     last = _last(kept, whole)
-    models: dict[Source, Personal | None] = {"global": whole, "local": local, "last": last}
+    models: dict[Source, Personal | None] = {"local": local, "last": last, "global": whole}
     scores = {source: task.score(model, "validation") for source, model in models.items() if model is not None}
     best = max(scores, key=lambda source: scores[source])
     chosen = models[best]

@@ -27,6 +27,8 @@ USUAL: Mapping[str, str] = {
     "batch": "Samples of one step.",
     "lr": "Learning rate.",
     "momentum": "Of the local steps.",
+    "weight_decay": "Of the local steps.",
+    "statistics": "Batch-norm statistics are averaged, or stay on the device.",
 }
 """Settings that mean the same in every method."""
 

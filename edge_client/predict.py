@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.card import Card, read
-from edge_client.data import arrays_of, normalised
+from edge_client.data import arrays_of, normalised, numbers
 from edge_client.errors import BundleError, ConfigError, DataError
 from edge_client.events import shown
 from edge_client.files import write_whole
@@ -90,13 +90,7 @@ def _samples(x: NDArray[Any], card: Card, data: Path) -> NDArray[Any]:
             f"{data}: x has shape {x.shape}, the model takes [n, {', '.join(map(str, takes.shape))}] with n of 1 at "
             "least; give samples as the device's own data has them"
         )
-    if x.dtype.kind not in "fiub":
-        raise DataError(f"{data}: samples have dtype {x.dtype}; give numbers")
-    x = np.ascontiguousarray(x, takes.dtype)
-    if not np.isfinite(x).all():
-        at = int(np.argwhere(~np.isfinite(x))[0][0])
-        raise DataError(f"{data}: sample {at} holds NaN or infinity; clean the data")
-    return x
+    return numbers(takes, x, str(data))
 
 
 def predict(

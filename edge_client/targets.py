@@ -91,7 +91,10 @@ class _Labels(Target):
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             where = ", ".join(map(str, at))
-            raise DataError(f"{what}: label {y[at]} at index {where} is outside 0..{classes - 1}")
+            raise DataError(
+                f"{what}: label {y[at]} at index {where} is outside 0..{classes - 1}, the model's {classes} classes; "
+                "number the classes from 0, and give the model an output for each"
+            )
         return y.astype(np.int64)
 
     def score(self, outputs: NDArray[Any], y: Labels) -> float:
@@ -143,7 +146,7 @@ class Regression(Target):
         if shaped.ndim != 2 or shaped.shape[1] != self.outputs:
             raise DataError(
                 f"{what}: the values to predict have shape {y.shape}; give {self.outputs} for each sample, shape "
-                f"{(len(y), self.outputs)}"
+                f"{(len(y), self.outputs)}, or integers if they are classes"
             )
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(shaped, np.float32)

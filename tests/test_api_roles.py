@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordination import OPERATOR, Fleet, bearer, play, refused, served, settings
+from coordination import OPERATOR, Fleet, bearer, credential, play, refused, served, settings
 from listening import LIMIT, listening
 
 from coord_server.http import access
@@ -114,3 +114,33 @@ def test_a_viewers_requests_are_counted_for_its_token(tmp_path: Path, monkeypatc
             await server.fleet(calls)
 
     asyncio.run(asyncio.wait_for(script(), LIMIT))
+
+
+def test_no_secret_that_was_sent_by_mistake_is_answered_or_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole token where its id belongs, in a misspelt field, in a list, in upper case."""
+    secret = credential("x")
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        for method, path, body in (
+            ("DELETE", f"/v1/viewers/{secret}", None),
+            ("GET", f"/v1/viewers/{secret}", None),
+            ("GET", f"/v1/viewers/{secret}/more", None),
+            ("DELETE", f"/v1/federations/fed/tokens/{secret}", None),
+            ("POST", "/v1/enrol", {"tokens": secret}),
+            ("POST", "/v1/enrol", [secret]),
+            ("POST", "/v1/enrol", {"token": fleet.join, "device": "b", "credential": secret.upper()}),
+            ("POST", "/v1/viewers", {"expires_in": secret}),
+        ):
+            answer = await fleet.operator(method, path, **({} if body is None else {"json": body}))
+            assert answer.status_code in (404, 405, 422), (path, answer.text)
+            assert secret[:20] not in answer.text.lower(), path
+        refusal = await fleet.http.post("/login", data={"token": secret}, headers={"Origin": "http://coordinator"})
+        assert refusal.status_code == 401
+
+    with caplog.at_level("INFO", "maskfleet"):
+        play(tmp_path, script)
+    assert "log-in from 127.0.0.1 with a wrong token" in caplog.text
+    assert secret[:20] not in caplog.text.lower()

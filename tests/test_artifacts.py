@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import typer
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
@@ -16,7 +17,10 @@ from edge_client import artifacts
 from edge_client.artifacts import Limits, Run, make
 from edge_client.artifacts.cli import artifact
 from edge_client.artifacts.int8 import Int8
+from edge_client.bundle import Bundle, Input, Normalisation
+from edge_client.card import card, describe, read
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
+from edge_client.named_bundles import packaged
 
 
 def personal(seed: int = 0, whole: bool = False) -> bytes:
@@ -165,3 +169,33 @@ def test_the_command_writes_the_file_and_prints_its_size_and_error(tmp_path: Pat
         assert "top-1 agrees on" in done.output
         missing = CliRunner().invoke(app, ["absent.onnx", *options])
         assert isinstance(missing.exception, BundleError)
+
+
+def test_a_file_of_raw_samples_calibrates_with_what_the_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The raw samples lie outside what the model was trained on, so their ranges would waste most of int8's steps."""
+    seen: list[np.ndarray] = []
+    write = Int8.write
+    monkeypatch.setattr(Int8, "write", lambda self, m, x, p: seen.append(x) or write(self, m, x, p))
+    takes = Input(shape=(1, 8, 8), normalisation=Normalisation(mean=(128.0,), std=(64.0,)))
+    manifest = Bundle.open(packaged()["digits"]).manifest.model_copy(update={"input": takes})
+    model, data, out = tmp_path / "personal.onnx", tmp_path / "raw.npz", tmp_path / "int8.onnx"
+    model.write_bytes(personal())
+    describe(model, card(manifest, federation="f"))
+    app = typer.Typer()
+    app.command()(artifact)
+
+    def calibrated(**arrays: np.ndarray) -> np.ndarray:
+        np.savez(data, y=np.zeros(200, np.int64), **arrays)
+        given = [str(model), "--kind", "int8", "-o", str(out), "--data", str(data), "--cache", str(tmp_path / "c")]
+        done = CliRunner().invoke(app, given, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return seen[-1]
+
+    raw = np.random.default_rng(2).integers(0, 256, (200, 1, 8, 8)).astype(np.uint8)
+    taken = ((raw - 128.0) / 64.0).astype(np.float32)
+    assert calibrated(x=raw).tobytes() == taken[np.linspace(0, 199, 200).astype(int)[::2]].tobytes()
+    assert calibrated(x=taken + 1, normalised=np.True_).tobytes() == (taken + 1)[::2].tobytes()
+    entries = {p.key: p.value for p in onnx.load(out).metadata_props}
+    assert read(entries, "int8").input == takes  # so that `maskfleet predict` runs the artifact too

@@ -18,7 +18,7 @@ from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, un
 
 from coord_server import auth
 from coord_server.coordinator import Coordinator, Role
-from coord_server.dashboard import answers, session, view
+from coord_server.dashboard import answers, reference, session, view
 from coord_server.http import create_app
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
@@ -131,6 +131,32 @@ def test_the_token_opens_a_session_that_does_not_hold_it(tmp_path: Path) -> None
         out = await fleet.http.post("/logout", headers=FORM)
         assert out.headers["location"] == "/login"
         assert (await fleet.http.get("/")).status_code == 303
+
+    play(tmp_path, script)
+
+
+def test_two_coordinators_on_one_machine_keep_their_sessions(tmp_path: Path) -> None:
+    """Browsers send a machine's cookies to every port of it."""
+
+    async def script(fleet: Fleet) -> None:
+        first, _ = (await log_in_at(fleet, "machine:8750")).headers["set-cookie"].split("=", 1)
+        second, _ = (await log_in_at(fleet, "machine:8751")).headers["set-cookie"].split("=", 1)
+        assert (first, second) == ("maskfleet-8750", "maskfleet-8751")
+        for host in ("machine:8750", "machine:8751"):
+            assert (await fleet.http.get("/", headers={"Host": host})).status_code == 200
+        out = await fleet.http.post(
+            "/logout", headers={**HTML, "Host": "machine:8751", "Origin": "http://machine:8751"}
+        )
+        assert out.status_code == 303
+        assert (await fleet.http.get("/", headers={"Host": "machine:8751"})).status_code == 303
+        assert (await fleet.http.get("/", headers={"Host": "machine:8750"})).status_code == 200
+        assert [session.cookie(h) for h in ("machine", "[::1]", "[::1]:80", "", "a:b;c")] == [
+            "maskfleet", "maskfleet", "maskfleet-80", "maskfleet", "maskfleet"
+        ]  # fmt: skip
+
+    async def log_in_at(fleet: Fleet, host: str) -> httpx.Response:
+        headers = {**HTML, "Host": host, "Origin": f"http://{host}"}
+        return await fleet.http.post("/login", data={"token": OPERATOR}, headers=headers)
 
     play(tmp_path, script)
 
@@ -618,5 +644,26 @@ def test_the_reference_names_every_call_and_message(tmp_path: Path) -> None:
 def test_the_operators_bearer_token_is_not_a_session(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         assert (await fleet.http.get("/", headers=bearer(OPERATOR))).status_code == 303
+
+    play(tmp_path, script)
+
+
+def test_the_reference_is_rendered_once_for_each_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Any] = []
+    of = reference.of
+    monkeypatch.setattr(reference, "of", lambda app: rendered.append(app) or of(app))
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        viewer = (await fleet.operator("POST", "/v1/viewers", json={})).json()["token"]
+        for token in (None, OPERATOR, viewer):
+            if token is not None:
+                await log_in(fleet, token)
+            pages = [await fleet.http.get("/docs", headers={"Accept-Encoding": e}) for e in ("gzip", "identity")]
+            assert pages[0].text == pages[1].text
+            assert [p.headers.get("Content-Encoding") for p in pages] == ["gzip", None]
+            assert ("Log out" in pages[0].text) == (token is not None)
+            assert (">viewer<" in pages[0].text) == (token == viewer)
+        assert len(rendered) == 3
 
     play(tmp_path, script)

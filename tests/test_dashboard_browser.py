@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from browser import chromium, tab
 from federation import OPERATOR, Federation
@@ -92,6 +93,13 @@ def test_a_federation_of_three_devices_from_creation_to_end(browser: Any, tmp_pa
         with page.expect_download() as download:
             page.get_by_role("link", name="Export state").click()
         assert Path(download.value.path()).read_bytes() == fed.state()
+        page.get_by_role("button", name="Export ONNX").click()
+        page.get_by_text("the global model after round 3 of 3").wait_for()  # the page updates itself
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Download").click()
+        assert download.value.suggested_filename == "digits-round-3.onnx"
+        model = ort.InferenceSession(download.value.path())
+        assert model.run(None, {"x": np.zeros((2, 64), np.float32)})[0].shape == (2, 10)
         assert page.problems == []
 
 

@@ -199,6 +199,59 @@ def test_own_features_are_standardised_with_the_training_part_when_asked(tmp_pat
     assert np.abs(training.std(axis=0) - 1).max() < 0.2
 
 
+def rows_of(x: Any) -> set[bytes]:
+    return {row.astype(np.float32).tobytes() for row in x}
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+def test_a_users_test_samples_alone_test_also_when_they_are_dealt_out(split: Any, tmp_path: Path) -> None:
+    marked = np.arange(120) % 4 == 0
+    config = saved(tmp_path, x=X, y=Y, is_test=marked).model_copy(update={"split": split, "devices": 3, "alpha": 10.0})
+    for evaluate in ("test", "validation"):
+        parts = load(config.model_copy(update={"evaluate": evaluate}), 1, manifest((4,), OWN)).values()
+        tested, trained = (rows_of(np.concatenate(x)) for x in ([d.x_test for d in parts], [d.x for d in parts]))
+        if evaluate == "test":
+            assert (tested, trained) == (rows_of(X[marked]), rows_of(X[~marked]))
+        else:
+            assert not rows_of(X[marked]) & (tested | trained)
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+def test_a_group_without_an_owner_goes_whole_to_one_part_of_one_device(split: Any, tmp_path: Path) -> None:
+    group = np.random.default_rng(1).permutation(np.arange(600) % 60)
+    x = np.arange(600.0).reshape(600, 1)
+    config = saved(tmp_path, x=x, y=group % 3, group=group).model_copy(update={"split": split, "devices": 3})
+    holders: dict[int, set[tuple[str, str]]] = {}
+    for name, d in load(config, 1, manifest((1,), OWN)).items():
+        for part, samples in (("train", d.x), ("test", d.x_test)):
+            for row in samples.ravel().astype(int).tolist():
+                holders.setdefault(int(group[row]), set()).add((name, part))
+    assert all(len(places) == 1 for places in holders.values())
+    assert {part for places in holders.values() for _, part in places} == {"train", "test"}
+
+
+def test_groups_that_a_division_cannot_keep_whole_are_refused(tmp_path: Path) -> None:
+    group = np.arange(120) // 2
+    config = saved(tmp_path, x=X, y=Y, group=group)
+    for changes, words in (
+        ({"split": "dirichlet"}, "a group of own.npz has several classes"),
+        ({"split": "classes", "per_class": 5}, "`per_class` draws single samples"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            divide(config.model_copy(update=changes), 0)
+    few = saved(tmp_path, x=X, y=Y, group=np.arange(120) // 40).model_copy(update={"devices": 4})
+    with pytest.raises(ConfigError, match="4 devices cannot each get one of 3 groups"):
+        divide(few, 0)
+
+
+def test_a_feature_that_is_constant_in_training_stays_small_when_standardised(tmp_path: Path) -> None:
+    x = np.concatenate([np.full((120, 1), 0.1), np.zeros((120, 1)), X * 1e-8], axis=1)
+    config = saved(tmp_path, x=x, y=Y, owner=np.repeat([0, 1], 60)).model_copy(update={"standardise": True})
+    training = np.concatenate([d.x for d in load(config, 1, manifest((6,), OWN)).values()])
+    assert np.abs(training).max() < 10
+    assert np.abs(training[:, 2:].std(axis=0) - 1).max() < 0.2
+
+
 def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path: Path) -> None:
     config = saved(tmp_path, x=X, y=X[:, :2].astype(np.float32))
     devices = load(config.model_copy(update={"devices": 3}), 1, manifest((4,), Regression(outputs=2)))
@@ -215,11 +268,26 @@ def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path:
         ({"x": X, "y": Y, "owner": Y[:5]}, "`owner` has shape"),
         ({"x": X, "y": Y, "group": Y[:5]}, "`group` has shape"),
         ({"x": X, "y": Y, "owner": np.repeat(["a", "../b"], 60)}, "cannot name a device"),
+        ({"x": np.where(np.arange(120)[:, None] == 7, np.nan, X), "y": Y}, "own.npz: sample 7 holds NaN"),
+        ({"x": np.where(np.arange(120)[:, None] == 9, 1e300, X), "y": Y}, "sample 9 holds .* beyond float32"),
+        ({"x": X, "y": Y.astype(str)}, "labels have dtype <U21; number the classes 0, 1, 2"),
     ],
 )
 def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         read(saved(tmp_path, **arrays))
+
+
+def test_a_label_outside_the_model_s_is_named_by_its_place_in_the_whole_file(tmp_path: Path) -> None:
+    config = saved(tmp_path, x=X, y=np.where(np.arange(120) == 77, 3, Y))
+    with pytest.raises(DataError, match="label 3 at index 77 is outside"):
+        load(config, 0, manifest((4,), OWN))
+
+
+def test_fractions_are_not_cut_to_the_whole_numbers_that_a_model_takes(tmp_path: Path) -> None:
+    config = saved(tmp_path, x=np.arange(120.0).reshape(120, 1) + 0.7, y=Y)
+    with pytest.raises(DataError, match="samples have dtype float32, the model takes whole numbers"):
+        load(config, 0, manifest((1,), OWN, "int64"))
 
 
 def test_own_data_needs_a_path_and_no_unknown_keys() -> None:
@@ -363,6 +431,21 @@ def test_the_table_has_a_bar_for_each_class_and_a_summary_for_the_rest() -> None
     assert lines[2].endswith("  █")
     assert lines[3] == "and 1 more devices"
     assert lines[4].startswith("3 devices: 2 to 5 samples to train on, median 2; 1 to 2 classes each, median 2;")
+
+
+def test_the_file_has_every_part_and_class_of_each_device() -> None:
+    record = histogram.record(held([0, 0, 0, 0, 1], [2, 2]), 3)
+    assert record["devices"]["d0"] == {"train": 5, "validation": 0, "test": 0, "labels": [4, 1, 0]}
+    assert (record["classes"], record["unevenness"]) == (3, histogram.unevenness(np.array([[4, 1, 0], [0, 0, 2]])))
+
+
+def test_devices_without_samples_to_be_scored_on_are_named() -> None:
+    x, y = np.zeros((2, 4), np.float32), np.arange(2)
+    none = np.zeros(0, np.int64)
+    tested = DeviceData(x, y, none, none, x, y)
+    (said,) = histogram.untested({**held([0, 1]), "ann": tested}, "validation")
+    assert said.startswith("1 of 2 devices (d0) have no validation samples: they train, but no score counts them")
+    assert histogram.untested({"ann": tested}, "test") == []
 
 
 def test_unevenness_is_nought_for_equal_devices_and_large_for_devices_apart() -> None:

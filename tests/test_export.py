@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
-from edge_client.bundle import Bundle, views
+from edge_client.bundle import Bundle, Manifest, views
 from edge_client.compaction.personal import TOLERANCE, write_personal
-from edge_client.errors import ConfigError, ModelError
+from edge_client.data import check
+from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.targets import Classification
 from edge_client.task import Personal
@@ -235,6 +236,26 @@ def test_class_names_and_the_normalisation_of_raw_samples_are_written_down_if_th
     for names, means, words in ((["a"], [0.0], "1 class names"), (["a", "b"], [0.0, 1.0], "3 features")):
         with pytest.raises(ModelError, match=words):
             exported(names, means)
+
+
+def test_a_table_s_rows_bound_the_ids_of_samples_and_are_written_only_where_there_is_one(tmp_path: Path) -> None:
+    tokens = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 3))
+    example = torch.zeros(2, 3, dtype=torch.int64)
+    bundle = export_bundle(
+        tokens, example, tmp_path / "tokens", name="b", target=Classification(classes=3), torch_part=False
+    )
+    assert bundle.manifest.input.ids == 20
+    assert Manifest.model_validate_json(bundle.manifest.to_bytes()) == bundle.manifest
+    right = np.array([[0, 1, 19]])
+    check(bundle.manifest, right, np.zeros(1, np.int64), "here")
+    for id_ in (-1, 20):
+        with pytest.raises(DataError, match=rf"here: sample 1 holds the id {id_}; the model's table has 0\.\.19"):
+            check(bundle.manifest, np.array([[0, 1, 2], [3, id_, 5]]), np.zeros(2, np.int64), "here")
+    features = export_bundle(
+        models.mlp(4, 3), torch.zeros(2, 4), tmp_path / "b", name="b", target=Classification(classes=3),
+        torch_part=False,
+    )  # fmt: skip
+    assert b'"ids"' not in features.manifest.to_bytes()
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

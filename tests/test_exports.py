@@ -22,13 +22,18 @@ from edge_bench.testing import digits, methods
 from edge_bench.workers import Evaluation
 from test_every_method import SETTINGS, every_method, made
 
-from coord_server import aggregation, exports
+from coord_server import aggregation, exports, model_file
 from coord_server.exports import Exports
+from coord_server.operator.client import Operator
+from coord_server.operator.export import export_onnx
 from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.errors import CompactionError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
+from edge_client.protocol.messages import Federation, FederationConfig, Report
 from edge_client.task import Course
+from edge_client.training import open_trainer
 
 PATH = "/v1/federations/fed/exports"
 DIGITS = packaged()["digits"]
@@ -92,13 +97,14 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
         assert (again.status_code, again.json()) == (200, last)
         file = (await fleet.operator("GET", f"{PATH}/{last['id']}/file")).content
         assert len(file) == last["size"]
+        assert (last["source"], last["detail"][:46]) == ("global", "the global model after round 2 of 2, 6570 of 6")
         own = await fleet.http.get("/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb")))
         while own.status_code == 202:
             await asyncio.sleep(0.05)
             own = await fleet.http.get(
                 "/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb"))
             )
-        assert own.status_code == 200
+        assert (own.status_code, own.headers["Maskfleet-Source"]) == (200, "personal")
         assert graph(own.content) == graph(file)  # all devices have the global model
         return state, file
 
@@ -113,6 +119,156 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
         h = h @ values[f"{layer}.weight"].T + values[f"{layer}.bias"]
         h = np.maximum(h, 0) if layer != "4" else h
     np.testing.assert_allclose(found, h, rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_line_writes_the_file_that_the_worker_makes(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        state = await whole(fleet, "a", "bb")
+        found = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        file = (await fleet.operator("GET", f"{PATH}/{found['id']}/file")).content
+        shown = Federation.model_validate_json((await fleet.operator("GET", "/v1/federations/fed")).content)
+
+        class Asked(Operator):
+            def __init__(self) -> None:
+                """Nothing is sent."""
+
+            def federation(self, id_: str) -> Federation:
+                return shown
+
+            def rounds(self, id_: str) -> list[Any]:
+                return [None] * shown.round
+
+            def state(self, id_: str) -> bytes:
+                return state
+
+            def fetch_bundle(self, *_: Any) -> Bundle:
+                return Bundle.open(DIGITS)
+
+        said = export_onnx(Asked(), "fed", tmp_path / "own.onnx")
+        assert said == f"{tmp_path / 'own.onnx'}: {found['detail']}"
+        assert (tmp_path / "own.onnx").read_bytes() == file
+
+    with_digits(tmp_path, script)
+
+
+def test_the_model_is_that_of_the_cohort_of_the_creation(tmp_path: Path) -> None:
+    """Lattice keeps sums: divided by a cohort that the operator has changed, they are another model."""
+    there = methods.middle(made("lattice"), digits(), 2)
+    course, method, state = there.sim.course, there.sim.method, there.sim.state
+    config = FederationConfig(
+        name="fed", bundle="0" * 64, method={"name": "lattice", **method.model_dump(mode="json")}, seed=course.seed,
+        rounds=course.rounds, cohort=1, min_devices=1, min_updates=1,
+    )  # fmt: skip
+    assert course.cohort > 1
+    held = model_file.Held(config, course.cohort, 2, aggregation.pack(state))
+    model_file.write_model(held, digits().bundle, tmp_path / "m.onnx")
+    x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    (found,) = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})
+    model = global_model(method, course, state, 2)
+    expected = open_trainer("onnxruntime", digits().bundle).logits(model.parameters, model.buffers, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_order_names_the_cohort_of_the_creation(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        changed = (await fleet.operator("PATCH", "/v1/federations/fed", json={"cohort": 1})).json()
+        assert (changed["config"]["cohort"], changed["places"]) == (1, 2)
+        found = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
+        assert exports.Order.model_validate_json(order_of(tmp_path, found).read_text()).places == 2
+        await ended(fleet, found)
+
+    with_digits(tmp_path, script, min_updates=1)
+
+
+def order_of(folder: Path, found: dict[str, Any]) -> Path:
+    return folder / "exports" / found["id"] / exports.ORDER
+
+
+def test_a_device_that_kept_a_model_of_its_own_training_is_not_said_to_have_the_federation_s(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        report = Report(score=0.9, test_samples=4, parameters_dense=6570, parameters_compact=6570, source="local")
+        await live.devices.report("a", report)
+        for device, source, words in (
+            ("a", "global", "the federation's model for 'a' after round 0 of 2, since the device kept one of its own"),
+            ("bb", "personal", "the model of 'bb' after round 0 of 2"),
+        ):
+            asked = {"kind": "onnx", "device": device}
+            found = await ended(fleet, (await fleet.operator("POST", PATH, json=asked)).json())
+            entries = {p.key: p.value for p in onnx.load(ours.file(found["id"])).metadata_props}
+            assert (found["source"], entries["maskfleet.source"]) == (source, source)
+            assert found["detail"].startswith(words)
+
+    with_digits(tmp_path, script)
+
+
+def test_a_device_is_told_that_its_model_cannot_be_made_and_starts_no_worker_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.operator("POST", "/v1/federations/fed/stop")
+        own = ("/v1/federations/fed/devices/a/model?kind=onnx", bearer(credential("a")))
+        while (answer := await fleet.http.get(own[0], headers=own[1])).status_code == 202:
+            await asyncio.sleep(0.1)
+        assert "has no global model" in refused(answer, "export-failed")
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", None)  # nothing can be started
+        assert refused(await fleet.http.get(own[0], headers=own[1]), "export-failed")
+
+    with_digits(tmp_path, script, method={"name": "standalone"})
+
+
+def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        other = Exports(ours._store)
+        found = await ours.ask(live, "onnx")
+        for seen in (await other.ask(live, "onnx"), other.show(found.id), *other.of("fed")):
+            assert (seen.id, seen.state) == (found.id, "running")
+        assert not other._tasks
+        (made,) = [await ended(fleet, found.model_dump())]
+        assert other.show(made["id"]).state == "ready"
+        assert (await other.ask(live, "onnx")).state == "ready"
+
+    with_digits(tmp_path, script)
+
+
+def test_a_device_s_file_says_whose_model_it_holds(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        for device in ("a", None):
+            wanted = {"kind": "onnx", "device": device}
+            found = await ended(fleet, (await fleet.operator("POST", PATH, json=wanted)).json())
+            file = (await fleet.operator("GET", f"{PATH}/{found['id']}/file")).content
+            entries = {p.key: p.value for p in onnx.load_from_string(file).metadata_props}
+            assert (found["source"], entries["maskfleet.source"], "maskfleet.device" in entries) == (
+                "global",
+                "global",
+                False,
+            )
+            assert ("perfedavg leaves a part of a device's own model" in found["detail"]) == (device is not None)
+        await fleet.operator("POST", "/v1/federations/fed/stop")
+        own = await fleet.http.get("/v1/federations/fed/devices/a/model?kind=onnx", headers=bearer(credential("a")))
+        assert (own.status_code, own.headers["Maskfleet-Source"]) == (200, "global")
+
+    with_digits(tmp_path, script, method={"name": "perfedavg"})
+
+
+def test_a_model_that_cannot_be_shown_equal_when_compact_has_all_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unequal(*_: Any) -> None:
+        raise CompactionError("it differs")
+
+    bundle, method = Bundle.open(DIGITS), make_method({"name": "fedavg"})
+    state = aggregation.pack(method.start(Course(bundle.model(), 7, 2, 2)))
+    config = FederationConfig(name="fed", bundle="0" * 64, method={"name": "fedavg"}, rounds=2, cohort=2, min_devices=2)
+    monkeypatch.setattr(model_file, "write_personal", unequal)
+    made = model_file.write_model(model_file.Held(config, 2, 0, state), bundle, tmp_path / "m.onnx")
+    assert made.detail == (
+        f"the global model after round 0 of 2, all {bundle.manifest.d} parameters, not compacted: it differs"
+    )
+    assert ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": np.zeros((1, 64), np.float32)})[0].shape == (1, 10)
 
 
 def test_what_cannot_be_made_is_refused_or_fails_with_a_sentence(
@@ -172,7 +328,13 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
         assert (made["state"], made["id"]) == ("ready", found["id"])
         while ours._tasks:  # it clears up after itself
             await asyncio.sleep(0.01)
-        assert {p.name for p in (tmp_path / "exports" / made["id"]).iterdir()} == {"order.json", "model", "said"}
+        assert {p.name for p in (tmp_path / "exports" / made["id"]).iterdir()} == {
+            "lock",
+            "order.json",
+            "made.json",
+            "model",
+            "said",
+        }
 
     with_digits(tmp_path, script)
 

@@ -46,7 +46,7 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/federations", headers=bearer(viewer), trust_env=False).status_code == 200
         (listed,) = operator.viewers()
         assert listed.id in said("federation", "viewers")
-        said("federation", "revoke-viewer", listed.id)
+        said("federation", "revoke-viewer", viewer)  # the token itself: only its id is sent
         assert operator.viewers() == []
         listing = said("bundle", "list")
         assert bundle[:12] in listing
@@ -83,3 +83,29 @@ def test_the_client_follows_the_links_of_long_lists(tmp_path: Path, monkeypatch:
         assert [f.id for f in operator.federations(limit="2")] == list("abcde")
         assert len(asked) == 3
         assert pages.MOST == 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("change", "fed", "--deadline-seconds", "1e12"), "--deadline-seconds = 1000000000000.0: Input should be less"),
+        (("change", "fed", "--rounds", "99999999999"), "--rounds = 99999999999: Input should be less"),
+        (("viewer", "--expires-in", "1e12"), "--expires-in = 1000000000000.0: Input should be less"),
+        (("token", "fed", "--uses", "99999999999"), "--uses = 99999999999: Input should be less"),
+    ],
+)
+def test_a_value_out_of_range_is_a_sentence(words: tuple[str, ...], why: str) -> None:
+    environment = {"MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
+    found = CliRunner().invoke(manage.app, [*words, "--url", "http://127.0.0.1:1"], env=environment)
+    assert isinstance(found.exception, ConfigError)
+    assert why in str(found.exception)
+
+
+def test_an_answer_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = httpx.Response(200, content=b'[{"x": 1}]', request=httpx.Request("GET", "http://127.0.0.1:1/rounds"))
+    monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: broken)
+    with (
+        Operator("http://127.0.0.1:1", OPERATOR) as operator,
+        pytest.raises(ServerError, match="answered what cannot be read"),
+    ):
+        operator.rounds("fed")

@@ -72,6 +72,8 @@ def test_method_list_and_show_have_every_method_and_setting(capsys: pytest.Captu
         method_inspection.method(name)
         said = capsys.readouterr().out
         assert all(re.search(rf"^{setting} ", said, re.MULTILINE) for setting in entry.load().model_fields), name
+        meanings = method_inspection.descriptions(entry.load())
+        assert not [setting for setting in entry.load().model_fields if not meanings.get(setting)], name
     method_inspection.method("fedmask")
     words = " ".join(capsys.readouterr().out.split())
     assert "number above 0 to 1" in words  # keep

@@ -17,7 +17,7 @@ from edge_client.task import Personal
 
 MODELS = {
     name: Personal(np.full(3, i, np.float32), np.zeros(1, np.float32))
-    for i, name in enumerate(("global", "local", "last"))
+    for i, name in enumerate(("local", "last", "global"))
 }
 KEPT = {TRAINED + name: array for name, array in to_arrays(MODELS["last"]).items()}
 
@@ -44,15 +44,15 @@ def chosen(how: Any, scores: tuple[float, float, float], samples: int = 20, kept
 @pytest.mark.parametrize(
     ("scores", "source"),
     [
-        ((0.9, 0.8, 0.7), "global"),
-        ((0.8, 0.9, 0.7), "local"),
-        ((0.7, 0.8, 0.9), "last"),
-        ((0.9, 0.9, 0.9), "global"),
-        ((0.8, 0.9, 0.9), "local"),
-        ((-5.0, -3.0, -4.0), "local"),
+        ((0.9, 0.8, 0.7), "local"),
+        ((0.8, 0.9, 0.7), "last"),
+        ((0.7, 0.8, 0.9), "global"),
+        ((0.9, 0.9, 0.9), "local"),
+        ((0.8, 0.9, 0.9), "last"),
+        ((-5.0, -3.0, -4.0), "last"),
     ],
 )
-def test_the_best_on_the_validation_samples_is_kept_and_of_equal_ones_the_first(scores: Any, source: str) -> None:
+def test_the_best_on_the_validation_samples_is_kept_and_of_equal_ones_the_most_local(scores: Any, source: str) -> None:
     found = chosen("best", scores)
     assert (found.source, found.personal) == (source, MODELS[source])
     assert found.why == "on 20 validation samples: " + ", ".join(
@@ -61,20 +61,20 @@ def test_the_best_on_the_validation_samples_is_kept_and_of_equal_ones_the_first(
 
 
 def test_the_settings_global_and_local_compare_nothing() -> None:
-    assert chosen("global", (0, 1, 1)).source == "global"
-    assert chosen("local", (1, 0, 1)).source == "local"
+    assert chosen("global", (1, 1, 0)).source == "global"
+    assert chosen("local", (0, 1, 1)).source == "local"
 
 
 def test_without_validation_samples_it_is_the_global_model_and_says_why() -> None:
-    found = chosen("best", (0, 1, 1), samples=0)
+    found = chosen("best", (1, 1, 0), samples=0)
     assert (found.source, found.why) == ("global", "there are no validation samples to compare it on")
 
 
 def test_a_model_that_is_not_there_is_not_compared() -> None:
-    assert chosen("best", (0.5, 0.6, 0.9), kept={}).source == "local"
+    assert chosen("best", (0.6, 0.9, 0.5), kept={}).source == "local"
     other = {TRAINED + "parameters": np.full(7, 2, np.float32), TRAINED + "buffers": np.zeros(1, np.float32)}
-    assert chosen("best", (0.5, 0.6, 0.9), kept=other).source == "local"
-    assert chosen("best", (0.5, 0.9, 0.6), diverges=True).source == "last"
-    found = chosen("local", (0, 1, 1), diverges=True)
+    assert chosen("best", (0.6, 0.9, 0.5), kept=other).source == "local"
+    assert chosen("best", (0.9, 0.6, 0.5), diverges=True).source == "last"
+    found = chosen("local", (1, 0, 0), diverges=True)
     assert found.source == "global"
     assert "the loss overflowed" in found.why

@@ -18,7 +18,7 @@ from coord_server.operator import cli, show
 from coord_server.operator.client import Operator
 from coord_server.operator.show import Look, bars, overview
 from coord_server.operator.tables import lasting
-from edge_client.errors import UnreachableError
+from edge_client.errors import ServerError, UnreachableError
 from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
 
 NOW = 10_000.0
@@ -127,8 +127,8 @@ def test_bars_rise_with_their_values_and_many_become_means() -> None:
     assert bars([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     many = bars([float(i) for i in range(1000)])
     assert (len(many), many[0], many[-1]) == (32, "▁", "█")
-    assert [lasting(s) for s in (-1, 119, 120, 7200, 9000, 200_000)] == [
-        "0 s", "119 s", "2 min", "2 h", "2 h 30 min", "2 days"
+    assert [lasting(s) for s in (-1, 0.274, 4.56, 9.6, 119, 120, 7200, 9000, 200_000)] == [
+        "0 s", "0.27 s", "4.6 s", "10 s", "119 s", "2 min", "2 h", "2 h 30 min", "2 days"
     ]  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_watching_ends_with_the_federation_and_outlives_a_coordinator_that_does_
     phases = iter(["recruiting", "running", UnreachableError("down"), "finished"])
     seen = list[str]()
 
-    def ask() -> Look:
+    def ask(_: Look | None) -> Look:
         phase = next(phases)
         if isinstance(phase, UnreachableError):
             raise phase
@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr(show.time, "sleep", interrupted)
-    show.show_live(lambda: Look(federation(), [], [], "u", NOW), Console(file=io.StringIO()))
+    show.show_live(lambda _: Look(federation(), [], [], "u", NOW), Console(file=io.StringIO()))
 
 
 def test_json_is_the_whole_message_and_options_exclude_each_other(
@@ -180,3 +180,55 @@ def test_json_is_the_whole_message_and_options_exclude_each_other(
     assert Federation.model_validate(json.loads(done.output)) == federation()
     refused = CliRunner().invoke(cli.app, ["show", "fleet", "--json", "--watch"], env=environment)
     assert "exclude each other" in str(refused.exception)
+
+
+class Asked(Operator):
+    """A coordinator that notes what it is asked for."""
+
+    def __init__(self, found: Federation) -> None:
+        self.found, self.closed, self.asked = found, [closed(1, 0.5, 0.6)], list[str]()
+        self.loaded = True
+
+    def federation(self, id_: str) -> Federation:
+        return self.found
+
+    def rounds(self, id_: str, first: int = 1) -> list[Round]:
+        if not self.loaded:
+            raise ServerError("could not be loaded", 503, "not-loaded")
+        self.asked.append(f"rounds from {first}")
+        return self.closed[first - 1 :]
+
+    def devices(self, id_: str) -> list[Device]:
+        self.asked.append("devices")
+        return [device("a")]
+
+
+def test_watching_asks_for_what_is_new_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show.time, "time", lambda: NOW)
+    operator = Asked(federation(deadline_in=9.0))
+    operator.closed.append(closed(2, 0.6, 0.7))
+    first = show.look(operator, "fleet", "u")
+    operator.found = federation(deadline_in=7.0)
+    second = show.look(operator, "fleet", "u", first)
+    assert (second.federation.deadline_in, second.devices, len(second.rounds)) == (7.0, first.devices, 2)
+    operator.found = federation(updates=2)
+    operator.closed.append(closed(3, 0.7, 0.8))
+    third = show.look(operator, "fleet", "u", second)
+    assert [r.round for r in third.rounds] == [1, 2, 3]
+    monkeypatch.setattr(show.time, "time", lambda: NOW + show.STEADY)
+    fourth = show.look(operator, "fleet", "u", third)
+    assert operator.asked == [
+        "rounds from 1", "devices", "rounds from 2", "rounds from 2", "devices", "rounds from 3", "devices"
+    ]  # fmt: skip
+    operator.found = federation(created_at=5.0)
+    assert [r.round for r in show.look(operator, "fleet", "u", fourth).rounds] == [1, 2, 3]
+    assert operator.asked[-2:] == ["rounds from 1", "devices"]
+
+
+def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
+    operator = Asked(federation(fault="the method is not installed"))
+    operator.loaded = False
+    found = show.look(operator, "fleet", "u")
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(*overview(found))
+    assert "the method is not installed" in console.export_text()

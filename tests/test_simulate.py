@@ -331,13 +331,15 @@ def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
     assert "standalone" in capsys.readouterr().out
 
 
-def test_labels_are_printed_and_drawn_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_are_printed_drawn_and_written_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file, plot = tmp_path / "run.toml", tmp_path / "labels.png"
     file.write_text(
         'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.standalone]\n'
     )
-    cli.simulate(file, labels=True, plot=plot)
+    cli.simulate(file, labels=True, plot=plot, json_file=tmp_path / "labels.json")
+    written = json.loads((tmp_path / "labels.json").read_text())["devices"]["device-2"]
+    assert sum(written["labels"]) == written["train"] + written["validation"]
     said = capsys.readouterr().out
     assert "device-2" in said
     assert "3 devices: " in said

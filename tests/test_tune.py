@@ -89,6 +89,10 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     said = capsys.readouterr().out
     assert f"{first['score']:.3f} at" in said
     assert f"{top['score']:.3f} at" in said
+    lines = [line for line in said.splitlines() if " trial " in line]
+    assert lines[0].endswith(" s  fedavg trial 1/5  begins: as configured")  # at once, also in a log
+    ends = [line for line in lines if line.startswith("fedavg trial")]  # other lines begin with the time
+    assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
 
 
 def test_no_trial_sees_a_test_sample(file: Path) -> None:
@@ -107,8 +111,8 @@ def test_the_same_seed_gives_the_same_trials_however_often_the_search_is_interru
     whole = search("fedavg", plan(file, 7), storage(tmp_path / "whole"))
     heard: list[Trial] = []
 
-    def stop(row: RoundRow) -> None:
-        if len(heard) in (2, 6) and row.record.round == 2:
+    def stop(_: Trial, row: RoundRow | None) -> None:
+        if len(heard) in (2, 6) and row is not None and row.record.round == 2:
             heard.append(heard[-1])
             raise KeyboardInterrupt
 

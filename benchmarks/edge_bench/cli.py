@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +36,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.exit_codes import ExitCode
+from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.files import disk, write_whole
 from edge_client.methods import make_method
 from edge_client.named_bundles import packaged
@@ -94,6 +93,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
+def run_module(main: Callable[..., None]) -> None:
+    """Run `python -m edge_bench.NAME`; an error of ours ends it with its message and its exit code."""
+    try:
+        typer.run(main)
+    except MaskfleetError as error:
+        print(f"{provenance.program()}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
 def plain_console(least: int = 80) -> Console:
     """Standard output; at least so many columns in a log or a pipe, so that tables fit."""
     console = Console(highlight=False, soft_wrap=True)
@@ -136,7 +144,7 @@ def _outcome(r: Round) -> str:
 
 
 def _warn(console: Console, sentences: list[str]) -> None:
-    """A paragraph each, after the table."""
+    """A paragraph each, after an empty line."""
     if sentences:
         console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
 
@@ -147,8 +155,9 @@ def _labels(
     bundle: Bundle,
     devices: Mapping[str, DeviceData],
     plot: Path | None,
+    json_file: Path | None,
 ) -> None:
-    """Print which labels each device holds, and draw it. Raises ConfigError for a target without classes."""
+    """Print which labels each device holds, draw it and write it. Raises ConfigError for a target without classes."""
     target = bundle.manifest.target
     if not isinstance(target, Classification | Sequence):
         raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
@@ -156,6 +165,10 @@ def _labels(
     if plot is not None:
         histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
+    if json_file is not None:
+        held = histogram.record(devices, target.classes)
+        settings = config.data.model_dump(mode="json")
+        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
 
 
 def simulate(
@@ -180,7 +193,10 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
     labels: Annotated[
-        bool, typer.Option("--labels", help="Only print which labels devices hold (with --plot: draw it), and end.")
+        bool,
+        typer.Option(
+            "--labels", help="Only print which labels devices hold (--plot: draw, --json: write it), and end."
+        ),
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of --json's file, and end.")] = False,
 ) -> None:
@@ -204,8 +220,9 @@ def simulate(
         f"{train} training and {test} {checked.data.evaluate} samples; "
         f"rounds: {checked.rounds} of {checked.cohort} devices"
     )
+    _warn(console, histogram.untested(devices, checked.data.evaluate))
     if labels:
-        _labels(console, checked, opened, devices, plot)
+        _labels(console, checked, opened, devices, plot, json_file)
         return
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
@@ -274,7 +291,7 @@ def demo(
         f"{rounds} rounds of each method"
     )
     started = time.monotonic()
-    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
+    origin = provenance.origin()
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
     with ExitStack() as stack:

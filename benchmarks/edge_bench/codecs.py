@@ -5,7 +5,6 @@ The peers (zlib, zstd, a range coder, a fuse filter in C) are used as their docu
 
 from __future__ import annotations
 
-import sys
 import time
 import tracemalloc
 import zlib
@@ -200,7 +199,7 @@ def bench(
     if min(sizes) < 1:
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = plain_console(TABLE_WIDTH)
-    origin = provenance.origin(" ".join(["maskfleet", *sys.argv[1:]]))
+    origin = provenance.origin()
     rows: list[Row] = []
     for d in sizes:
         for rate in chances:

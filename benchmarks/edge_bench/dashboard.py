@@ -28,7 +28,7 @@ import typer
 from coord_server.auth import OPERATOR_ENV, new_secret
 from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_bench.loopback import PATIENCE, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
@@ -184,7 +184,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """The dashboard in Chromium with many devices: bytes, seconds until drawn, seconds of an update."""
-    origin = provenance.origin(" ".join(["python -m edge_bench.dashboard", *sys.argv[1:]]))
+    origin = provenance.origin()
     with tempfile.TemporaryDirectory() as name, children() as start, chromium(browser) as started:
         folder = Path(name)
         token = new_secret()
@@ -202,4 +202,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -29,13 +29,15 @@ class Source:
     """A data set by name: `read(config, shape)` for a model whose input has `shape`, and the keys of `[data]` it uses.
 
     `maker` is how devices of a natural split are called. What is `dependent` is divided by nothing else, because
-    neighbouring samples of one maker belong together; it is the name to call it by.
+    neighbouring samples of one maker belong together; it is the name to call it by. Published test samples that are
+    `pooled` are dealt out like the others, unless a device gets so many `per_class`.
     """
 
     read: Callable[[DataConfig, Shape], Samples | Fleet]
     keys: frozenset[str] = frozenset({"path"})
     maker: str = "device"
     dependent: str = ""
+    pooled: bool = False
 
 
 class DataConfig(BaseModel):
@@ -196,7 +198,9 @@ SOURCES: Mapping[str, Source] = {
     ),
     "digits": Source(lambda c, _: sources.read_digits(), frozenset()),
     **dict.fromkeys(("mnist", "fashion-mnist"), Source(lambda c, _: sources.read_mnist(find(c.name, c.path)))),
-    **dict.fromkeys(("cifar10", "cifar100"), Source(lambda c, _: sources.read_cifar(find(c.name, c.path)))),
+    **dict.fromkeys(
+        ("cifar10", "cifar100"), Source(lambda c, _: sources.read_cifar(find(c.name, c.path)), pooled=True)
+    ),
     "npz": Source(lambda c, _: own_data.read_npz(_here(c)), frozenset({"path", "standardise"})),
     "images": Source(lambda c, shape: images.read_folder(_here(c), c.form(shape)), _PICTURES),
     "hf": Source(

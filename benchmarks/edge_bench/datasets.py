@@ -96,10 +96,14 @@ def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple
     s = _chosen(s, rows)
     count = config.devices or 10
     if config.per_class is not None:
+        if len(np.unique(s.unit)) < len(s.y):
+            raise ConfigError(f"{config.called} has groups, and `per_class` draws single samples; leave it out")
         numbers = config.per_class, config.validation_per_class, config.test_per_class
         classes = _classes(config, s)
         shares = partition.few_of_classes(classes, s.published, count, seed, config.classes, numbers, config.balance)
         return s, {f"device-{k:0{len(str(count - 1))}d}": share for k, share in enumerate(shares)}
+    if source(config.name).pooled:
+        s = replace(s, published=None)
     return s, _parts(s, deal(config, s, seed), "device", seed)
 
 
@@ -116,14 +120,23 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
 
 
 def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
-    """Which device gets each sample, int64[n]. Raises ConfigError when the devices are too many for the data."""
+    """Which device gets each sample, int64[n]; samples of one unit go to one device.
+
+    Raises ConfigError when the devices are too many for the data.
+    """
     count, n = config.devices or 10, len(s.y)
     if count * FEWEST > n:
         raise ConfigError(f"{count} devices cannot each get {FEWEST} of {n} samples; use fewer devices")
+    _, first, unit, size = np.unique(s.unit, return_index=True, return_inverse=True, return_counts=True)
+    if len(size) < count:
+        raise ConfigError(f"{count} devices cannot each get one of {len(size)} groups; use fewer devices")
     if config.split in ("natural", "iid"):
-        return partition.evenly(n, count, seed)
+        return partition.evenly(len(size), count, seed)[unit]
+    y = _classes(config, s)
+    if (y != y[first][unit]).any():
+        raise ConfigError(f'a group of {config.called} has several classes; set split = "iid", or leave out `group`')
     classes = config.classes if config.split == "classes" else None
-    return partition.by_class(_classes(config, s), count, seed, config.alpha, classes)
+    return partition.by_class(y[first], size, count, seed, config.alpha, classes)[unit]
 
 
 def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[str, Share]:
@@ -136,7 +149,7 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
         mine, stream = np.flatnonzero(owner == p), counter.key(seed, "parts", p)
         if s.sequential:
             part = partition.in_order(len(mine))
-        elif s.published is not None and s.owner is not None:
+        elif s.published is not None:
             part = partition.published_part(s.published[mine], s.unit[mine], stream)
         else:
             part = partition.hold_out(plain[mine], s.unit[mine], stream)
@@ -157,6 +170,7 @@ def load(
         found = read(config, manifest.input.shape)
     if isinstance(found, Fleet):
         return _fitted(config, found, seed, manifest)
+    manifest.target.check(found.y, config.called)  # here errors name a sample by its place in the whole
     s, shares = divide(config, seed, found)
     _check_memory(config, shares, manifest)
     scale = None
@@ -224,9 +238,10 @@ Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def _scale(train: NDArray[Any]) -> Scale:
-    """Mean and deviation of each feature."""
+    """Mean and deviation of each feature; 1 for a constant one, whose deviation is rounding alone."""
     wide = train.astype(np.float64)
-    return wide.mean(axis=0), np.maximum(wide.std(axis=0), 1e-6)
+    mean, deviation = wide.mean(axis=0), wide.std(axis=0)
+    return mean, np.where(deviation <= 1e-9 * np.abs(mean), 1.0, deviation)
 
 
 def _scaled(x: NDArray[Any], scale: Scale | None) -> NDArray[Any]:

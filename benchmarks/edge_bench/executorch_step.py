@@ -10,7 +10,6 @@ Lowering takes minutes: `--bundles FOLDER` keeps the exported bundles for the ne
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from edge_export.executorch.parts import add_parts
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_client.bundle import Bundle
 from edge_client.targets import Classification, Sequence, Target
 from edge_client.training import open_trainer
@@ -114,7 +113,7 @@ def main(
 ) -> None:
     """Measure a training step by ExecuTorch beside PyTorch's and ONNX Runtime's."""
     torch.set_num_threads(1)
-    origin = provenance.origin(" ".join(["python -m edge_bench.executorch_step", *sys.argv[1:]]))
+    origin = provenance.origin()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in only or MODELS:
@@ -125,4 +124,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -10,7 +10,6 @@ The cases take about two minutes on one core, the models about four.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from edge_export.writer import Graphs, proved_graphs
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_bench.export_cases import CASES, Case, Sequences
 from edge_client.errors import ModelError
 from edge_client.graphs import check_file
@@ -77,7 +76,7 @@ def main(
 ) -> None:
     """Export everything, print a line each, write the JSON."""
     torch.set_num_threads(1)
-    origin = provenance.origin(" ".join(["python -m edge_bench.export_operators", *sys.argv[1:]]))
+    origin = provenance.origin()
     chosen = None if only is None else set(only.split(";"))
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
     rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
@@ -95,4 +94,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

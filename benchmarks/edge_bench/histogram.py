@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,31 @@ def unevenness(held: NDArray[np.int64]) -> float:
     shares = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
     everybody = held.sum(axis=0) / max(int(held.sum()), 1)
     return float(np.abs(shares - everybody).sum(axis=1).mean() / 2)
+
+
+def record(devices: Mapping[str, DeviceData], classes: int) -> dict[str, Any]:
+    """The same for a JSON file: every device's samples of each part, and its labels of each class as `counts` has them.
+
+    Raises ConfigError as `counts` does.
+    """
+    held = counts(devices, classes)
+    parts = {
+        name: {"train": len(d.y), "validation": len(d.y_val), "test": len(d.y_test), "labels": row.tolist()}
+        for (name, d), row in zip(devices.items(), held, strict=True)
+    }
+    return {"classes": classes, "unevenness": unevenness(held), "devices": parts}
+
+
+def untested(devices: Mapping[str, DeviceData], part: str) -> list[str]:
+    """A sentence when devices have no samples to be scored on; `part` is the one they are scored on."""
+    without = [name for name, d in devices.items() if not len(d.y_test)]
+    if not without:
+        return []
+    named = ", ".join(without[:5]) + (" ..." if len(without) > 5 else "")
+    return [
+        f"{len(without)} of {len(devices)} devices ({named}) have no {part} samples: they train, but no score counts "
+        "them; give them more samples (three of a class or more), or leave them out"
+    ]
 
 
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:

@@ -32,7 +32,7 @@ from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import arrivals
 
 from edge_bench import provenance, speed
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
 from edge_client.methods.lattice import Lattice
@@ -148,7 +148,7 @@ def main(
     against: Annotated[Path | None, typer.Option(help="Another checkout of this project, measured beside it.")] = None,
 ) -> None:
     """Measure, and print the best of each figure's turns."""
-    content = provenance.origin("python -m edge_bench.lattice_speed")
+    content = provenance.origin()
     turns: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(TURNS):
         if find_spec("numba") is not None:
@@ -166,4 +166,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

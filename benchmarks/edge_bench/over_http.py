@@ -22,7 +22,7 @@ import typer
 from edge_kernels import counter
 
 from edge_bench import provenance
-from edge_bench.cli import open_simulation, write_json
+from edge_bench.cli import open_simulation, run_module, write_json
 from edge_bench.curves import mean, moved, shown
 from edge_bench.demo import Ended, Fleet, fleet
 from edge_bench.simulate import Simulated, SimulationConfig, run_all
@@ -140,6 +140,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Run a simulation's methods in one process and over HTTP, and compare every byte they came to."""
+    origin = provenance.origin()
     checked, found, devices = open_simulation(config, only, rounds=rounds, bundle=bundle)
     results = run_all(checked, found, devices)
     records = {}
@@ -151,14 +152,11 @@ def main(
             records[label] = compare(checked, label, found, running, result)
             print(_said(label, records[label]), flush=True)
     if json_file is not None:
-        given = {"--only": only, "--rounds": rounds, "--json": json_file}
-        options = [f"{option} {value}" for option, value in given.items() if value is not None]
-        command = " ".join(["python -m edge_bench.over_http", str(config), *options])
         settings = checked.model_dump(mode="json", exclude={"methods", "bundle"})
-        write_json(json_file, {**provenance.origin(command), "settings": settings, "methods": records})
+        write_json(json_file, {**origin, "settings": settings, "methods": records})
     if any(record["differences"] for record in records.values()):
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

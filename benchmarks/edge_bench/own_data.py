@@ -22,7 +22,8 @@ from edge_bench import images
 from edge_bench.images import Form
 from edge_bench.sources import Samples
 from edge_client import authored
-from edge_client.data import DataFile, checked
+from edge_client.bundle import Input
+from edge_client.data import DataFile, checked, numbers
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError, suggestion
 from edge_client.protocol.messages import Name
@@ -83,12 +84,15 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
     for key in ("owner", "group", "is_test"):
         if key in arrays and arrays[key].shape != (n,):
             raise DataError(f"{what}: `{key}` has shape {arrays[key].shape}; give one a sample, shape {(n,)}")
-    if np.issubdtype(x.dtype, np.floating):
-        x = x.astype(np.float32, copy=False)
     unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None
-    return Samples(x, y, unit.astype(np.int64), owner, names, published)
+    return Samples(_narrow(x, what), y, unit.astype(np.int64), owner, names, published)
+
+
+def _narrow(x: NDArray[Any], what: str) -> NDArray[Any]:
+    """Floating-point samples as float32, others as they are. Raises DataError naming a sample that is not finite."""
+    return numbers(Input(shape=x.shape[1:]), x, what) if np.issubdtype(x.dtype, np.floating) else x
 
 
 def named(owner: NDArray[Any] | None, what: str) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
@@ -230,8 +234,7 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
         raise DataError(f"{path}, column {features!r}: samples are not all of one shape: {error}") from None
     if not np.issubdtype(x.dtype, np.number):
         raise DataError(f"{path}, column {features!r} holds {x.dtype}; write numbers with `map`, e.g. token ids")
-    x = x.astype(np.float32) if np.issubdtype(x.dtype, np.floating) else x
-    return Samples(x, y, np.arange(len(y)), people, names, published, classes=classes)
+    return Samples(_narrow(x, str(path)), y, np.arange(len(y)), people, names, published, classes=classes)
 
 
 def _parquet(path: Path) -> dict[str, Any]:

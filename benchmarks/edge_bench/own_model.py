@@ -23,7 +23,7 @@ from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
 from edge_client.bundle import Bundle
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, DataError
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
@@ -55,6 +55,8 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         x, y = arrays["x"][:1], arrays["y"]
     else:
         x, y = data.samples(np.arange(1)), data.y
+    if y.ndim == 2 and y.shape[1] == 1 and np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"labels have shape {y.shape}; give one class a sample, shape {y.shape[:1]}")
     whole = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8
     kind = "regression" if not np.issubdtype(y.dtype, np.integer) else "classification" if y.ndim == 1 else "sequence"
     sizes = {k: n for k, n in (("classes", table.classes), ("outputs", table.outputs)) if n is not None}

@@ -33,14 +33,16 @@ class Share:
 
 
 def evenly(n: int, count: int, seed: int) -> NDArray[np.int64]:
-    """The device of each of `n` samples, int64[n]: each gets as many, drawn at random."""
+    """The device of each of `n` groups, int64[n]: each gets as many, drawn at random."""
     owner = np.empty(n, np.int64)
     owner[counter.permutation(counter.key(seed, "deal"), n)] = np.arange(n) % count
     return owner
 
 
-def by_class(y: NDArray[np.int64], count: int, seed: int, alpha: float, classes: int | None) -> NDArray[np.int64]:
-    """The device of each sample, int64[n], -1 where a class has none.
+def by_class(
+    y: NDArray[np.int64], size: NDArray[np.int64], count: int, seed: int, alpha: float, classes: int | None
+) -> NDArray[np.int64]:
+    """The device of each group of one class `y` and of `size` samples, int64[n], -1 where a class has none.
 
     With `classes` a device holds so many classes, shared evenly by their holders; without, each class is divided by
     Dirichlet(alpha) shares. Raises ConfigError when no draw leaves every device `FEWEST` samples.
@@ -65,7 +67,7 @@ def by_class(y: NDArray[np.int64], count: int, seed: int, alpha: float, classes:
             cuts = np.floor(np.cumsum(part)[:-1] * len(of_class) + 0.5).astype(int)
             for k, chosen in enumerate(np.split(rng.permutation(of_class), cuts)):
                 owner[chosen] = k
-        if np.bincount(owner[owner >= 0], minlength=count).min() >= FEWEST:
+        if np.bincount(owner[owner >= 0], size[owner >= 0], minlength=count).min() >= FEWEST:
             return owner
     raise ConfigError(f"no division left every one of {count} devices {FEWEST} samples; raise alpha or lower devices")
 

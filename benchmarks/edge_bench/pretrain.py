@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench import models, sources
+from edge_bench.cli import run_module
 from edge_bench.datasets import DataConfig, undivided
 from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
@@ -236,4 +237,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

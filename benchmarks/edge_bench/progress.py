@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+PAUSE = 20.0  # seconds between two lines of a long run's log
+
 
 class Steps:
     """Counts `total` steps. In a log, a step's words are written at most once in `pause` seconds.
@@ -43,8 +45,8 @@ class Steps:
         now = time.monotonic() - self._started
         if now - self._said >= self._pause or self._done == self._total:
             self._said = now
-            left = now / self._done * (self._total - self._done) if self._done else 0.0
-            self._console.print(f"{now:7.1f} s  {words}  {duration(left)} left")
+            left = f"  {duration(now / self._done * (self._total - self._done))} left" if self._done else ""
+            self._console.print(f"{now:7.1f} s  {words}{left}")
 
     def skip(self, count: int) -> None:
         """`count` steps need not be done: the time left is that of the others."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
 
 from edge_client.measure.machine import commit as commit
@@ -24,6 +27,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def origin(command: str) -> dict[str, Any]:
+def program() -> str:
+    """What this process was started as: `maskfleet`, or `python -m edge_bench.NAME`."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).stem if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
+def command() -> str:
+    """The command line of this process, to be given again in a shell."""
+    return shlex.join([*program().split(" "), *sys.argv[1:]])
+
+
+def origin() -> dict[str, Any]:
     """The first fields of a results file. Call it before measuring, so that the load is that of other processes."""
-    return {"command": command, "commit": commit(), "machine": machine()}
+    return {"command": command(), "commit": commit(), "machine": machine()}

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance, report
-from edge_bench.cli import open_simulation, write_json
+from edge_bench.cli import open_simulation, run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.simulate import run_all
 from edge_client.methods import make_method
@@ -60,22 +60,21 @@ def main(
     bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
 ) -> None:
     """Run every method of a simulation for every seed."""
+    origin = provenance.origin()
     runs: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
     for seed in map(int, seeds.split(",")):
         checked, found, devices = open_simulation(config, only, seed=seed, bundle=bundle)
         settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
-        command = f"python -m edge_bench.repeat {config} --seeds {seeds} --out {out}"
         for label, table in checked.methods.items():
             name = f"{label}/{seed}"
             if name in runs:
                 continue
             result = run_all(checked.model_copy(update={"methods": {label: table}}), found, devices)[label]
             record = report.simulated(result, make_method({"name": label, **table}), found.model())
-            runs[name] = {**slim(record), "commit": provenance.commit()}
+            runs[name] = {**slim(record), "command": provenance.command(), "commit": provenance.commit()}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
-            top = {"command": command, "machine": provenance.machine(), "settings": settings}
-            write_json(out, {**top, "summary": summary(runs), "runs": runs})
+            write_json(out, {**origin, "settings": settings, "summary": summary(runs), "runs": runs})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

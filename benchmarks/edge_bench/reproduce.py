@@ -22,7 +22,7 @@ from rich.table import Table
 from edge_bench import datasets, provenance, report, reproduction, results_page, small
 from edge_bench.cli import plain_console, write_text
 from edge_bench.curves import mean, shown
-from edge_bench.progress import Steps
+from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction
 from edge_bench.simulate import RoundRow, find_bundle, run_all
 from edge_client.bundle import Bundle, digest
@@ -32,7 +32,6 @@ from edge_client.methods import Method, make_method
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
-PAUSE = 20.0  # seconds between two lines of a log
 LATE = 10
 """So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
 

@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client
@@ -221,7 +221,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """What a round costs besides training: maskfleet against a bare durable loop of FastAPI and httpx."""
-    origin = provenance.origin(" ".join(["python -m", MODULE, *sys.argv[1:]]))
+    origin = provenance.origin()
     rows = measure(parameters, [int(k) for k in cohorts.split(",")], updates, repeats)
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
     if json_file is not None:
@@ -232,4 +232,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--as"]:  # how the benchmark starts its own processes
         ROLES[sys.argv[2]](*sys.argv[3:])
     else:
-        typer.run(main)
+        run_module(main)

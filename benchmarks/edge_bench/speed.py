@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_bench.models import DIGITS, HAR, mlp, small_cnn
 from edge_bench.simulate import Simulated, run
 from edge_bench.workers import cores
@@ -195,7 +195,7 @@ def main(
 ) -> None:
     """Measure every case."""
     torch.set_num_threads(1)
-    content = provenance.origin("python -m edge_bench.speed" + (f" --json {json_file}" if json_file else ""))
+    content = provenance.origin()
     flower: Callable[[Case], float] | None = None
     if find_spec("flwr") is not None and find_spec("ray") is not None:
         from edge_bench.speed_flower import flower_seconds
@@ -217,4 +217,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

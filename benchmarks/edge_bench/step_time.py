@@ -17,7 +17,6 @@ medians, and what counts are the ratios:
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import write_json
+from edge_bench.cli import run_module, write_json
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.targets import Classification
@@ -154,7 +153,7 @@ def main(
 ) -> None:
     """Measure, print the ratios, write the JSON."""
     torch.set_num_threads(1)
-    origin = provenance.origin(" ".join(["python -m edge_bench.step_time", *sys.argv[1:]]))
+    origin = provenance.origin()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for i, name in enumerate(MODELS if only is None else only.split(",")):
@@ -164,4 +163,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

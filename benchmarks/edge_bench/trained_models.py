@@ -8,7 +8,6 @@ thread, median of calls in turns; the rest is a median over the devices.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import datasets, provenance
-from edge_bench.cli import check_writable, write_json
+from edge_bench.cli import check_writable, run_module, write_json
 from edge_bench.reproduction import Cell, cells, parse
 from edge_bench.simulate import find_bundle, run_all
 from edge_client.artifacts import Limits, make
@@ -196,7 +195,7 @@ def main(
     """Train every method, compact every personal model, and compare before and after."""
     if json_file is not None:
         check_writable(json_file)
-    origin = provenance.origin(" ".join(["python -m edge_bench.trained_models", *sys.argv[1:]]))
+    origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
     for cell in cells(setup, setup.seeds, None if method is None else frozenset(method.split(","))):
@@ -213,8 +212,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except MaskfleetError as error:
-        print(f"edge_bench.trained_models: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_module(main)

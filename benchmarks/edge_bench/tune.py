@@ -10,8 +10,6 @@ the output. A trial whose score after a round is below the median of the earlier
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +24,8 @@ from edge_kernels import counter
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
 from edge_bench.cli import check_writable, method_names, plain_console, read_toml, write_json
-from edge_bench.curves import amount
-from edge_bench.progress import Steps
+from edge_bench.curves import amount, mean, shown
+from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulate import RoundRow, SimulationConfig, prepare, read_config, run_all
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
@@ -93,10 +91,12 @@ def search(
     label: str,
     plan: Plan,
     storage: optuna.storages.BaseStorage,
-    round_: Callable[[RoundRow], None] = lambda row: None,
+    round_: Callable[[Trial, RoundRow | None], None] = lambda trial, row: None,
     said: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
-    """All trials of one method, those found in `storage` first. `round_` and `said` hear of new ones alone.
+    """All trials of one method, those found in `storage` first.
+
+    `round_` is called when a new trial begins, without a row, and after each of its rounds; `said` when it ends.
 
     Raises ConfigError when `storage` has trials of another configuration, or the method names nothing to search.
     """
@@ -125,7 +125,12 @@ def search(
 
 
 def _tried(
-    study: optuna.Study, trial: optuna.Trial, new: Trial, label: str, plan: Plan, round_: Callable[[RoundRow], None]
+    study: optuna.Study,
+    trial: optuna.Trial,
+    new: Trial,
+    label: str,
+    plan: Plan,
+    round_: Callable[[Trial, RoundRow | None], None],
 ) -> Trial:
     """Run one trial and store how it ended."""
     rounds = 0
@@ -133,12 +138,13 @@ def _tried(
     def watch(_: str, row: RoundRow) -> None:
         nonlocal rounds
         rounds = row.record.round
-        round_(row)
+        round_(new, row)
         if row.record.score_before is not None and rounds > 1:
             trial.report(row.record.score_before.mean, rounds)
             if new.number and trial.should_prune():
                 raise _GivenUp
 
+    round_(new, None)
     table = {**plan.config.methods[label], **new.settings}
     config = plan.config.model_copy(update={"methods": {label: table}, "final_epochs": False})
     try:
@@ -281,7 +287,7 @@ def tune(
     if json_file is not None:
         check_writable(json_file)
     bound = read_size(most_bytes)
-    origin = provenance.origin("maskfleet " + shlex.join(sys.argv[1:]))
+    origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     database = out.with_suffix(".trials")
@@ -294,26 +300,23 @@ def tune(
     )
     rounds = plan.config.rounds
     results: dict[str, list[Trial]] = {}
-    with Steps(console, trials * rounds * len(plan.config.methods)) as steps:
+    with Steps(console, trials * rounds * len(plan.config.methods), PAUSE) as steps:
         for label in plan.config.methods:
             top: list[Trial] = []
-            left = rounds
 
-            def watch(row: RoundRow, label: str = label) -> None:
-                nonlocal left
-                if console.is_terminal:
-                    left -= 1
-                    steps.step(f"{label} round {row.record.round}")
+            def watch(trial: Trial, row: RoundRow | None, label: str = label) -> None:
+                name = f"{label} trial {trial.number + 1}/{trials}"
+                if row is None:
+                    steps.step(f"{name}  begins: {trial.words}", 0)
+                else:
+                    score = shown(mean(row.record.score_before), ".3f")
+                    steps.step(f"{name}  round {row.record.round:3d}/{rounds}  score {score}")
 
             def said(trial: Trial, label: str = label, top: list[Trial] = top) -> None:
-                nonlocal left
                 top.append(trial)
                 outcome = trial.state if trial.score is None else f"score {trial.score:.3f}  {amount(trial.bytes or 0)}"
-                words = f"{label} trial {trial.number + 1}/{trials}  {outcome}  {trial.words}"
-                steps.step(words, left)
-                if console.is_terminal:
-                    steps.say(words)
-                left = rounds
+                steps.skip(rounds - trial.rounds)
+                steps.say(f"{label} trial {trial.number + 1}/{trials}  {outcome}  {trial.words}")
 
             results[label] = search(label, plan, storage, watch, said)
             steps.skip((trials - len(top)) * rounds)

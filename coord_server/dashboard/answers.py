@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 
+from coord_server.coordinator import Role
 from coord_server.dashboard import words
 from coord_server.dashboard.session import Session
 from coord_server.problems import MEDIA_TYPE
@@ -78,11 +79,29 @@ _templates.globals |= {
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
     """A template as an answer. `values` are its variables, beside the session and the path."""
+    return _sent(request, _rendered(request, template, **values), None, status)
+
+
+def kept(request: Request, template: str, values: Callable[[], dict[str, Any]]) -> Response:
+    """A page that shows the same to all of one role for as long as the application lives: rendered once for each."""
+    pages: dict[tuple[str, Role | None], tuple[bytes, bytes]] = request.app.state.pages
+    session: Session | None = request.state.session
+    key = template, None if session is None else session.role
+    if key not in pages:
+        content = _rendered(request, template, **values())
+        pages[key] = content, gzip.compress(content, mtime=0)
+    return _sent(request, *pages[key])
+
+
+def _rendered(request: Request, template: str, **values: Any) -> bytes:
     session: Session | None = getattr(request.state, "session", None)
     text = _templates.get_template(f"{template}.html").render(session=session, path=request.url.path, **values)
+    return text.encode(errors="backslashreplace")  # a reason may quote half a surrogate pair
+
+
+def _sent(request: Request, content: bytes, packed: bytes | None, status: int = 200) -> Response:
     headers = {**HEADERS, "Cache-Control": "no-store", "Vary": "Accept-Encoding, Cookie"}
-    content = text.encode(errors="backslashreplace")  # a reason may quote half a surrogate pair
-    return _packed(request, content, None, status, headers, "text/html; charset=utf-8")
+    return _packed(request, content, packed, status, headers, "text/html; charset=utf-8")
 
 
 def asset(request: Request, name: str) -> Response | None:
@@ -105,6 +124,7 @@ def _packed(
 
 def install(app: FastAPI) -> None:
     """Answer errors on the pages of `app` with pages, in the words of the problems that its handlers write."""
+    app.state.pages = {}
     for kind in (MaskfleetError, HTTPException, RequestValidationError, Exception):
         for known in [k for k in app.exception_handlers if isinstance(k, type) and issubclass(k, kind)]:
             app.exception_handlers[known] = _as_page(app.exception_handlers[known])

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from pydantic import ValidationError
+
 from coord_server.live.federation import LiveFederation
+from edge_client.errors import StorageDamagedError, first_fault
 from edge_client.protocol.messages import MeanCost, Round, Scores
 
 
@@ -76,5 +79,10 @@ class Histories:
             due = live.progress().closed
             if len(known) < due:
                 records = await live.rounds(first=len(known) + 1)
-                known += await asyncio.to_thread(lambda: [closed(r) for r in records])
+                try:
+                    known += await asyncio.to_thread(lambda: [closed(r) for r in records])
+                except ValidationError as error:
+                    raise StorageDamagedError(
+                        f"the record of a round of {live.id} is damaged: {first_fault(error)}; restore the database"
+                    ) from None
             return known

@@ -5,12 +5,15 @@ A command needs an operator's session, the token of one of its pages, and a brow
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
 import segno
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
 from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -18,11 +21,13 @@ from starlette.exceptions import HTTPException
 from coord_server import auth
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import answers, devices, reference, session, view
-from coord_server.dashboard.answers import SignIn, page
+from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
+from coord_server.exports import Kind, lacking
 from coord_server.http import watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
+from coord_server.http.artifacts import ExportId, Files
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
 from edge_client.protocol.messages import TokenRequest
@@ -37,21 +42,29 @@ CONFIRMED = {
     "stop": "The federation ends for good. The state after the last closed round can still be exported.",
 }
 """What each command does, said before it is carried out."""
+FORMATS: dict[Kind, str] = {"onnx": "ONNX", "pte": "ExecuTorch"}
+"""What a model can be made as, and what its button says."""
 Action = Literal["start", "pause", "resume", "stop"]
 
+log = logging.getLogger("maskfleet")
 router = APIRouter()
 
 
 # --- who
 
 
-def _session(cookie: str, served: Coordinator) -> Session | None:
-    return session.read(cookie, served.token, time.time())
+def _session(request: Request, served: Coordinator) -> Session | None:
+    shown = request.cookies.get(_cookie(request), "")
+    return session.read(shown, served.token, time.time())
+
+
+def _cookie(request: Request) -> str:
+    return session.cookie(request.headers.get("host", ""))
 
 
 async def _known(request: Request, served: Served) -> Session | None:
     """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
-    found = _session(request.cookies.get(session.COOKIE, ""), served)
+    found = _session(request, served)
     request.state.session = found
     if found is not None:
         call: Call = request.scope[CALL]
@@ -130,6 +143,8 @@ async def log_in(request: Request, served: Served) -> Response:
     fields = await _form(request)
     token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
     if served.role(token) is None:
+        client = request.client.host if request.client else "an unknown address"
+        log.warning("refused: a log-in from %s with a wrong token", client, extra={"limited": "log-in"})
         return page(request, "login", 401, next=to, wrong=True)
     answer = _see(to)
     _set(answer, request, session.begin(token, time.time()), session.LASTS)
@@ -147,7 +162,7 @@ async def log_out(request: Request) -> Response:
 
 def _set(answer: Response, request: Request, cookie: str, lasts: int) -> None:
     secure = request.url.scheme == "https"
-    answer.set_cookie(session.COOKIE, cookie, lasts, secure=secure, httponly=True, samesite="strict")
+    answer.set_cookie(_cookie(request), cookie, lasts, secure=secure, httponly=True, samesite="strict")
 
 
 def _see(address: str) -> Response:
@@ -194,6 +209,7 @@ async def show_federation(
     served: Served,
     known: Seen,
     histories: Read,
+    files: Files,
     federation: FederationId,
     state: str = "",
     name: Annotated[str, Query(max_length=64)] = "",
@@ -209,9 +225,12 @@ async def show_federation(
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
-    again = view.refresh(phase, sum(shown.states.values()))
+    made = await asyncio.to_thread(files.of, live.id)
+    working = any(one.state in ("waiting", "running") for one in made)
+    again, quiet = view.refresh(phase, sum(shown.states.values()), working), view.WORKING if working else view.QUIET
     return page(request, "federation", v=shown, config=shown.found.config, state=chosen, name=name, lasts=LASTS,
-                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, kinds=view.KINDS)  # fmt: skip
+                meaning=devices.STATES, allowed=view.allowed(phase), refresh=again, quiet=quiet, kinds=view.KINDS,
+                made=made, names=FORMATS, offered=[kind for kind in FORMATS if not lacking(kind)])  # fmt: skip
 
 
 @router.get("/federations/{federation}/state")
@@ -223,12 +242,21 @@ async def export_state(served: Served, known: Seen, federation: FederationId) ->
     return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
 
 
+@router.get("/federations/{federation}/exports/{export}/file")
+async def fetch_export(served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId) -> Response:
+    """A model as a file."""
+    live = await served.find(federation)
+    found = await asyncio.to_thread(files.show, id_, live.id)
+    of = "" if found.device is None else f"-{found.device}"
+    name, kind = f"{live.id}{of}-round-{found.round}.{found.kind}", "application/octet-stream"
+    return FileResponse(files.file(id_), headers=answers.HEADERS, media_type=kind, filename=name)
+
+
 @router.get("/federations/{federation}/events")
 async def follow(request: Request, served: Served, known: Seen, federation: FederationId) -> Response:
     """What happens to a federation, as it happens: the page's script then asks for the page again."""
-    live, cookie = await served.find(federation), request.cookies.get(session.COOKIE, "")
-    seen = request.headers.get("last-event-id", "")
-    return await watch.follow(request, live, seen, lambda: _session(cookie, served) is not None)
+    live, seen = await served.find(federation), request.headers.get("last-event-id", "")
+    return await watch.follow(request, live, seen, lambda: _session(request, served) is not None)
 
 
 @router.get("/federations/{federation}/{action}")
@@ -268,6 +296,17 @@ def _code(text: str) -> Markup:
     return Markup(drawn)
 
 
+@router.post("/federations/{federation}/exports")
+async def export(served: Served, files: Files, fields: Command, federation: FederationId) -> Response:
+    """Have the model that all devices share made as a file; the page says how far it is."""
+    kind = next((kind for kind in FORMATS if kind == fields.get("kind")), None)
+    if kind is None:
+        raise HTTPException(422, f"a model is made as one of {', '.join(FORMATS)}; go back and choose one")
+    live = await served.find(federation)
+    await files.ask(live, kind)
+    return _see(f"/federations/{live.id}#models")
+
+
 @router.post("/federations/{federation}/{action}")
 async def operate(served: Served, _: Command, federation: FederationId, action: Action) -> Response:
     """Carry out a command."""
@@ -282,4 +321,4 @@ async def operate(served: Served, _: Command, federation: FederationId, action: 
 @router.get("/docs")
 async def show_reference(request: Request, known: Known) -> Response:
     """Every call of the API."""
-    return page(request, "reference", **reference.of(request.app))
+    return kept(request, "reference", lambda: reference.of(request.app))

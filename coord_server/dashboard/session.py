@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from coord_server import auth
 from coord_server.coordinator import Role
 
-COOKIE = "maskfleet"
 LASTS = 12 * 3600  # seconds
 
 Known = Callable[[str], tuple[Role, str] | None]
@@ -36,6 +35,15 @@ class Session:
         return self.role == "operator"
 
 
+def cookie(host: str) -> str:
+    """The cookie's name at the address of a request's Host header.
+
+    It holds the port, which browsers do not tell cookies apart by: two coordinators on one machine keep their sessions.
+    """
+    port = host.rpartition(":")[2]
+    return f"maskfleet-{port}" if port.isascii() and port.isdecimal() else "maskfleet"
+
+
 def _mac(digest: str, text: str) -> str:
     return hmac.digest(digest.encode(), f"dashboard {text}".encode(), "sha256").hex()
 
@@ -47,9 +55,9 @@ def begin(token: str, now: float) -> str:
     return f"{text}.{_mac(digest, text)}"
 
 
-def read(cookie: str, known: Known, now: float) -> Session | None:
+def read(shown: str, known: Known, now: float) -> Session | None:
     """The session of a cookie; None when it is forged, has expired, or its token is no longer valid."""
-    text, _, mac = cookie.rpartition(".")
+    text, _, mac = shown.rpartition(".")
     id_, _, rest = text.partition(".")
     found = known(id_)
     if found is None or not auth.same(_mac(found[1], text), mac):

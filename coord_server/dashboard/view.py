@@ -15,6 +15,7 @@ from coord_server.dashboard.history import Closed, Histories, Trouble
 from coord_server.http import watch
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import Progress
+from edge_client.errors import StorageDamagedError
 from edge_client.protocol.cost import UNITS, over_rounds
 from edge_client.protocol.messages import Federation, MeanCost, Phase, Scores
 
@@ -26,7 +27,8 @@ NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown
 ROUNDS = 20  # rounds in the table
 REFRESH: dict[Phase | None, int] = {"running": 2, "recruiting": 3, "paused": 5}  # seconds; others: QUIET
-QUIET = 15
+QUIET = 15  # also for pages with a stream of events, which tells of changes
+WORKING = 2  # while a model is being made, of which no event tells
 EACH = 400  # devices that add a second: reading 2,000 rows takes 70 ms of a core
 
 
@@ -73,19 +75,32 @@ def allowed(phase: Phase | None) -> list[str]:
     return [] if phase is None else [name for name, event in ACTIONS.items() if event in engine.ACCEPTED[phase]]
 
 
-def refresh(phase: Phase | None, devices: int = 0) -> int:
-    """Seconds until a page about a federation in this phase is worth asking for again; more with many devices."""
-    return max(REFRESH.get(phase, QUIET), devices // EACH)
+def refresh(phase: Phase | None, devices: int = 0, working: bool = False) -> int:
+    """Seconds until a page about a federation in this phase is worth asking for again; more with many devices.
+
+    `working` says that a model of it is being made.
+    """
+    return max(WORKING if working else REFRESH.get(phase, QUIET), devices // EACH)
 
 
 async def summaries(served: Coordinator, histories: Histories) -> list[tuple[Federation, Closed | None]]:
-    """Every federation with its last closed round, the newest first. Raises StateError."""
-    last: dict[str, Closed] = {}
+    """Every federation with its last closed round, the newest first; a `fault` says that a record is damaged.
+
+    Raises StateError.
+    """
+    last, damaged = dict[str, Closed](), dict[str, str]()
     for live in served.federations():
-        rounds = await histories.of(live)
+        try:
+            rounds = await histories.of(live)
+        except StorageDamagedError as error:
+            damaged[live.id] = str(error)
+            continue
         if rounds:
             last[live.id] = rounds[-1]
-    return [(found, last.get(found.id)) for found in reversed(served.summaries())]
+    return [
+        (f.model_copy(update={"fault": damaged[f.id]}) if f.id in damaged else f, last.get(f.id))
+        for f in reversed(served.summaries())
+    ]
 
 
 async def federation(live: LiveFederation, histories: Histories, state: str, name: str, page: int) -> Page:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from coord_server.exports import Exports, Kind
@@ -27,9 +28,12 @@ _MADE: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _exports(request: Request) -> Exports:
+async def _exports(request: Request) -> Exports:
     found: Exports = request.app.state.exports
     return found
+
+
+Files = Annotated[Exports, Depends(_exports)]
 
 
 def _answer(found: Export, where: str) -> Response:
@@ -44,28 +48,33 @@ def _answer(found: Export, where: str) -> Response:
     response_model=Export,
     responses={**_MADE, **documented("not-installed", "too-many")},
 )
-async def export_model(served: Operated, request: Request, federation: FederationId, wanted: ExportRequest) -> Any:
+async def export_model(served: Operated, files: Files, federation: FederationId, wanted: ExportRequest) -> Any:
     """A model after the last closed round, as ONNX or as an ExecuTorch program, compact and proved equal.
 
     It is made in a process of its own while rounds go on. Asking again gives the same file, and starts one that failed.
     """
     live = await served.find(federation)
-    found = await _exports(request).ask(live, wanted.kind, wanted.device)
+    found = await files.ask(live, wanted.kind, wanted.device)
     return _answer(found, f"/v1/federations/{federation}/exports/{found.id}")
 
 
+@router.get("/federations/{federation}/exports")
+async def list_exports(served: Viewed, files: Files, federation: FederationId) -> list[Export]:
+    """The files of a federation, the latest first; the oldest go when there are many."""
+    return await asyncio.to_thread(files.of, (await served.find(federation)).id)
+
+
 @router.get("/federations/{federation}/exports/{export}")
-async def show_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Export:
+async def show_export(served: Viewed, files: Files, federation: FederationId, id_: ExportId) -> Export:
     """How far a file is: waiting, running, ready or failed, and the worker's last line."""
-    return _exports(request).show(id_, (await served.find(federation)).id)
+    return files.show(id_, (await served.find(federation)).id)
 
 
 @router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
-async def fetch_export(served: Viewed, request: Request, federation: FederationId, id_: ExportId) -> Response:
+async def fetch_export(served: Viewed, files: Files, federation: FederationId, id_: ExportId) -> Response:
     """The file, once it is ready."""
-    exports = _exports(request)
-    exports.show(id_, (await served.find(federation)).id)
-    return FileResponse(exports.file(id_), media_type="application/octet-stream")
+    files.show(id_, (await served.find(federation)).id)
+    return FileResponse(files.file(id_), media_type="application/octet-stream")
 
 
 @own.get(
@@ -78,20 +87,27 @@ async def fetch_export(served: Viewed, request: Request, federation: FederationI
     },
 )
 async def fetch_own_model(
-    calling: Calling, request: Request, device: Name, kind: Annotated[Kind, Query(description="The form.")] = "pte"
+    calling: Calling,
+    request: Request,
+    files: Files,
+    device: Name,
+    kind: Annotated[Kind, Query(description="The form.")] = "pte",
 ) -> Response:
-    """The device's own model when its federation is over, for a device that cannot make the file itself."""
+    """The device's own model when its federation is over, for a device that cannot make the file itself.
+
+    The header Maskfleet-Source says "personal", or "global" where a part of that is on the device alone: then the file
+    holds the model that all devices share.
+    """
     if device != calling.device:
         raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot fetch for {device!r}")
     phase = calling.live.summary().phase
     if phase not in ("finished", "stopped"):
         raise Refusal("wrong-phase", f"{calling.live.id} is {phase}; a device's model is final when it is finished")
-    exports = _exports(request)
-    found = await exports.ask(calling.live, kind, device)
+    found = await files.ask(calling.live, kind, device, again=False)
     if found.state == "failed":
         raise Refusal("export-failed", found.detail)
     if found.state != "ready":
         return _answer(found, str(request.url.path))
-    path = exports.file(found.id)
+    path = files.file(found.id)
     calling.live.devices.count(device, "down", "bundle", path.stat().st_size)  # bytes of no round
-    return FileResponse(path, media_type="application/octet-stream")
+    return FileResponse(path, headers={"Maskfleet-Source": str(found.source)}, media_type="application/octet-stream")

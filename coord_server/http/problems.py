@@ -15,6 +15,7 @@ from edge_client.errors import StateError, StorageDamagedError, StorageUnreachab
 
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
+SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secrets
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
@@ -79,9 +80,10 @@ async def _storage(_: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = BY_STATUS.get(error.status_code, "bad-request")
+    path = "this path" if _secret(request) else request.url.path
     detail = {
-        "not-found": f"there is nothing at {request.url.path}; see /docs",
-        "method-not-allowed": f"{request.url.path} does not take {request.method}; see /docs",
+        "not-found": f"there is nothing at {path}; see /docs",
+        "method-not-allowed": f"{path} does not take {request.method}; see /docs",
     }.get(kind, str(error.detail))
     return problem(kind, detail, dict(error.headers or {}), error.status_code)
 
@@ -92,7 +94,12 @@ async def _malformed(request: Request, error: Exception) -> Response:
     sent_as = request.headers.get("content-type")
     if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
         return problem("bad-message", f"the message was sent as {sent_as}; send Content-Type: application/json")
-    return problem("bad-message", f"{first_fault(error)}; correct it and send again")
+    return problem("bad-message", f"{first_fault(error, secret=_secret(request))}; correct it and send again")
+
+
+def _secret(request: Request) -> bool:
+    """Whether a request may hold a token or a credential, also in its path by mistake: then nothing of it is quoted."""
+    return not SECRET.isdisjoint(request.url.path.split("/"))
 
 
 async def _disconnected(_: Request, error: Exception) -> Response:

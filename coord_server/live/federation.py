@@ -36,6 +36,7 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
+from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.protocol.changes import UpdateRefused
 from edge_client.protocol.messages import (
@@ -322,6 +323,8 @@ class LiveFederation:
             await self._values.check_rounds(change.rounds)
         if new:
             await self._commits.submit(events.Changed(self._clock(), new))
+            said = ", ".join(f"{name} = {value:g}" for name, value in new.items())
+            log.info("%s: changed by the operator: %s", self.id, said, extra={"federation": self.id})
             await self._call()  # fewer devices may now be enough to start
 
     async def delete(self) -> None:
@@ -333,7 +336,7 @@ class LiveFederation:
 
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
-        if not await asyncio.to_thread(self._store.metadata.has_device, self.id, device):
+        if await asyncio.to_thread(self._store.metadata.device, self.id, device) is None:
             raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
         was_ready = list[int]()
         await self._commits.submit(
@@ -369,7 +372,7 @@ class LiveFederation:
         """The global model after the last closed round, by name. Raises ConfigError, StateError."""
         values = await self._values.values()
         how, course, state = self._values.method, values.course, values.state
-        model = await asyncio.to_thread(warm.global_model, how, course, state, values.round)
+        model = await asyncio.to_thread(global_model, how, course, state, values.round)
         return warm.by_name(course.model.manifest, model)
 
     async def exported(self) -> bytes:

@@ -27,6 +27,7 @@ def summary(config: FederationConfig, state: engine.State, devices: int, now: fl
         attempt=state.attempt,
         deadline_in=engine.left(config, state, now),
         fault=fault,
+        places=state.places or config.cohort,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
@@ -45,6 +45,7 @@ def of_a_path(given: str) -> str:
 Id = Annotated[str, typer.Argument(help="The federation's id.", callback=of_a_path)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
@@ -86,6 +87,15 @@ def check_settings(settings: dict[str, Any], where: str) -> FederationConfig:
     except ValidationError as error:
         fault = first_fault(error, "settings", FederationConfig.model_fields)
         raise ConfigError(f"{where}, {fault}") from None
+
+
+def asked(message: type[M], **given: Any) -> M:
+    """A request of the options `given`; None stands for one that is left out. Raises ConfigError."""
+    try:
+        return message.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        where, _, why = first_fault(error).partition(" ")
+        raise ConfigError(f"--{where.replace('_', '-')} {why}") from None
 
 
 def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
@@ -151,7 +161,7 @@ def show(
         elif config:
             _say(operator.federation(id_), settings_table, False)
         elif watch:
-            show_live(lambda: look(operator, id_, url), Console(highlight=False))
+            show_live(lambda before: look(operator, id_, url, before), Console(highlight=False))
         else:
             _say(look(operator, id_, url), overview, False)
 
@@ -193,7 +203,7 @@ def token(
 ) -> None:
     """Print a fresh join token."""
     with _operator(url, token_file) as operator:
-        print(operator.token(id_, TokenRequest(uses=uses, expires_in=expires_in)).token)
+        print(operator.token(id_, asked(TokenRequest, uses=uses, expires_in=expires_in)).token)
 
 
 def _operation(action: str) -> Callable[..., None]:

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
-from edge_client.errors import ConfigError, ServerError, UnreachableError
+from edge_client.errors import ConfigError, ServerError, UnreachableError, first_fault
 from edge_client.protocol.messages import (
     BundleReceipt,
     BundleSummary,
@@ -86,13 +86,13 @@ class Operator:
         raise ServerError(detail, response.status_code, kind)
 
     def _ask(self, answer: type[T], method: str, path: str, **body: Any) -> T:
-        return TypeAdapter(answer).validate_json(self._send(method, path, **body))
+        return _read(answer, self._response(method, path, **body))
 
     def _list(self, item: type[T], path: str, **query: Any) -> list[T]:
         """All items of a list, page by page."""
         found, response = list[T](), self._response("GET", path, params=query)
         while True:
-            found += TypeAdapter(list[item]).validate_json(response.content)  # type: ignore[valid-type]
+            found += _read(list[item], response)  # type: ignore[valid-type]
             following = response.links.get("next", {}).get("url")
             if following is None:
                 return found
@@ -193,13 +193,22 @@ class Operator:
         """Remove a device for good."""
         self._send("DELETE", f"/v1/federations/{id_}/devices/{device}")
 
-    def rounds(self, id_: str) -> list[Round]:
-        """The records of the closed rounds."""
-        return self._list(Round, f"/v1/federations/{id_}/rounds")
+    def rounds(self, id_: str, first: int = 1) -> list[Round]:
+        """The records of the closed rounds from `first` on."""
+        return self._list(Round, f"/v1/federations/{id_}/rounds", **{"from": first})
 
     def state(self, id_: str) -> bytes:
         """The global state after the last closed round, one safetensors file."""
         return self._send("GET", f"/v1/federations/{id_}/state")
+
+
+def _read(answer: type[T], response: httpx.Response) -> T:
+    """What a response holds. Raises ServerError when it is not that."""
+    try:
+        return TypeAdapter(answer).validate_json(response.content)
+    except ValidationError as error:
+        why = f"{response.url} answered what cannot be read ({first_fault(error, 'answer')}); is its database damaged?"
+        raise ServerError(why, response.status_code, "not-a-problem") from None
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -5,20 +5,42 @@ The entry point `federation` names the application here, so that it has the comm
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from coord_server.operator.cli import TOKEN_FILE, URL, AsJson, Id, TokenFile, Url, _operator, _print, app, of_a_path
+from coord_server.auth import hashed, token_id
+from coord_server.operator.cli import (
+    TOKEN_FILE,
+    URL,
+    AsJson,
+    Id,
+    TokenFile,
+    Url,
+    _operator,
+    _print,
+    app,
+    asked,
+    of_a_path,
+)
 from coord_server.operator.show import DIGITS
-from coord_server.operator.tables import table_of
+from coord_server.operator.tables import plain, table_of
 from edge_client.errors import ConfigError
 from edge_client.protocol.messages import BundleSummary, Change, TokenSummary, Viewer, ViewerRequest
 
-TokenId = Annotated[str, typer.Argument(help="The token's id, from the list.", callback=of_a_path)]
+
+def _of_a_token(given: str) -> str:
+    """The id of a token: of one that is given whole only the id is sent, because servers log addresses."""
+    return token_id(hashed(given)) if SECRET.fullmatch(given) else of_a_path(given)
+
+
+SECRET = re.compile("[0-9a-f]{64}")
+TokenId = Annotated[str, typer.Argument(help="The token's id, from the list, or the token.", callback=_of_a_token)]
 
 
 @app.command()
@@ -33,8 +55,8 @@ def change(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Change settings of a federation that is not over; what is left out stays."""
-    new = Change(deadline_seconds=deadline_seconds, rounds=rounds, cohort=cohort, min_devices=min_devices,
-                 min_updates=min_updates)  # fmt: skip
+    new = asked(Change, deadline_seconds=deadline_seconds, rounds=rounds, cohort=cohort, min_devices=min_devices,
+                min_updates=min_updates)  # fmt: skip
     if new == Change():
         raise ConfigError("nothing to change; name a setting, such as --rounds 30")
     with _operator(url, token_file) as operator:
@@ -78,7 +100,7 @@ def viewer(
 ) -> None:
     """Print a fresh token that may read everything but secrets, and change nothing."""
     with _operator(url, token_file) as operator:
-        print(operator.viewer(ViewerRequest(expires_in=expires_in)).token)
+        print(operator.viewer(asked(ViewerRequest, expires_in=expires_in)).token)
 
 
 @app.command()
@@ -106,11 +128,11 @@ def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: As
     _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
 
 
-def _bundles(found: Sequence[BundleSummary]) -> list[Table]:
+def _bundles(found: Sequence[BundleSummary]) -> list[Table | Text]:
     table = table_of("digest", "name", "parameters", "missing", "used by")
     for b in found:
         table.add_row(b.digest[:DIGITS], b.name, f"{b.parameters:,}", ", ".join(b.missing), ", ".join(b.federations))
-    return [table]
+    return [table, *(plain(f"fault of {b.digest[:DIGITS]}: {b.fault}") for b in found if b.fault)]
 
 
 def delete_bundle(

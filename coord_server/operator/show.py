@@ -21,12 +21,13 @@ from rich.text import Text
 from coord_server import aggregation
 from coord_server.operator.client import Operator
 from coord_server.operator.tables import lasting, plain, state_of
-from edge_client.errors import ConfigError, UnreachableError
+from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
 from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
 
 REFRESH = 2.0  # seconds between two looks
+STEADY = 15.0  # seconds until the devices are asked for again while nothing else changes
 NAMED = 3  # devices, of each kind, that are named; the rest is counted
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.,-~+*#"
 WIDTH = 32  # of a line of bars
@@ -36,13 +37,14 @@ ENDED = ("finished", "stopped")
 
 @dataclass(frozen=True)
 class Look:
-    """A federation as the coordinator answered at `now`, seconds since the epoch."""
+    """A federation as the coordinator answered at `now`, its devices as at `listed`, seconds since the epoch."""
 
     federation: Federation
     rounds: Sequence[Round]
     devices: Sequence[Device]
     url: str
     now: float
+    listed: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -52,21 +54,40 @@ class Look:
         return f.phase is None or f.phase == "stopped" or (f.phase == "finished" and not waits)
 
 
-def look(operator: Operator, id_: str, url: str) -> Look:
-    """Ask the coordinator. Raises ServerError, UnreachableError."""
-    found = operator.federation(id_)
-    return Look(found, operator.rounds(id_), operator.devices(id_), url, time.time())
+def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> Look:
+    """Ask the coordinator for what is not known from a look `before`. Raises ServerError, UnreachableError."""
+    found, now = operator.federation(id_), time.time()
+    if before is not None and before.federation.created_at != found.created_at:
+        before = None  # another one of the same name
+    known = [] if before is None else before.rounds[:-1]  # what devices fetch is still counted for the last one
+    try:
+        rounds = [*known, *operator.rounds(id_, len(known) + 1)]
+        if before is not None and now < before.listed + STEADY and _same(found, before.federation):
+            return Look(found, rounds, before.devices, url, now, before.listed)
+        return Look(found, rounds, operator.devices(id_), url, now, now)
+    except ServerError as error:
+        if error.kind != "not-loaded":
+            raise
+        return Look(found, [], [], url, now)  # its fault says why
 
 
-def show_live(ask: Callable[[], Look], console: Console) -> None:
-    """Show a federation until it ends, or until Ctrl-C. A coordinator that does not answer is asked again."""
-    found = ask()
+def _same(left: Federation, right: Federation) -> bool:
+    """Whether nothing has happened but that time went on."""
+    return left.model_copy(update={"deadline_in": right.deadline_in}) == right
+
+
+def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
+    """Show a federation until it ends, or until Ctrl-C. `ask` is given the look before.
+
+    A coordinator that does not answer is asked again.
+    """
+    found = ask(None)
     try:
         with Live(Group(*overview(found)), console=console, auto_refresh=False) as live:
             while not found.ended:
                 time.sleep(REFRESH)
                 try:
-                    found = ask()
+                    found = ask(found)
                 except UnreachableError as error:
                     live.update(Group(*overview(found), plain(f"no answer: {error}")), refresh=True)
                     continue

@@ -86,8 +86,10 @@ def state_of(d: Device, presence: float, now: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A duration in one unit or two: 40 s, 12 min, 3 h 20 min, 2 days."""
+    """A duration in one unit or two: 0.27 s, 40 s, 12 min, 3 h 20 min, 2 days."""
     whole = max(0, round(seconds))
+    if whole < 10:
+        return f"{max(0.0, seconds):.2g} s"
     if whole < 120:
         return f"{whole} s"
     if whole < 7200:

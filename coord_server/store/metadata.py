@@ -451,10 +451,9 @@ class Metadata:
         found = self._all(select(devices.c.federation).where(devices.c.credential == credential))
         return [row.federation for row in found]
 
-    def has_device(self, federation: str, device: str) -> bool:
-        """Whether a device is enrolled and not removed."""
-        query = select(devices.c.device).where(*_of(devices, federation, device), ~devices.c.removed)
-        return self._first(query) is not None
+    def device(self, federation: str, device: str) -> Any:
+        """The row of a device; None unless it is enrolled and not removed."""
+        return self._first(select(devices).where(*_of(devices, federation, device), ~devices.c.removed))
 
     def devices(
         self, federation: str, state: DeviceState | None = None, after: str = "", limit: int | None = None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 
+from edge_client import card
 from edge_client.artifacts import Limits, make
-from edge_client.data import read
+from edge_client.data import normalised, read
 from edge_client.errors import BundleError, ConfigError
+from edge_client.runtimes.onnx import open_onnx
 
 
 def artifact(
@@ -34,7 +37,7 @@ def artifact(
         raise BundleError(f"cannot read {model}: {fault.strerror}; name a personal.onnx") from None
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"-o {out} is not a file in an existing folder; name one")
-    samples = None if data is None else read(data).arrays["x"]
+    samples = None if data is None else taken(content, data)
     console = Console(stderr=True, highlight=False)
     with console.status(f"{kind}: a deep network takes minutes") as status:
         proof = make(
@@ -51,6 +54,16 @@ def artifact(
         f"top-1 agrees on {proof.agreement:.1%}, error {proof.error_rms:.2g} standard deviations of the outputs "
         f"(largest {proof.error_std:.2g})"
     )
+
+
+def taken(model: bytes, data: Path) -> NDArray[Any]:
+    """The samples x [n, ...] of a device's file as `model` takes them: normalised as its metadata says.
+
+    Raises BundleError, DataError.
+    """
+    entries = open_onnx(model, advice="name a personal.onnx", refused=BundleError).get_modelmeta().custom_metadata_map
+    arrays = read(data).arrays
+    return normalised(arrays, card.read(entries, "the model").input)["x"] if card.describes(entries) else arrays["x"]
 
 
 def _cache() -> Path:

@@ -50,6 +50,7 @@ class State:
     """The server's global values. `head` float32 is empty when the head is masked."""
 
     posterior: Posterior
+    """theta is the posterior's mode or its mean."""
     head: F32
 
 
@@ -117,8 +118,11 @@ class BernoulliMasks(MaskedNetwork):
     }
 
     probe_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Passes of a probing round."""
     probe_lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    """Learning rate of the head in a probing round."""
     probe_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Its momentum."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 64
     lr: Annotated[float, Field(gt=0, le=100)] = 0.1
@@ -130,12 +134,15 @@ class BernoulliMasks(MaskedNetwork):
     spread: Annotated[float, Field(ge=0, le=10)] = 0.0
     """The standard deviation of the first scores around logit(theta0) (FedPM: theta0 = 0.5, spread = 1)."""
     prior: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """The posterior begins at Beta(prior, prior)."""
     posterior: Literal["mode", "mean"] = "mode"
+    """theta is the posterior's mode or its mean."""
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
     aggregate: Literal["auto", "posterior", "difference"] = "auto"
     """`auto`: by differences for a pre-trained bundle when masks have a reference, else by the posterior."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
+    """theta stays between this and 1 less this."""
 
     @model_validator(mode="after")
     def _can_aggregate(self) -> BernoulliMasks:

@@ -40,7 +40,9 @@ class MaskedNetwork(Method):
     head: Literal["auto", "probe", "mask", "keep"] = "auto"
     """`auto` keeps the head of a pre-trained bundle and probes any other; a head of zeros counts as new."""
     probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Rounds of federated averaging of the head before the first masks."""
     theta0: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """The first probability that a weight stays; 0.5 suits weights from a seed."""
     rescale: bool = True
     """Divide the masked weights of a pre-trained bundle by theta0."""
     evaluate: Literal["auto", "sample", "threshold", "expected"] = "auto"

@@ -43,7 +43,10 @@ class DeltaMask(BernoulliMasks):
     hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "fuse8-png"
+    """The set codec of the changes (docs/codecs.md)."""
     sampling: Literal["independent", "common", "device"] = "device"
+    """Where a mask's uniforms are from: the device's secret, or a stream that both sides know, one for all devices of a
+    round (`common`) or one for each (`device`)."""
     kappa: Annotated[float, Field(gt=0, le=1)] = 0.8
     """The share of the changes that is sent."""
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -87,7 +87,9 @@ class FedAvg(LocalSgd):
     kept_type: ClassVar[type[Any] | None] = Kept
 
     up: ValueCodecName = PLAIN
+    """The value codec of what a device sends (docs/codecs.md); other than float32 it codes the change."""
     down: ValueCodecName = PLAIN
+    """The value codec of what the server sends; one that loses much is refused."""
     feedback: bool = False
     """The device adds to a change what the codec `up` lost of the change before."""
 

@@ -97,6 +97,7 @@ class FedCode(LocalSgd):
     kept_type: ClassVar[type[Kept]] = Kept
 
     clusters: Annotated[int, Field(ge=2, le=256)] = 64
+    """Values of the codebook."""
     broadcast_every: Annotated[int, Field(ge=1, le=1000)] = 5
     """Rounds between downlinks with clusters (the paper's f1)."""
     request_every: Annotated[int, Field(ge=1, le=1000)] = 2

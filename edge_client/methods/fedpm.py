@@ -40,7 +40,9 @@ class FedPM(BernoulliMasks):
     hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "entropy"
+    """The set codec of the mask (docs/codecs.md)."""
     down: Literal["float32", "counts"] = "float32"
+    """theta travels as float32 or as the counts of ones, which determine it."""
 
     @property
     def mask(self) -> str:

@@ -152,6 +152,8 @@ class Federation(Message):
     fault: str | None = None
     """What keeps the federation from going on by itself (a full disk), None when nothing does."""
     created_at: float = 0.0
+    places: int | None = None
+    """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""
 
 
 class TokenRequest(Message):
@@ -433,14 +435,22 @@ class BundleReceipt(Message):
 
 
 class ExportRequest(Message):
-    """Ask for a model as a file of this kind; with `device` that device's own, else the one that all share."""
+    """Ask for a model as a file of this kind: the one that all share, or with `device` that device's own.
+
+    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so. So it
+    does where the device has reported that it kept a model of its own training.
+    """
 
     kind: Literal["onnx", "pte"]
     device: Name | None = None
 
 
 class Export(Message):
-    """A model's file: what it is, and how far its making is. `detail` is the worker's last line, or why it failed."""
+    """A model's file: what it is, and how far its making is.
+
+    `detail` is the worker's last line, why it failed, or what was written. `source` says of a file that is ready
+    whether it is the model that all devices share ("global") or the own one of `device` ("personal").
+    """
 
     id: Sha256
     kind: Literal["onnx", "pte"]
@@ -448,6 +458,7 @@ class Export(Message):
     round: int
     """The last closed round when it was asked for."""
     state: Literal["waiting", "running", "ready", "failed"]
+    source: Literal["global", "personal"] | None = None
     detail: str = ""
     size: int | None = None
 
@@ -456,23 +467,25 @@ class BundleSummary(Message):
     """A bundle in figures: what its manifest says, what is missing, who uses it."""
 
     digest: Sha256
-    name: str
     added_at: float
-    missing: list[str]
     federations: list[str]
     """Those that use it; while there is one, the bundle cannot be deleted."""
-    input: list[int]
+    fault: str | None = None
+    """Why its manifest cannot be read; the other fields are empty then."""
+    name: str = ""
+    missing: list[str] = []
+    input: list[int] = []
     """The shape of a sample."""
-    target: str
-    parameters: int
-    statistics: int
+    target: str = ""
+    parameters: int = 0
+    statistics: int = 0
     """Values of batch normalisation."""
-    layers: int
-    groups: int
+    layers: int = 0
+    groups: int = 0
     """Groups of channels that can be pruned together."""
-    seed: int | None
+    seed: int | None = None
     """What the weights are drawn from; null when they are stored."""
-    parts: dict[str, int]
+    parts: dict[str, int] = {}
     """Bytes of each part."""
 
 

@@ -110,7 +110,7 @@ class _Cut:
         outside, self.nodes = self.nodes, []
         for node in graph.node:
             if node.op_type == "Scan" or any(v in self.axes or v in self.lengths for v in node.input):
-                if node.op_type not in ("Concat", "Expand", "Reshape") and any(v in self.lengths for v in node.input):
+                if node.op_type != "Expand" and any(v in self.lengths for v in node.input):
                     raise refusal(node, "computes with the number of channels")
                 rule = RULES.get(node.op_type, _named)
                 for name, axes in zip(list(node.output), rule(self, node), strict=True):
@@ -160,22 +160,20 @@ class _Cut:
 
     def sized(self, name: str, axes: Axes) -> str:
         """The vector `name`, the sizes of the last of `axes`, with the sizes of what stays."""
-        (count,) = self.shape(name)
-        due = list(zip(axes[len(axes) - count :], self.lengths.get(name, (None,) * count), strict=True))
-        cut = np.array([stays is not None and known is None for stays, known in due])
-        sizes = np.array([0 if stays is None else stays.sum() for stays, _ in due], np.int64)
-        if not cut.any():
+        due = axes[len(axes) - self.shape(name)[0] :]
+        sizes = np.array([0 if stays is None else stays.sum() for stays in due], np.int64)
+        if not sizes.any():
             return name
-        if name not in self.constants:
-            others = self.emit("Mul", [name, self.constant((~cut).astype(np.int64))])
-            return self.emit("Add", [others, self.constant(sizes)])
-        before = numpy_helper.to_array(self.constants[name])
-        return self.constant(np.where(cut & (before > 1), sizes, before))
+        if name in self.constants:
+            before = numpy_helper.to_array(self.constants[name])
+            return self.constant(np.where((sizes > 0) & (before > 1), sizes, before))
+        return self.emit("Where", [self.constant(sizes > 0), self.constant(sizes), name])
 
     def emit(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Append a node and return the name of its output."""
-        self.nodes.append(helper.make_node(op, inputs, [self.fresh()], **attributes))
-        return self.nodes[-1].output[0]
+        made = self.fresh()
+        self.nodes.append(helper.make_node(op, inputs, [made], **attributes))
+        return made
 
     def fresh(self) -> str:
         """A name that no value has."""
@@ -217,10 +215,12 @@ def _equal(a: Axes, b: Axes) -> bool:
 
 
 def _named(g: _Cut, node: NodeProto) -> list[Axes]:
-    """An operator that keeps axes together: what one input lost of an axis is taken out of the others."""
+    """An operator that keeps axes together: what one input lost of an axis is taken out of the others.
+
+    Not of an axis that is summed over: there all must have lost the same.
+    """
     listed = None
-    if node.op_type.startswith("Reduce") or node.op_type in ("Squeeze", "Unsqueeze"):
-        # a squeeze without axes would also remove a last channel
+    if node.op_type.startswith("Reduce"):
         listed = g.values(node, 1) if len(node.input) > 1 else settings(node).get("axes")
     known = axes_of(node, [g.shape(v) for v in node.input], g.shape(node.output[0]), listed)
     if known is None:
@@ -230,16 +230,16 @@ def _named(g: _Cut, node: NodeProto) -> list[Axes]:
         for key, stays in zip(names, g.stays(name), strict=True):
             if stays is not None:
                 left[key] = left.get(key, stays) & stays
-    if known.whole & left.keys():
+    if (known.whole | {None}) & left.keys():
         raise refusal(node, "works along the axis of the channels")
     for k, names in enumerate(known.inputs):
-        own = g.stays(node.input[k])
-        more = [
-            key in left and key not in known.output and stays is None for key, stays in zip(names, own, strict=True)
-        ]
-        if any(more) and not g.lenient:
+        due = tuple(
+            left.get(key) if key in known.output else own
+            for key, own in zip(names, g.stays(node.input[k]), strict=True)
+        )
+        if not g.lenient and not _equal(due, tuple(left.get(key) for key in names)):
             raise refusal(node, UNLIKE)
-        g.fit(node, k, tuple(None if m else left.get(key) for key, m in zip(names, more, strict=True)))
+        g.fit(node, k, due)
     return [tuple(left.get(key) for key in known.output)] * len(node.output)
 
 
@@ -278,29 +278,25 @@ def _reshape(g: _Cut, node: NodeProto) -> list[Axes]:
     found = [np.asarray(moved.any(axis=rest)) for rest in others]
     if np.count_nonzero(moved) != prod(int(stays.sum()) for stays in found):
         raise refusal(node, "spreads the channels over several axes")
+    if node.op_type == "Squeeze" and len(node.input) < 2:  # it would also remove a last channel
+        raise refusal(node, "takes no constant sizes")
     if node.op_type == "Reshape":
         node.input[1] = g.sized(node.input[1], tuple(None if stays.all() else stays for stays in found))
     return [tuple(found)]
 
 
 def _concat(g: _Cut, node: NodeProto) -> list[Axes]:
-    if any(name in g.lengths for name in node.input):
-        parts = [g.lengths.get(name) or (None,) * g.shape(name)[0] for name in node.input]
-        g.lengths[node.output[0]] = tuple(stays for part in parts for stays in part)
-        return [(None,)]
-    every = [g.stays(name) for name in node.input]
+    before = list(node.input)
+    every = [g.stays(name) for name in before]
     axis = settings(node)["axis"] % len(every[0])
     axes: list[Mask] = [next((x[i] for x in every if x[i] is not None), None) for i in range(len(every[0]))]
     for k, own in enumerate(every):
         g.fit(node, k, (*axes[:axis], own[axis], *axes[axis + 1 :]))
-    if axes[axis] is not None:
-        sizes = [g.shape(name)[axis] for name in node.input]
-        axes[axis] = np.concatenate([_full(x[axis], n) for x, n in zip(every, sizes, strict=True)])
+    parts = [np.ones(g.shape(name)[axis], np.bool_) for name in before]
+    for part, own in zip(parts, every, strict=True):
+        part &= True if own[axis] is None else own[axis]
+    axes[axis] = np.concatenate(parts)
     return [tuple(axes)]
-
-
-def _full(stays: Mask, size: int) -> NDArray[np.bool_]:
-    return np.ones(size, np.bool_) if stays is None else stays
 
 
 def _split(g: _Cut, node: NodeProto) -> list[Axes]:
@@ -313,7 +309,7 @@ def _split(g: _Cut, node: NodeProto) -> list[Axes]:
     sizes = np.array([part.sum() for part in parts])
     if not sizes.all():
         raise refusal(node, "loses all its channels")
-    if (sizes != sizes[0]).any() or len(node.input) > 1:
+    if len(node.input) > 1 or (sizes != sizes[0]).any():
         node.CopyFrom(helper.make_node("Split", [node.input[0], g.constant(sizes)], node.output, axis=axis))
     return [(*x[:axis], part, *x[axis + 1 :]) for part in parts]
 
@@ -321,10 +317,10 @@ def _split(g: _Cut, node: NodeProto) -> list[Axes]:
 def _slice(g: _Cut, node: NodeProto) -> list[Axes]:
     """Along an axis that loses entries, the bounds move by what is gone before them."""
     made = list(g.stays(node.input[0]))
-    axes = [i % len(made) for i in g.values(node, 3)] if len(node.input) > 3 else list(range(len(made)))
-    if all(made[i] is None for i in axes):
+    if len(node.input) > 3 and all(made[i] is None for i in g.values(node, 3)):
         return [tuple(made)]
     starts, ends = g.values(node, 1), g.values(node, 2)
+    axes = g.values(node, 3) if len(node.input) > 3 else list(range(len(starts)))
     steps = g.values(node, 4) if len(node.input) > 4 else [1] * len(axes)
     for k, i in enumerate(axes):
         stays = made[i]
@@ -341,21 +337,6 @@ def _slice(g: _Cut, node: NodeProto) -> list[Axes]:
     return [tuple(made)]
 
 
-def _gather(g: _Cut, node: NodeProto) -> list[Axes]:
-    """Along an axis that loses entries, those that stay are taken from their new places."""
-    made = list(g.stays(node.input[0]))
-    axis = settings(node).get("axis", 0) % len(made)
-    stays = made[axis]
-    if stays is None or len(g.shape(node.input[1])) != 1:
-        return _named(g, node)
-    places = np.array(g.values(node, 1)) % len(stays)
-    made[axis] = stays[places]
-    if not made[axis].any():
-        raise refusal(node, "loses all its channels")
-    node.input[1] = g.constant((np.cumsum(stays) - 1)[places[stays[places]]])
-    return [tuple(made)]
-
-
 def _pad(g: _Cut, node: NodeProto) -> list[Axes]:
     """What is added to an axis stays; where a negative width takes entries away, it takes those that stay."""
     made, widths = list(g.stays(node.input[0])), g.values(node, 1)
@@ -367,7 +348,7 @@ def _pad(g: _Cut, node: NodeProto) -> list[Axes]:
         if settings(node).get("mode", b"constant") != b"constant":
             raise refusal(node, "works along the axis of the channels")
         gone = stays[: max(0, -low)], stays[len(stays) - max(0, -high) :]
-        widths[k], widths[k + len(axes)] = (max(n, 0) - int(g.sum()) for n, g in zip((low, high), gone, strict=True))
+        widths[k], widths[k + len(axes)] = (max(n, 0) - int(x.sum()) for n, x in zip((low, high), gone, strict=True))
         inner = stays[len(gone[0]) : len(stays) - len(gone[1])]
         made[i] = np.pad(inner, (max(low, 0), max(high, 0)), constant_values=True)
     node.input[1] = g.constant(np.array(widths))
@@ -383,17 +364,14 @@ def _shape(g: _Cut, node: NodeProto) -> list[Axes]:
 
 
 def _expand(g: _Cut, node: NodeProto) -> list[Axes]:
-    """An axis gets its channels from the value, or from the shape of a cut value."""
-    name, own = node.input[1], g.stays(node.input[0])
-    rank = len(g.shape(node.output[0]))
-    lengths = g.lengths.get(name, ())
-    axes = (*[None] * (rank - len(own)), *own)
-    sizes = (*[None] * (rank - len(lengths)), *lengths)
-    axes = tuple(b if a is None else a for a, b in zip(axes, sizes, strict=True))
-    due = zip(g.shape(node.input[0]), axes[rank - len(own) :], strict=True)
-    g.fit(node, 0, tuple(stays if n > 1 else None for n, stays in due))
-    node.input[1] = g.sized(name, axes)
-    return [axes]
+    """An axis gets its channels from the value, or all of them from the shape of a cut value."""
+    if node.input[1] not in g.lengths:
+        (axes,) = _named(g, node)
+        node.input[1] = g.sized(node.input[1], axes)
+        return [axes]
+    if prod(g.shape(node.input[0])) > 1:
+        raise refusal(node, "computes with the number of channels")
+    return [g.lengths[node.input[1]]]
 
 
 def _recurrent(g: _Cut, node: NodeProto) -> list[Axes]:
@@ -402,19 +380,10 @@ def _recurrent(g: _Cut, node: NodeProto) -> list[Axes]:
     if names[7] or settings(node).get("layout", 0):
         raise refusal(node, "is not an operator whose channels can be cut")
     read, unit = g.stays(names[0])[2], g.stays(names[2])[2]
-    gates = None if unit is None else np.tile(unit, GATES[node.op_type])
-    wide = None if gates is None else np.tile(gates, 2)
-    start = (None, None, unit)
-    due: list[Axes] = [
-        (None, None, read),
-        (None, gates, read),
-        (None, gates, unit),
-        (None, wide),
-        (None,),
-        start,
-        start,
-    ]
-    for k, (name, axes) in enumerate(zip(node.input, due, strict=False)):
+    gates, both = (None if unit is None else np.tile(unit, k * GATES[node.op_type]) for k in (1, 2))
+    weights: list[Axes] = [(None, None, read), (None, gates, read), (None, gates, unit), (None, both), (None,)]
+    start: Axes = (None, None, unit)
+    for k, (name, axes) in enumerate(zip(node.input, [*weights, start, start], strict=False)):
         if k > 4 and name:
             g.fit(node, k, axes)
         elif name and not _equal(g.stays(name), axes):
@@ -430,11 +399,8 @@ def _scan(g: _Cut, node: NodeProto) -> list[Axes]:
     body = next(a.g for a in node.attribute if a.name == "body")
     count = len(node.input) - given["num_scan_inputs"]
     scanned = [g.stays(name) for name in node.input[count:]]
-    if (
-        any(given.get("scan_input_axes", ()))
-        or any(given.get("scan_output_axes", ()))
-        or any(x[0] is not None for x in scanned)
-    ):
+    others = (*given.get("scan_input_axes", ()), *given.get("scan_output_axes", ()))
+    if any(others) or any(x[0] is not None for x in scanned):
         raise refusal(node, "works along the axis of the channels")
     starts = [g.stays(name) for name in node.input[:count]]
     for g.lenient in (True, False):
@@ -460,7 +426,6 @@ RULES: dict[str, Callable[[_Cut, NodeProto], list[Axes]]] = {
     "Expand": _expand,
     "Flatten": _reshape,
     "GRU": _recurrent,
-    "Gather": _gather,
     "LSTM": _recurrent,
     "Pad": _pad,
     "RNN": _recurrent,
@@ -469,6 +434,8 @@ RULES: dict[str, Callable[[_Cut, NodeProto], list[Axes]]] = {
     "Shape": _shape,
     "Slice": _slice,
     "Split": _split,
+    "Squeeze": _reshape,
+    "Unsqueeze": _reshape,
 }
 
 
@@ -478,6 +445,9 @@ class CutGraphs:
 
     manifest: Manifest
     graphs: Mapping[str, bytes]
+    whole: Bundle
+    kept: Channels
+    """The channels of the whole network that stay."""
 
     def part(self, name: str) -> bytes:
         """A graph of the smaller network."""
@@ -486,13 +456,15 @@ class CutGraphs:
 
 def cut_graphs(bundle: Bundle | CutGraphs, kept: Channels, parts: Iterable[str]) -> CutGraphs:
     """The graphs `parts` of a bundle with the channels `kept`. Raises ConfigError when they cannot be cut."""
-    m, graphs = bundle.manifest, {}
-    tensors = cuts(m, kept)
+    small = narrow(bundle.manifest, kept).manifest
+    if isinstance(bundle, CutGraphs):  # the whole graphs are cut once, by the channels of both
+        kept = {**bundle.kept, **{k: bundle.kept[k][v] if k in bundle.kept else v for k, v in kept.items()}}
+        bundle = bundle.whole
+    tensors, graphs = cuts(bundle.manifest, kept), {}
     for name in parts:
-        part = bundle.part(name)
         try:
-            model = onnx.load_from_string(part if isinstance(part, bytes) else part.read_bytes())
+            model = onnx.load(bundle.part(name))
         except Exception as error:  # protobuf's own error class depends on its version
             raise BundleError(f"{name} does not open: {error}; export the bundle again") from None
-        graphs[name] = cut(model, m.input.shape, tensors).SerializeToString()
-    return CutGraphs(narrow(m, kept).manifest, graphs)
+        graphs[name] = cut(model, small.input.shape, tensors).SerializeToString()
+    return CutGraphs(small, graphs, bundle, kept)

@@ -102,7 +102,8 @@ def export_bundle(
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     dtype = "int64" if example.dtype == torch.int64 else "float32"
-    takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation}
+    ids = _ids(made.evaluation, found)
+    takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "ids": ids}
     try:
         manifest = Manifest(
             name=name,
@@ -119,6 +120,13 @@ def export_bundle(
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
     return _write(with_groups(manifest, graphs), parts, folder)
+
+
+def _ids(graph: ModelProto, found: Tables) -> int | None:
+    """Rows of the smallest table that the samples index, None without one. ONNX takes the id -1 for the last row."""
+    rows = {row.name: row.shape[0] for row in (*found.parameters, *found.buffers) if row.shape}
+    looked_up = [n.input[0] for n in graph.graph.node if n.op_type == "Gather" and n.input[1] == "x"]
+    return min((rows[table] for table in looked_up if table in rows), default=None)
 
 
 @dataclass(frozen=True)

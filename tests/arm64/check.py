@@ -231,7 +231,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = ",".join(METHODS),
 ) -> None:
     """Try the base install under emulation and compare it with this machine."""
-    origin = provenance.origin(f"make test-arm64 ARGS='{' '.join(sys.argv[2:])}'")
+    origin = {**provenance.origin(), "command": f"make test-arm64 ARGS='{' '.join(sys.argv[2:])}'"}
     emulated = Emulated(cache)
     result: dict[str, Any] = {**origin, "emulator": emulator(), "broken": [], "installed": installed(emulated, cache)}
     print(f"{len(result['installed']['wheels'])} packages, {result['installed']['megabytes']} MB", flush=True)

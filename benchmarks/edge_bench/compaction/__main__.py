@@ -11,7 +11,6 @@ is installed.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import typer
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, write_json
+from edge_bench.cli import check_writable, run_module, write_json
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed
@@ -131,7 +130,7 @@ def main(
     warnings.filterwarnings("ignore")
     if json_file is not None:
         check_writable(json_file)
-    origin = provenance.origin(" ".join(["python -m edge_bench.compaction", *sys.argv[1:]]))
+    origin = provenance.origin()
     rows: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -160,8 +159,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except MaskfleetError as error:
-        print(f"edge_bench.compaction: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_module(main)

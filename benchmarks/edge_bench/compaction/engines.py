@@ -10,7 +10,6 @@ Lowering takes seconds of CPU for a small graph and minutes for a deep one: `--c
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import warnings
@@ -25,7 +24,7 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, write_json
+from edge_bench.cli import check_writable, run_module, write_json
 from edge_bench.compaction.__main__ import chosen
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
@@ -203,7 +202,7 @@ def main(
     warnings.filterwarnings("ignore")
     if json_file is not None:
         check_writable(json_file)
-    origin = provenance.origin(" ".join(["python -m edge_bench.compaction.engines", *sys.argv[1:]]))
+    origin = provenance.origin()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as root:
         scratch = Path(root)
@@ -232,8 +231,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except MaskfleetError as error:
-        print(f"edge_bench.compaction.engines: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_module(main)

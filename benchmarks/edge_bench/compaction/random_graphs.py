@@ -21,6 +21,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edge_bench.cli import run_module
 from edge_bench.compaction.masks import KINDS
 from edge_bench.compaction.suite import compacted, export, prepare
 from edge_bench.compaction.zoo.case import CLASSES, Case, conv
@@ -228,4 +229,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

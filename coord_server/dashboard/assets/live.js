@@ -2,9 +2,14 @@
 "use strict";
 
 const sent = new Map();  // what the server last sent of each part, by id
-const QUIET = 15;  // seconds between two looks while a stream tells of every change
-let wait = Number(document.body.dataset.refresh || 0);  // seconds between two looks without one, and at least
+let wait, quiet;  // seconds between two looks: at least, and while a stream tells of changes
 let timer = 0, last = performance.now(), stream = null;
+
+function pace(body) {
+  wait = Number(body.dataset.refresh || 0);
+  quiet = Number(body.dataset.quiet || 0);
+}
+pace(document.body);
 
 for (const part of document.querySelectorAll("[data-live]")) sent.set(part.id, part.innerHTML);
 
@@ -35,7 +40,7 @@ async function update() {
       if (old && sent.get(part.id) !== text) replace(old, part);
       sent.set(part.id, text);
     }
-    wait = Number(fresh.body.dataset.refresh || 0);
+    pace(fresh.body);
     document.getElementById("stale").hidden = true;
   } catch {
     document.getElementById("stale").hidden = false;
@@ -46,7 +51,7 @@ async function update() {
 function schedule(news = false) {
   clearTimeout(timer);
   if (!wait || document.hidden) return;
-  const due = stream?.readyState === EventSource.OPEN && !news ? Math.max(wait, QUIET) : wait;
+  const due = stream?.readyState === EventSource.OPEN && !news ? Math.max(wait, quiet) : wait;
   timer = setTimeout(update, Math.max(last + 1000 * due - performance.now(), 100));
 }
 

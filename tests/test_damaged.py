@@ -1,0 +1,72 @@
+"""Damaged rows and blobs: each is named, everything else is shown, and what can be mended is."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from coordination import LIMIT, Fleet, manifest, play, refused, settings
+from test_dashboard import HTML, PAGE, log_in, said
+
+from coord_server.operator import manage
+from edge_client.bundle import digest
+from edge_client.protocol.messages import BundleSummary
+
+
+def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: Path) -> None:
+    content = manifest(14).to_bytes()
+    bad = digest(content)
+    file = tmp_path / "blobs" / "bundles" / bad / bad
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        good = await fleet.bundle()
+        assert await fleet.bundle(14) == bad
+        file.write_bytes(content[:-1] + b"!")  # of the same size
+        first, second = (await fleet.operator("GET", "/v1/bundles")).json()
+        assert (first["digest"], first["fault"], first["parameters"]) == (good, None, 12)
+        assert (second["digest"], second["federations"], second["parameters"]) == (bad, [], 0)
+        assert second["fault"].startswith(f"the manifest of bundle {bad} cannot be read (blob bundles/")
+        assert (await fleet.operator("GET", f"/v1/bundles/{bad}/summary")).json() == second
+        shown = manage._bundles([BundleSummary.model_validate(b) for b in (first, second)])
+        assert f"fault of {bad[:12]}: the manifest" in str(shown[1])
+        config = settings(name="next", bundle=bad)
+        answer = await fleet.operator("POST", "/v1/federations", json=config)
+        assert f"{bad} cannot be read" in refused(answer, "storage-damaged")
+        assert (await fleet.operator("POST", "/v1/bundles", content=content)).status_code == 201  # written again
+        assert (await fleet.operator("POST", "/v1/federations", json=config)).status_code == 201
+        file.unlink()
+
+    async def restarted(fleet: Fleet) -> None:
+        assert [f["id"] for f in (await fleet.operator("GET", "/v1/federations")).json()] == ["fed", "next"]
+        faults = [b["fault"] is None for b in (await fleet.operator("GET", "/v1/bundles")).json()]
+        assert faults == [True, False]
+        await log_in(fleet)
+        for page in ("/", PAGE, "/federations/next"):
+            assert (await fleet.http.get(page, headers=HTML)).status_code == 200
+        await fleet.operator("DELETE", "/v1/federations/next")
+        assert (await fleet.operator("DELETE", f"/v1/bundles/{bad}")).status_code == 204
+        assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
+
+    play(tmp_path, script)
+    play(tmp_path, restarted)
+
+
+def test_a_damaged_round_is_named_on_the_page_that_lists_all_federations(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await fleet.operator("POST", "/v1/federations", json=settings(name="other", bundle=await fleet.bundle()))
+        for device in ("a", "bb"):
+            await fleet.train(device)
+        await fleet.work("a", LIMIT)  # round 2: the first one is closed
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            database.execute("update rounds set record = '{\"x\":1}'")
+        await log_in(fleet)
+        first = await fleet.http.get("/", headers=HTML)
+        assert first.status_code == 200
+        assert "the record of a round of fed is damaged" in said(first)
+        assert "other" in said(first)
+        page = await fleet.http.get(PAGE, headers=HTML)
+        assert (page.status_code, "the record of a round of fed is damaged" in said(page)) == (500, True)
+
+    play(tmp_path, script)

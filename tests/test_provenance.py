@@ -1,0 +1,49 @@
+"""Every results file names the command that wrote it, and every benchmark ends a bad start with a sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from edge_bench import provenance
+
+BENCHMARKS = Path(provenance.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "command"),
+    [
+        ("edge_bench.step_time", ["step_time.py", "--json", "x.json"], "python -m edge_bench.step_time --json x.json"),
+        ("edge_bench.compaction.__main__", ["x.py", "--kept", "1"], "python -m edge_bench.compaction --kept 1"),
+        (None, ["/venv/bin/maskfleet", "demo", "--json", "my file"], "maskfleet demo --json 'my file'"),
+        (None, [r"maskfleet.exe", "demo"], "maskfleet demo"),
+    ],
+)
+def test_the_command_is_that_of_the_process_and_can_be_given_again(
+    module: str | None, argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = None if module is None else SimpleNamespace(name=module)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert provenance.command() == command
+    assert provenance.origin()["command"] == command
+
+
+def test_a_benchmark_ends_with_its_name_and_a_sentence_when_its_file_is_not_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "edge_bench.repeat", "missing.toml", "--out", "x.json"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "python -m edge_bench.repeat: missing.toml cannot be read: No such file or directory"
+
+
+def test_every_benchmark_starts_its_main_in_the_one_way() -> None:
+    own = [f.name for f in BENCHMARKS.rglob("*.py") if "typer.run(" in f.read_text("utf-8")]
+    assert own == ["cli.py"]
+    text = "".join(f.read_text("utf-8") for f in BENCHMARKS.rglob("*.py"))
+    assert not re.findall(r"provenance\.origin\([^)]", text)
