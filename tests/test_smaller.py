@@ -31,7 +31,7 @@ from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.tuning import aligned
-from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+from edge_client.compaction.writer import FASTEST, FEWEST, Costs, Ragged, Writer
 from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
@@ -54,7 +54,8 @@ def compact(
 ) -> tuple[onnx.ModelProto, PersonalReport, float]:
     """The personal model, its report, and its largest error over the standard deviation of the outputs."""
     x = samples(graph)
-    report = write_personal(bundle_of(graph, folder), personal_of(values), folder / "personal.onnx", x, costs=costs)
+    bundle, path = bundle_of(graph, folder), folder / "personal.onnx"
+    report = write_personal(bundle, personal_of(values), path, x, align="none", costs=costs)
     model = onnx.load(folder / "personal.onnx")
     onnx.checker.check_model(model, full_check=True)
     right = run(graph.model(), {"x": x, **values})
@@ -332,10 +333,27 @@ def test_a_pool_over_channels_of_which_one_is_live_opens(pool: str, tmp_path: Pa
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
     graph = GRAPHS["norm over channels"]
     _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
-    assert report.stopped == (
-        "a: LayerNormalization 'n' mixes its 8 channels, so it reads them all although 4 are dead",
-    )
+    assert report.stopped == ("a: LayerNormalization mixes its 8 channels, so it reads them all although 4 are dead",)
     assert report.layers["a"] == (8, 4)
+
+
+def test_a_reason_is_given_once_and_names_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        "y = Gemm <transB = 1> (x, a, ab) n = LayerNormalization(y, g, gb) m = LayerNormalization(y, h, hb) "
+        "u = Add(n, m) logits = Gemm <transB = 1> (u, o, ob)"
+    )
+    scales = {"g": (8,), "gb": (8,), "h": (8,), "hb": (8,)}
+    graph = Graph((6,), {**PLAIN, **scales}, body, {"a": (0, 1)}, {"a": "ab"})
+    values = masked(graph, "act", 0.5, 0)
+    _, report, _ = compact(graph, values, tmp_path)
+    assert report.stopped == ("a: LayerNormalization mixes its 8 channels, so it reads them all although 4 are dead",)
+
+    def ragged(writer: Writer) -> None:
+        raise Ragged("n", "it is cut differently from entry to entry")
+
+    monkeypatch.setattr(Writer, "run", ragged)
+    with pytest.raises(CompactionError, match=r"^a: what reads its channels .* keep the dense model and report"):
+        compact(graph, values, tmp_path)
 
 
 def test_a_dead_network_gives_its_constant_for_every_batch_size(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def _pick(w: Writer, node: NodeProto) -> None:
         due = wanted[axis][at[given[wanted[axis]]] >= 0] if free[axis] else np.arange(len(given))
         places = at[given[due]]
         if (places < 0).any():
-            raise Ragged(name, f"value {name!r} lacks entries")
+            raise Ragged(name, "some of them are gone")
         made = w.picked(made, axis, places, len(own))
         kept.append(due)
     w.put(out, made, w.grid(out, kept))

@@ -79,7 +79,7 @@ def write_personal(
     path: Path,
     samples: NDArray[Any] | None = None,
     *,
-    align: Align = "none",
+    align: Align = "rule",
     clock: Clock | None = None,
     costs: Costs = FEWEST,
 ) -> PersonalReport:

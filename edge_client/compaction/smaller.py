@@ -94,10 +94,14 @@ def written(found: Study, costs: Costs = FEWEST) -> Writer:
             writer.run()
             return writer
         except Ragged as error:
-            above = found.net.above(error.value) & writer.split
+            net = found.net
+            above = net.above(error.value) & writer.split
             freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
             if not freer:
-                raise
+                name = net.maker(error.value)
+                raise CompactionError(
+                    f"{name}: what reads its channels cannot take those that the mask leaves ({error}); {REPORT}"
+                ) from None
             for value in freer:
                 levels[value] = levels.get(value, 0) + 1
 

@@ -142,10 +142,12 @@ class Writer:
             out = node.output[0]
             if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
                 (left, size) = held[0]
-                self.stopped.append(
-                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
+                line = (
+                    f"{self.net.maker(name)}: {node.op_type} mixes its {size} channels, so it reads them all "
                     f"although {size - left} are dead"
                 )
+                if line not in self.stopped:
+                    self.stopped.append(line)
 
     # --- pieces
 
@@ -159,7 +161,7 @@ class Writer:
             self._lists[value] = by_axis(self.pieces[value].ids, self.study.shape(value))
         found = self._lists[value]
         if found is None:
-            raise Ragged(value, f"value {value!r} is cut differently from entry to entry")
+            raise Ragged(value, "they are cut differently from entry to entry")
         return found
 
     def grid(self, value: str, lists: Sequence[Ids]) -> Ids:
@@ -291,12 +293,12 @@ class Writer:
             zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
             places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
             if self.net.moving[value][axis] and not np.array_equal(places, np.arange(len(own))):
-                raise Ragged(value, f"value {value!r} holds the batch in an axis that lost channels")
+                raise Ragged(value, "the batch lies in an axis that lost channels")
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
                 if not self.net.is_plain(value):
-                    raise Ragged(value, f"value {value!r} lacks channels")
+                    raise Ragged(value, "some of them are gone")
                 name, places, length = self._padded(name, axis, len(shape), len(own), places, absent, not pooled)
             else:
                 length = len(own)
@@ -304,7 +306,7 @@ class Writer:
         if given.any():
             lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
             if lost.any():
-                raise Ragged(value, f"value {value!r} lacks a channel that varies")
+                raise Ragged(value, "one that varies is gone")
             fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
             if fill.any():
                 name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
