@@ -68,3 +68,8 @@ def test_a_model_of_integers_has_large_embeddings(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(onnx_operators, "_expm1", _naive_expm1)
     with pytest.raises(ModelError, match="on a large batch"):
         proved_graphs(_OfIntegers(), example, {"kind": "classification"})
+
+
+def test_a_root_behind_a_relu_has_pytorchs_gradient_of_zero() -> None:
+    case = rows(lambda x: functional.relu(x).sqrt())
+    assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
