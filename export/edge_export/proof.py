@@ -8,7 +8,7 @@ The error of a tensor is its largest difference over its largest entry. It may r
 Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
 close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
 
-Two more batches are extreme: inputs (or embeddings) a thousand times as large, and zeros. There PyTorch's own float32
+Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. There PyTorch's own float32
 is the first witness: what is finite in the module is finite in the graph, and equal within `LOOSE`. Where it is not,
 the error against float64 may be a few times PyTorch's.
 """
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 DRAWS = 4
 FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
 MOST = 0.1  # an error that no rounding excuses
-LARGE = (1000.0, 30.0)  # an extreme batch is so many times a normal one; the second where PyTorch too overflows
+LARGE = (10_000.0, 300.0, 10.0)  # an extreme batch is so many times a normal one; less where PyTorch too overflows
 EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
 LOOSE, FEW = 1e-3, 1e-3  # TOLERANCE and ZERO of an extreme batch, in which sums of large terms cancel
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
