@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from coord_server import aggregation, auth, engine, warm
+from coord_server import aggregation, auth, engine, events, warm
 from coord_server.bundles import bundle_shelf, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import summary
@@ -137,6 +137,7 @@ class Coordinator:
             shown = self._shown(id_, text, head.state, head.ready, error)
             self._unloaded[id_] = head.first, shown.model_copy(update={"created_at": head.created_at})
             return
+        self._unloaded.pop(id_, None)
         self._federations[id_] = live
         live.begin()
 
@@ -231,6 +232,7 @@ class Coordinator:
         """Revoke a viewer's token. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self.store.metadata.remove_viewer, id_):
             raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
+        log.info("the viewer's token %s is revoked by the operator", id_)
         await self._look_at_viewers()
 
     async def _look_at_viewers(self) -> None:
@@ -403,7 +405,8 @@ class Coordinator:
     async def delete(self, id_: str) -> None:
         """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.
 
-        Once the rows are gone a kill loses nothing: the next start drops the blobs that are left.
+        One that could not be loaded does not run, whatever its state says. Once the rows are gone a kill loses nothing:
+        the next start drops the blobs that are left.
         """
         with suppress(Refusal):
             await self.find(id_)
@@ -418,12 +421,37 @@ class Coordinator:
 
     async def _delete_unloaded(self, id_: str) -> None:
         head = await asyncio.to_thread(self.store.metadata.head, id_)
-        with suppress(ValidationError):  # a state that cannot be read does not run
-            why = engine.keeps(engine.load(head.state))
-            if why is not None:
-                raise Refusal("wrong-phase", why)
         if not await asyncio.to_thread(self.store.metadata.delete_federation, id_, head.version):
             raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
+        log.info("%s: deleted by the operator; it could not be loaded", id_)
+
+    async def operate(self, id_: str, kind: type[events.Event]) -> Federation:
+        """Start, pause, resume or stop a federation; one that could not be loaded can be stopped.
+
+        Raises Refusal, StateError.
+        """
+        with suppress(Refusal):
+            await self.find(id_)
+        if id_ in self._unloaded and kind is events.Stopped:
+            await self._stop_unloaded(id_)
+        else:
+            await self.federation(id_).operate(kind)
+        return self.summary(id_)
+
+    async def _stop_unloaded(self, id_: str) -> None:
+        head = await asyncio.to_thread(self.store.metadata.head, id_)
+        try:
+            state = engine.load(head.state)
+        except ValidationError:
+            raise Refusal("wrong-phase", f"the state of {id_!r} cannot be read, so it never runs; delete it") from None
+        if events.Stopped not in engine.ACCEPTED[state.phase]:
+            raise Refusal("wrong-phase", f"the federation is {state.phase}; it cannot be stopped now")
+        text = engine.dump(engine.stopped(state))
+        if not await asyncio.to_thread(self.store.metadata.commit, id_, head.version, text, ()):
+            raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
+        log.info("%s: stopped by the operator; it could not be loaded", id_, extra={"federation": id_})
+        async with self._looking:
+            await self._load(id_)
 
     async def find(self, id_: str) -> LiveFederation:
         """As `federation`, also when another coordinator has just made it. Raises Refusal, StateError."""
@@ -436,7 +464,9 @@ class Coordinator:
         live = self._federations.get(id_)
         if id_ in self._unloaded:
             raise Refusal(
-                "not-loaded", f"federation {id_!r} could not be loaded; its `fault` tells the operator what to mend"
+                "not-loaded",
+                f"federation {id_!r} could not be loaded; its `fault` tells the operator what to mend. "
+                "It can be stopped or deleted",
             )
         if live is None:
             raise Refusal("not-found", f"there is no federation {id_!r}; GET /v1/federations lists them")
@@ -485,6 +515,7 @@ class Coordinator:
         live = await self.find(id_)
         if not await asyncio.to_thread(self.store.metadata.remove_token, live.id, token):
             raise Refusal("not-found", f"{live.id} has no join token {token}; GET .../tokens lists them")
+        log.info("%s: the join token %s is revoked by the operator", live.id, token, extra={"federation": live.id})
 
     async def enrol(self, request: Enrol) -> Enrolled:
         """Enrol the device that presents a join token. Raises Refusal, StateError."""

@@ -362,12 +362,17 @@ def _unchangeable(after: FederationConfig, state: State, new: Mapping[str, float
 
 
 def _stopped(config: FederationConfig, state: State, event: events.Stopped) -> Step:
-    return _move(state, "stop", cohort=(), deadline=None, remaining=None, fault=None), ()
+    return stopped(state), ()
 
 
 def _deleted(config: FederationConfig, state: State, event: events.Deleted) -> Step:
     why = keeps(state)
     return (state, ()) if why is None else _refuse(state, "wrong-phase", why)
+
+
+def stopped(state: State) -> State:
+    """A state that accepts Stopped, stopped. It takes no settings, so that a damaged federation can be stopped too."""
+    return _move(state, "stop", cohort=(), deadline=None, remaining=None, fault=None)
 
 
 def keeps(state: State) -> str | None:

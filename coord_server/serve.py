@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ HEAD_LIMIT = 16 * 1024  # bytes of a request's head
 UNACKNOWLEDGED = 120  # seconds until a connection is closed whose peer acknowledges nothing
 SWITCH = 0.0005  # seconds a worker thread may delay the event loop; Python's own 0.005 is a whole request
 GRACE = 10  # seconds that requests under way are given at shutdown
+ORIGIN = re.compile(r"\*|https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:.]+\](:[0-9]+)?")  # as browsers send it
 OWN_FILES = 128  # descriptors kept for the database, the blobs and the like
 
 log = logging.getLogger("maskfleet")
@@ -121,6 +123,18 @@ def configured(
     )
 
 
+def _origin(given: str) -> str:
+    """An origin as browsers send it: without the slash that an address ends with. Raises ConfigError."""
+    origin = given.removesuffix("/")
+    usual = {"http": "80", "https": "443"}.get(origin.partition(":")[0], "")
+    if not ORIGIN.fullmatch(origin) or origin.rpartition(":")[2] == usual:
+        raise ConfigError(
+            f"--allow-origin {given!r} is no origin that a browser sends; give one like https://fleet.example.org: "
+            "lower case, no path, no usual port"
+        )
+    return origin
+
+
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 lets the system choose.")] = 8750,
@@ -162,6 +176,7 @@ def serve(
     for path in (certificate, key):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
+    origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     places = Places(room(max_connections))
@@ -170,7 +185,7 @@ def serve(
         token, where = auth.operator_token(data)
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
-        application = {"allow_origins": allow_origin or (), "open_metrics": open_metrics}
+        application = {"allow_origins": origins, "open_metrics": open_metrics}
         # A parent that blocks these hands that on, and no SIGTERM would end the coordinator.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))

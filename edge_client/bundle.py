@@ -82,9 +82,10 @@ class Layer(_Data):
 
 
 class Normalisation(_Data):
-    """What raw samples go through before the model, ``(x - mean) / std``: one value, or one for each feature.
+    """What raw samples go through before the model, ``(x - mean) / std``.
 
-    A feature is an index of a sample's first axis (a channel of an image), or of the only one.
+    Each has one value, one for each feature, or one for each value of a sample, in C order. A feature is an index of a
+    sample's first axis (a channel of an image), or of the only one.
     """
 
     mean: Annotated[tuple[FiniteFloat, ...], Field(min_length=1, max_length=MAX_TENSORS)]
@@ -92,10 +93,13 @@ class Normalisation(_Data):
 
     def apply(self, x: NDArray[np.generic]) -> F32:
         """Raw samples [n, *shape] as the model takes them, computed in float64."""
-        shape = (-1, *(1,) * (x.ndim - 2))
-        mean, std = (np.array(values).reshape(shape) for values in (self.mean, self.std))
+        mean, std = (self._beside(values, x.shape[1:]) for values in (self.mean, self.std))
         made: F32 = ((x.astype(np.float64) - mean) / std).astype(np.float32)
         return made
+
+    @staticmethod
+    def _beside(values: tuple[float, ...], sample: tuple[int, ...]) -> NDArray[np.float64]:
+        return np.array(values).reshape(sample if len(values) == prod(sample) else (-1, *(1,) * (len(sample) - 1)))
 
 
 class Input(_Data):
@@ -118,7 +122,7 @@ class Input(_Data):
         if self.dtype != "float32":
             raise ValueError(f"samples of {self.dtype} cannot be normalised")
         features = self.shape[0] if self.shape else 1
-        wrong = {len(values) for values in (how.mean, how.std)} - {1, features}
+        wrong = {len(values) for values in (how.mean, how.std)} - {1, features, prod(self.shape)}
         if wrong:
             raise ValueError(f"the normalisation has {wrong.pop()} values, a sample has {features} features")
         return self

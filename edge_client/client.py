@@ -125,7 +125,7 @@ class Client:
     max_parameters: int = MAX_PARAMETERS
     secret: int | None = field(default=None, repr=False)
     meter: str = AUTO
-    align: Align = "none"
+    align: Align = "rule"
     transport: httpx.BaseTransport | None = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ def conclude(
     personal: Personal,
     path: Path,
     threads: int = 1,
-    align: Align = "none",
+    align: Align = "rule",
     facts: Mapping[str, str | int] = MappingProxyType({}),
 ) -> Report:
     """Write the personal model to `path`; report its score, size and latency beside the dense model's.

@@ -11,6 +11,7 @@ from coordination import OPERATOR, Fleet, bearer, credential, play, refused, ser
 from listening import LIMIT, listening
 
 from coord_server.http import access
+from edge_client import logs
 
 FED = "/v1/federations/fed"
 READS = ("/v1/federations", FED, f"{FED}/devices", f"{FED}/rounds", f"{FED}/state")
@@ -144,3 +145,52 @@ def test_no_secret_that_was_sent_by_mistake_is_answered_or_logged(
         play(tmp_path, script)
     assert "log-in from 127.0.0.1 with a wrong token" in caplog.text
     assert secret[:20] not in caplog.text.lower()
+
+
+def test_the_log_says_who_was_refused_where_and_what_the_operator_changed_and_revoked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The route without the path's ids and without the query, because both may hold a secret."""
+    secret = credential("y")
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        viewer = (await fleet.operator("POST", "/v1/viewers", json={})).json()
+        for method, path in (("PATCH", f"/v1/federations/fed?token={secret}"), ("DELETE", f"/v1/viewers/{secret}")):
+            answer = await fleet.http.request(method, path, headers=bearer(viewer["token"]), json={"min_updates": 2})
+            assert answer.status_code in (403, 422)
+        await fleet.http.request("BREW", "/v1/health")
+        await fleet.operator("PATCH", "/v1/federations/fed", json={"min_updates": 2})
+        assert (await fleet.operator("DELETE", f"/v1/viewers/{viewer['id']}")).status_code == 204
+        (join,) = (await fleet.operator("GET", "/v1/federations/fed/tokens")).json()
+        assert (await fleet.operator("DELETE", f"/v1/federations/fed/tokens/{join['id']}")).status_code == 204
+        assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+        for said in (
+            "refused, forbidden: PATCH /v1/federations/{federation} from 127.0.0.1: a viewer's token may read",
+            "DELETE /v1/viewers/{id} from 127.0.0.1: ",
+            "refused, method-not-allowed: an unknown method /v1/health from 127.0.0.1: ",
+            "fed: changed by the operator: min_updates = 2",
+            f"the viewer's token {viewer['id']} is revoked by the operator",
+            f"fed: the join token {join['id']} is revoked by the operator",
+            "fed: a is removed by the operator",
+        ):
+            assert said in caplog.text, said
+        for token in (secret, viewer["token"], fleet.join):
+            assert token[:20] not in caplog.text
+
+    with caplog.at_level("INFO", "maskfleet"):
+        play(tmp_path, script)
+
+
+def test_failed_log_ins_cannot_flood_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def script(fleet: Fleet) -> None:
+        for _ in range(logs.MOST + 5):
+            answer = await fleet.http.post("/login", data={"token": "x"}, headers={"Origin": "http://coordinator"})
+            assert answer.status_code == 401
+
+    caplog.handler.addFilter(limit := logs.Limit())
+    try:
+        play(tmp_path, script)
+    finally:
+        caplog.handler.removeFilter(limit)
+    assert caplog.text.count("a log-in from 127.0.0.1 with a wrong token") == logs.MOST

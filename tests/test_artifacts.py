@@ -147,6 +147,54 @@ def test_samples_are_asked_for_where_they_are_needed_and_checked(tmp_path: Path,
         make(b"no model", "copy", out)
 
 
+def _model(output: list[int | str], *nodes: onnx.NodeProto, more: tuple[str, ...] = (), takes: int = 3) -> bytes:
+    """A graph of `nodes` from x [n, takes] to `out` of shape `output`, and `more` outputs beside it."""
+    made = [
+        helper.make_tensor_value_info(k, TensorProto.FLOAT, s)
+        for k, s in [("out", output), *((m, ["n", 3]) for m in more)]
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", takes])
+    weight = numpy_helper.from_array(np.ones((3, 2), np.float32), "w")
+    graph = helper.make_graph(nodes, "g", [x], made, [weight])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            _model([], helper.make_node("ReduceMean", ["x"], ["out"], keepdims=0)),
+            r"outputs are out \[\], not one value",
+        ),
+        (
+            _model(
+                ["n", 3], helper.make_node("Relu", ["x"], ["out"]), helper.make_node("Neg", ["x"], ["b"]), more=("b",)
+            ),
+            r"outputs are out \['n', 3\], b \['n', 3\]",
+        ),
+        (
+            _model([1, 3], helper.make_node("ReduceMean", ["x"], ["out"], keepdims=1)),
+            r"the model gives \[1, 1\] for 16 samples",
+        ),
+    ],
+)
+def test_a_model_of_no_or_several_outputs_a_sample_is_refused(
+    tmp_path: Path, copies: type[Copy], model: bytes, sentence: str
+) -> None:
+    copies.write = lambda self, data, samples, progress: data  # type: ignore[assignment]
+    with pytest.raises(BundleError, match=sentence):
+        make(model, "copy", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("error")
+def test_samples_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    x = samples()
+    x[3, 0, 1, 1] = np.nan
+    with pytest.raises(DataError, match="sample 3 holds NaN or infinity; clean the data"):
+        make(personal(), "int8", tmp_path / "out", x)
+
+
 def test_an_unknown_kind_lists_those_installed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no artifact 'abacus'.*'int8', 'pte', 'pte-int8'"):
         make(personal(), "abacus", tmp_path / "out")

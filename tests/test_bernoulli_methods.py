@@ -35,7 +35,7 @@ def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:
 
 @pytest.mark.parametrize("layers", [("9",), ("2",), ("0", "nothing")])
 def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="the layers to mask are"):
+    with pytest.raises(ConfigError, match="the layers that can be masked are"):
         FedPM(layers=layers).exchanged(model(M))
 
 

@@ -40,7 +40,7 @@ def test_the_measured_table_has_the_committed_figures(row: str) -> None:
     for task, name in TASKS.items():
         found = result(name)
         own, whole = found.get(f"{task}/{LABELS[row]}"), found[f"{task}/fedavg"]
-        if own is None:
+        if own is None or own["seeds"] != whole["seeds"]:  # other seeds are not to be compared
             due += ["-", "-"]
             continue
         times = whole["bytes_per_device"]["mean"] / own["bytes_per_device"]["mean"]
@@ -65,6 +65,32 @@ def test_the_demo_s_table_has_the_committed_figures() -> None:
     assert table is not None
     cells = [row.strip("| ").split(" | ")[1:] for row in table[1].splitlines()]
     assert cells == [list(row) for row in zip(*columns, strict=True)]
+
+
+EPOCHS = {"Lattice at its default": "default", "Lattice, `epochs = 5`": "epochs", "Lattice, `lr = 0.03`": "rate",
+          "Lattice, both": "both", "FedAvg, `lr = 0.03`": "fedavg"}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EPOCHS)
+def test_the_table_of_epochs_has_the_committed_figures(row: str) -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "lattice_epochs.json").read_text())["runs"]
+    run = runs[f"{EPOCHS[row]}/0"]
+    line = f"| {row} | {100 * run['score_mean']:.1f} | {run['bytes_per_device'] / 1000:,.0f} |"
+    assert line in PAGE.splitlines(), line
+
+
+def test_the_table_of_kept_models_has_the_committed_figures() -> None:
+    page = (ROOT / "docs" / "devices.md").read_text()
+    runs = json.loads((ROOT / "benchmarks" / "results" / "personalise_digits.json").read_text())["runs"]
+    for name, label in {"FedMask": "fedmask", "FedAvg": "fedavg", "Lattice": "lattice"}.items():
+        mine = [runs[f"{label}/{seed}"] for seed in range(3)]
+        found = (
+            [run["rounds"][-1]["score_of_all_devices"]["mean"] for run in mine],
+            [run["score_mean_after_local_epochs"] for run in mine],
+            [run["score_mean"] for run in mine],
+        )
+        row = f"| {name} | {' | '.join(f'{100 * sum(scores) / 3:.1f}' for scores in found)} |"
+        assert row in page, row
 
 
 def test_the_tuned_methods_have_the_committed_figures() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,11 @@ from sequential_bundle import personal_of, sequential_bundle
 from test_personal import MLP, MLP_VALUES, run
 
 from edge_client.bundle import views
+from edge_client.cli import join
+from edge_client.client import Client
 from edge_client.compaction.command import compact
+from edge_client.compaction.personal import write_personal
+from edge_client.conclude import conclude
 from edge_client.errors import BundleError, ConfigError
 
 
@@ -25,6 +30,11 @@ def test_values_become_a_model_on_what_their_zeros_leave(tmp_path: Path, capsys:
     np.testing.assert_allclose(run(tmp_path / "small.onnx", np.ones((1, 2), np.float32)), [[23.75, -40.0]])
     assert sum(np.prod(t.dims) for t in onnx.load(tmp_path / "small.onnx").graph.initializer) == 7
     assert "17 -> 7 parameters" in capsys.readouterr().out
+
+
+def test_every_way_to_a_compact_model_has_the_same_widths_by_default() -> None:
+    defaults = [inspect.signature(f).parameters["align"].default for f in (write_personal, conclude, compact, join)]
+    assert {*defaults, Client.__dataclass_fields__["align"].default} == {"rule"}
 
 
 def test_what_does_not_fit_is_refused_with_the_tensor_or_the_choice(tmp_path: Path) -> None:

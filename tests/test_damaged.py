@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from coordination import LIMIT, Fleet, manifest, play, refused, settings
+from coordination import LIMIT, Fleet, manifest, play, refused, settings, whole
+from test_api_manage import pages
 from test_dashboard import HTML, PAGE, log_in, said
 
 from coord_server.operator import manage
@@ -52,21 +53,55 @@ def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: 
     play(tmp_path, restarted)
 
 
-def test_a_damaged_round_is_named_on_the_page_that_lists_all_federations(tmp_path: Path) -> None:
+FAULT = "the record of round 2 of fed is damaged: "
+
+
+def test_a_damaged_round_is_named_and_everything_else_is_shown(tmp_path: Path) -> None:
+    """On both pages and in the lists of the API, also where the page of a list ends with it."""
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=4)
+        await fleet.operator("POST", "/v1/federations", json=settings(name="other", bundle=await fleet.bundle()))
+        for _ in range(3):
+            for device in ("a", "bb"):
+                await fleet.train(device)
+            await fleet.work("a", LIMIT)
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            database.execute("update rounds set record = '{\"x\":1}' where round = 2")
+        await log_in(fleet)
+        for page, other in (("/", "other"), (PAGE, "after local training")):
+            shown = await fleet.http.get(page, headers=HTML)
+            assert shown.status_code == 200
+            assert FAULT in said(shown)
+            assert other in said(shown)
+        numbers = [[r["round"] for r in part] for part in await pages(fleet, "/v1/federations/fed/rounds", 1)]
+        assert numbers == [[1], [], [3]]
+        again = await fleet.http.get(PAGE, headers=HTML)
+        assert again.text.count("<tr") == shown.text.count("<tr") > 0  # no round is read twice
+        assert FAULT in (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"]
+        one = await fleet.operator("GET", "/v1/federations/fed/rounds/2")
+        assert "round 2 of fed" in refused(one, "storage-damaged")
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds/3")).json()["round"] == 3
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            database.execute("update rounds set record = replace(record, ':3,', ':2,') where round = 3")
+        assert (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()[1:] == []
+        fault = (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"]
+        assert "round 2 of fed is damaged (so are those of round 3): " in fault
+
+    play(tmp_path, script)
+
+
+def test_a_damaged_last_downlink_is_named_on_the_page_that_lists_all_federations(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")
         await fleet.operator("POST", "/v1/federations", json=settings(name="other", bundle=await fleet.bundle()))
-        for device in ("a", "bb"):
-            await fleet.train(device)
-        await fleet.work("a", LIMIT)  # round 2: the first one is closed
+        await whole(fleet, "a", "bb")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
-            database.execute("update rounds set record = '{\"x\":1}'")
+            database.execute("update devices set last_down = '{'")
         await log_in(fleet)
-        first = await fleet.http.get("/", headers=HTML)
-        assert first.status_code == 200
-        assert "the record of a round of fed is damaged" in said(first)
-        assert "other" in said(first)
-        page = await fleet.http.get(PAGE, headers=HTML)
-        assert (page.status_code, "the record of a round of fed is damaged" in said(page)) == (500, True)
+        shown = await fleet.http.get("/", headers=HTML)
+        assert shown.status_code == 200
+        assert "the row of a device of fed is damaged" in said(shown)
+        assert "other" in said(shown)
 
     play(tmp_path, script)

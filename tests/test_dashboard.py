@@ -15,11 +15,15 @@ from typing import Any
 import httpx
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, until
+from fastapi import Request
 
 from coord_server import auth
+from coord_server.connections import Places
 from coord_server.coordinator import Coordinator, Role
 from coord_server.dashboard import answers, reference, session, view
-from coord_server.http import create_app
+from coord_server.http import create_app, watch
+from coord_server.http.access import CALL
+from coord_server.live.federation import LiveFederation
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
 FORM = {**HTML, "Origin": "http://coordinator"}
@@ -327,7 +331,7 @@ def test_the_commands_of_the_page_are_carried_out(tmp_path: Path) -> None:
         assert form is not None
         late = await send(fleet, "pause", form=form.group(1))
         assert late.status_code == 409
-        assert "The federation is stopped; it cannot be paused now." in said(late)
+        assert "the federation is stopped; it cannot be paused now." in said(late)
 
     play(tmp_path, script)
 
@@ -437,6 +441,7 @@ def test_no_page_holds_a_script_a_style_or_an_address_of_elsewhere(tmp_path: Pat
         assert "<img" not in answer.text, name
     assert [found[n].status_code for n in ("missing", "bad", "nowhere", "refused")] == [404, 422, 404, 403]
     assert "onerror=alert(2)" in said(found[PAGE])  # as text
+    assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in found[PAGE].text
     assert "data:" in said(found[PAGE])
 
 
@@ -515,6 +520,15 @@ def test_a_federation_that_could_not_be_loaded_says_why(tmp_path: Path) -> None:
             assert answer.status_code == 200
             assert "could not be loaded" in said(answer)
         assert (await send(fleet, "pause", form="x")).status_code == 403
+        assert f'href="{PAGE}/stop"' in (await fleet.http.get(PAGE)).text
+        assert (await fleet.http.get(f"{PAGE}/pause", headers=HTML)).status_code == 503
+        asked = await fleet.http.get(f"{PAGE}/stop", headers=HTML)
+        assert "Stop fed?" in said(asked)
+        form = asked.text.partition('name="form" value="')[2].partition('"')[0]
+        assert (await send(fleet, "stop", form=form)).status_code == 303
+        stopped = await fleet.http.get(PAGE)
+        assert "stopped" in said(stopped)
+        assert f'href="{PAGE}/stop"' not in stopped.text
 
     play(tmp_path, script)
 
@@ -563,7 +577,9 @@ def test_the_events_of_a_page_need_its_session(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_the_exported_state_is_that_of_the_api(tmp_path: Path) -> None:
+def test_the_exported_state_is_that_of_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name has the round of its bytes, also when a later round closes while they are read."""
+
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         for device in ("a", "b"):
@@ -572,7 +588,21 @@ def test_the_exported_state_is_that_of_the_api(tmp_path: Path) -> None:
         await log_in(fleet)
         answer = await fleet.http.get(f"{PAGE}/state")
         assert answer.headers["content-disposition"] == 'attachment; filename="fed-round-1.safetensors"'
-        assert answer.content == (await fleet.operator("GET", "/v1/federations/fed/state")).content
+        same = await fleet.operator("GET", "/v1/federations/fed/state")
+        assert (same.content, same.headers["Maskfleet-Round"]) == (answer.content, "1")
+        read = LiveFederation.exported
+
+        async def slowly(live: LiveFederation) -> Any:
+            found = await read(live)
+            for device in ("a", "b"):
+                await fleet.train(device)
+            await until(fleet, lambda f: f["phase"] == "finished")
+            return found
+
+        monkeypatch.setattr(LiveFederation, "exported", slowly)
+        late = await fleet.http.get(f"{PAGE}/state")
+        assert late.headers["content-disposition"] == 'attachment; filename="fed-round-1.safetensors"'
+        assert late.content == answer.content
 
     play(tmp_path, script)
 
@@ -665,5 +695,19 @@ def test_the_reference_is_rendered_once_for_each_role(tmp_path: Path, monkeypatc
             assert ("Log out" in pages[0].text) == (token is not None)
             assert (">viewer<" in pages[0].text) == (token == viewer)
         assert len(rendered) == 3
+
+    play(tmp_path, script)
+
+
+def test_a_last_event_of_many_digits_is_not_read(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        scope = {"type": "http", "headers": [], "app": fleet.http._transport.app, CALL: Viewing()}  # type: ignore[attr-defined]
+        stream = await watch.follow(Request(scope), live, "9" * 5000, lambda: True)
+        assert stream.status_code == 200
+
+    class Viewing:
+        role, places, connection = "viewer", Places(), None
 
     play(tmp_path, script)

@@ -6,20 +6,21 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnx
 import onnxruntime as ort
+import psutil
 import pytest
-from coordination import LIMIT, Fleet, bearer, credential, play, refused, whole
+from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings, whole
 from edge_bench.testing import digits, methods
 from edge_bench.workers import Evaluation
+from test_coordinator_process import coordinator
 from test_every_method import SETTINGS, every_method, made
 
 from coord_server import aggregation, exports, model_file
@@ -97,6 +98,15 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
         assert (again.status_code, again.json()) == (200, last)
         file = (await fleet.operator("GET", f"{PATH}/{last['id']}/file")).content
         assert len(file) == last["size"]
+        known = {"bytes=2-5": file[2:6], "bytes=-3": file[-3:], "lines=0-1": file, "bytes=x": file}
+        for asked, body in known.items():
+            status = 200 if body is file else 206
+            part = await fleet.operator("GET", f"{PATH}/{last['id']}/file", {"Range": asked})
+            assert (part.status_code, part.content) == (status, body), asked
+        for asked in ("bytes=5-2", f"bytes={len(file)}-"):
+            refused(await fleet.operator("GET", f"{PATH}/{last['id']}/file", {"Range": asked}), "bad-range")
+        stale = {"Range": "bytes=2-5", "If-Range": '"another"'}
+        assert (await fleet.operator("GET", f"{PATH}/{last['id']}/file", stale)).content == file
         assert (last["source"], last["detail"][:46]) == ("global", "the global model after round 2 of 2, 6570 of 6")
         own = await fleet.http.get("/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb")))
         while own.status_code == 202:
@@ -135,11 +145,8 @@ def test_the_command_line_writes_the_file_that_the_worker_makes(tmp_path: Path) 
             def federation(self, id_: str) -> Federation:
                 return shown
 
-            def rounds(self, id_: str) -> list[Any]:
-                return [None] * shown.round
-
-            def state(self, id_: str) -> bytes:
-                return state
+            def state_and_round(self, id_: str) -> tuple[bytes, int]:
+                return state, shown.round
 
             def fetch_bundle(self, *_: Any) -> Bundle:
                 return Bundle.open(DIGITS)
@@ -360,16 +367,21 @@ def test_the_files_of_a_deleted_federation_are_gone_and_a_worker_on_one_of_them_
     with_digits(tmp_path, script)
 
 
-def test_a_worker_ends_with_the_coordinator_that_started_it(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from coord_server import export_worker as w\n"
-        "w.work = lambda folder: time.sleep(600)\n"
-        f"sys.exit(w.main(Path({str(tmp_path)!r})))"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    assert worker.stdin is not None
-    worker.stdin.close()
-    assert worker.wait(LIMIT) == 1
+def test_a_worker_ends_with_the_coordinator_that_was_killed(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with coordinator(data) as (process, url), Operator(url, OPERATOR) as operator:
+        bundle = operator.upload_bundle(DIGITS)
+        operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
+        asked = httpx.post(f"{url}{PATH}", json={"kind": "onnx"}, headers=bearer(OPERATOR), trust_env=False)
+        assert asked.status_code == 202
+        while not (workers := psutil.Process(process.pid).children()):
+            time.sleep(0.002)
+        workers[0].suspend()  # so that it cannot be done before
+        process.kill()
+        process.wait()
+        workers[0].resume()
+        assert not psutil.wait_procs(workers, LIMIT)[1]
+        assert not (data / "exports" / asked.json()["id"] / "model").exists()
 
 
 @every_method

@@ -125,8 +125,8 @@ def test_a_weight_used_twice_is_cut_along_both_axes() -> None:
 
 def test_what_forms_no_group_is_named_with_the_operator_that_stops_it() -> None:
     assert found(GRAPHS["norm over channels"]).stopped == (
-        "a: LayerNormalization 'n' mixes them",
-        "c: LayerNormalization 'n' mixes them",
+        "a: LayerNormalization mixes them",
+        "c: LayerNormalization mixes them",
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from coordination import bearer, credential, served
+from coordination import bearer, credential, refused, served, until
 from test_api_manage import pages
 from typer.testing import CliRunner
 
@@ -62,15 +62,15 @@ def test_a_federation_that_cannot_be_loaded_is_named_with_what_to_do_and_the_oth
             assert (second["config"] is None) is not readable
             assert (await fleet.operator("GET", "/v1/federations/fed")).json() == second
             mine = bearer(credential("a"))
-            for refused in (
+            for answer in (
                 await fleet.http.get("/v1/federations/fed/work", headers=mine),
                 await fleet.http.get(f"/v1/bundles/{bundle}", headers=mine),
                 await fleet.enrol("c"),
                 await fleet.operator("POST", "/v1/federations/fed/pause"),
                 await fleet.operator("GET", "/v1/federations/fed/rounds"),
             ):
-                assert (refused.status_code, refused.json()["type"]) == (503, "/problems/not-loaded")
-                assert refused.headers["retry-after"] == "60"
+                assert "It can be stopped or deleted" in refused(answer, "not-loaded")
+                assert answer.headers["retry-after"] == "60"
             stranger = await fleet.http.get(f"/v1/bundles/{bundle}", headers=bearer(credential("y")))
             assert (stranger.status_code, "fed'" in stranger.text) == (401, False)
             again = await fleet.operator("POST", "/v1/federations", json={**other, "name": "fed"})
@@ -80,6 +80,70 @@ def test_a_federation_that_cannot_be_loaded_is_named_with_what_to_do_and_the_oth
             work = await fleet.http.get("/v1/federations/other/work", headers=bearer(credential("z")))
             assert work.json()["status"] == "train"
             assert (await fleet.http.get(f"/v1/bundles/{bundle}", headers=bearer(credential("z")))).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("statement", "readable"), [(d[0], d[2]) for d in DAMAGE])
+def test_a_federation_that_cannot_be_loaded_can_be_stopped_and_deleted(
+    tmp_path: Path, statement: str, readable: bool
+) -> None:
+    """Whatever it was doing. Its bundle is free, too. Where its state is damaged there is nothing to stop."""
+
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+            bundle = (await fleet.operator("GET", "/v1/federations/fed")).json()["config"]["bundle"]
+        change(tmp_path, statement)
+        async with served(tmp_path) as fleet:
+            assert refused(await fleet.operator("POST", "/v1/federations/fed/pause"), "not-loaded")
+            stopped = await fleet.operator("POST", "/v1/federations/fed/stop")
+            if "state = " in statement:
+                assert "delete it" in refused(stopped, "wrong-phase")
+            else:
+                assert stopped.status_code == 200
+                assert (stopped.json()["phase"] == "stopped") is readable
+                assert "could not be loaded" in stopped.json()["fault"]
+                again = await fleet.operator("POST", "/v1/federations/fed/stop")
+                assert "cannot be stopped now" in refused(again, "wrong-phase")
+        async with served(tmp_path) as fleet:
+            assert refused(await fleet.operator("DELETE", f"/v1/bundles/{bundle}"), "bundle-in-use")
+            assert (await fleet.operator("DELETE", "/v1/federations/fed")).status_code == 204
+            assert (await fleet.operator("GET", "/v1/federations")).json() == []
+            assert (await fleet.operator("DELETE", f"/v1/bundles/{bundle}")).status_code == 204
+
+    asyncio.run(main())
+
+
+def test_one_that_was_stopped_without_its_method_stays_so_with_it(tmp_path: Path) -> None:
+    """What another coordinator, which has the method, finds too."""
+
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+        async with served(tmp_path) as able:
+            change(tmp_path, "update federations set config = replace(config, 'fedavg', 'nosuch')")
+            async with served(tmp_path) as unable:
+                answer = await unable.operator("POST", "/v1/federations/fed/stop")
+                assert answer.json()["phase"] == "stopped"
+            await until(able, lambda f: f["phase"] == "stopped")
+            assert (await able.work("a"))["status"] == "stopped"
+            change(tmp_path, "update federations set config = replace(config, 'nosuch', 'fedavg')")
+        async with served(tmp_path) as fleet:
+            found = (await fleet.operator("GET", "/v1/federations/fed")).json()
+            assert (found["phase"], found["fault"]) == ("stopped", None)
+
+    asyncio.run(main())
+
+
+def test_a_running_federation_that_cannot_be_loaded_is_deleted_without_a_stop(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+        change(tmp_path, DAMAGE[0][0])
+        async with served(tmp_path) as fleet:
+            assert (await fleet.operator("DELETE", "/v1/federations/fed")).status_code == 204
+            assert (await fleet.operator("GET", "/v1/federations")).json() == []
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402
 
 COUNTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mlp": (lambda: models.mlp(*models.HAR), 376_606),
+    "binary mlp": (lambda: models.binary_mlp(*models.HAR), 377_406),
     "lenet": (models.lenet, 62_006),
     "emnist cnn": (models.emnist_cnn, 539_358),
     "mnist cnn": (models.mnist_cnn, 80_202),
@@ -43,6 +44,15 @@ def test_a_model_has_the_parameters_its_docstring_says(name: str) -> None:
     assert sum(p.numel() for p in make().parameters()) == count
 
 
+def test_a_binary_activation_is_a_sign_whose_gradient_passes_where_it_is_not_saturated() -> None:
+    x = torch.tensor([-3.0, -0.5, 0.25, 2.0], requires_grad=True)
+    y = models.binary_mlp(1, 1, 1)[2](x)
+    assert y.tolist() == [-1.0, -1.0, 1.0, 1.0]
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
 def _residual() -> nn.Module:
     """One of each kind of MobileNetV2's blocks: not widened, of stride 2, and one that adds its input."""
     from edge_bench.models.residual import InvertedResidual
@@ -54,6 +64,7 @@ def _residual() -> nn.Module:
 IMAGE, SMALL, TEN = (3, 32, 32), (3, 16, 16), Classification(classes=10)
 # Small relatives of the deep ones, as depth only repeats blocks.
 TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Target, tuple[str, ...]]] = {
+    "binary mlp": (lambda: models.binary_mlp(12, 9, 10), (12,), TEN, ()),
     "lenet": (models.lenet, IMAGE, TEN, ()),
     "emnist cnn": (models.emnist_cnn, (1, 28, 28), Classification(classes=62), ()),
     "mnist cnn": (models.mnist_cnn, (1, 28, 28), TEN, ()),

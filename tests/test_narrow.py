@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,12 +13,13 @@ from channel_groups import between
 from edge_kernels.channels import Place
 from numpy_mlp import clusters, mlp, task
 
-from edge_client.bundle import F32, Bundle, Init, Manifest, Tensor, generate, views
+from edge_client.bundle import F32, Bundle, Init, Manifest, Tensor, views
 from edge_client.errors import ConfigError
 from edge_client.narrow import Channels, cuts, narrow
 from edge_client.targets import Classification
 from edge_client.training import Trainer, open_trainer
 from edge_client.training.cut import cut, cut_graphs
+from edge_client.training.narrowed import Embedded
 
 torch = pytest.importorskip("torch")
 from edge_export import export_bundle  # noqa: E402
@@ -62,21 +64,89 @@ def _residual_cnn(a: int, b: int) -> nn.Sequential:
     return nn.Sequential(_Block(a, b), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(a, 5))
 
 
-Make = Callable[[int, int], nn.Sequential]
+def _depthwise_cnn(a: int, b: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, a, 3, stride=2),
+        nn.BatchNorm2d(a),
+        nn.ReLU6(),
+        nn.Conv2d(a, a, 3, padding=1, groups=a),
+        nn.BatchNorm2d(a),
+        nn.ReLU6(),
+        nn.Conv2d(a, b, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(b, 5),
+    )
+
+
+class _Recurrent(nn.Module):
+    """An LSTM and a GRU on top."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(3, a, batch_first=True), nn.GRU(a, b, batch_first=True)
+        self.last = nn.Linear(b, 5)
+
+    def forward(self, x: T) -> T:
+        steps, _ = self.second(self.first(x)[0])
+        return self.last(steps[:, -1])
+
+
+class _Padded(nn.Module):
+    """A convolution of four groups, and a shortcut that adds channels of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parted = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 1, groups=4)
+        self.stem, self.wide, self.last = nn.Conv2d(8, 6, 3), nn.Conv2d(6, 10, 3, padding=1), nn.Linear(10, 5)
+
+    def forward(self, x: T) -> T:
+        x = torch.relu(self.stem(torch.relu(self.parted(torch.relu(self.first(x))))))
+        x = torch.relu(self.wide(x) + nn.functional.pad(x, (0, 0, 0, 0, 2, 2)))
+        return self.last(x.mean((2, 3)))
+
+
+def _both_ways() -> nn.Module:
+    return nn.Sequential(_Last(nn.LSTM(3, 6, batch_first=True, bidirectional=True)), nn.Linear(12, 5))
+
+
+class _Last(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: T) -> T:
+        return self.layer(x)[0][:, -1]
+
+
+def _transformer() -> nn.Module:
+    block = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(3, 12), block, nn.Flatten(), nn.Linear(72, 5))
+
+
+Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
 
-@pytest.fixture(scope="module", params=["mlp", "max-pool cnn", "average pool cnn", "residual cnn"])
+OWN: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "average pool cnn": (_avg_pool_cnn, (2, 14, 14)),
+    "residual cnn": (_residual_cnn, (2, 14, 14)),
+    "depthwise cnn": (_depthwise_cnn, (2, 9, 9)),
+    "recurrent": (_Recurrent, (6, 3)),
+}
+
+
+@pytest.fixture(scope="module", params=[*SHARED, *OWN])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Make, Bundle]:
     if request.param in SHARED:
         return SHARED[request.param].of_size, exported(request.param).bundle
-    make: Make = _avg_pool_cnn if request.param == "average pool cnn" else _residual_cnn
+    make, sample = OWN[request.param]
     module = make(10, 8)
-    if make is _avg_pool_cnn:
+    if isinstance(module, nn.Sequential) and make is _avg_pool_cnn:
         module[0].requires_grad_(False)  # a frozen layer is cut as any other
-    x, target = torch.zeros(2, 2, 14, 14), Classification(classes=5)
+    x, target = torch.zeros(2, *sample), Classification(classes=5)
     folder = tmp_path_factory.mktemp("bundle") / "b"
-    bundle = export_bundle(module, x, folder, name="b", target=target, seed=1)
+    bundle = export_bundle(module, x, folder, name="b", target=target)
     assert [g.size for g in bundle.manifest.groups][:2] == [10, 8]
     return make, bundle
 
@@ -91,8 +161,7 @@ def _choice(m: Manifest, name: str) -> Channels:
 
 def _random_values(m: Manifest) -> tuple[F32, F32]:
     rng = np.random.default_rng(7)
-    values = generate(m.parameters, 3) + 0.1 * rng.standard_normal(m.d)
-    return values.astype(np.float32), rng.uniform(0.5, 1.5, m.buffers_d).astype(np.float32)
+    return (0.3 * rng.standard_normal(m.d)).astype(np.float32), rng.uniform(0.5, 1.5, m.buffers_d).astype(np.float32)
 
 
 def _batch(m: Manifest, n: int) -> tuple[F32, np.ndarray]:
@@ -124,6 +193,36 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
             np.testing.assert_allclose(got.buffers, expected.buffers[small.buffers], rtol=1e-6, atol=1e-6)
             logits = whole.logits(zeroed, cleared, x)
             np.testing.assert_allclose(trainer.logits(*own, x), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "groups"),
+    [
+        (_Padded, (2, 6, 6), {"first": 4, "stem": 6, "wide": 4}),
+        (_both_ways, (6, 3), {"0.layer": 6}),
+        (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
+    ],
+)
+def test_padded_shortcuts_layers_of_two_directions_and_heads_are_cut(
+    make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
+) -> None:
+    target = Classification(classes=5)
+    bundle = export_bundle(make(), torch.zeros(2, *sample), tmp_path / "b", name="b", target=target)
+    m, rng = bundle.manifest, np.random.default_rng(0)
+    assert {g.name: g.size for g in m.groups} == groups
+    whole = open_trainer("onnxruntime", bundle)
+    for _ in range(3):
+        kept = {g.name: np.sort(rng.choice(g.size, rng.integers(1, g.size), replace=False)) for g in m.groups}
+        got, expected = whole.narrow(kept), Embedded(whole, kept)
+        parameters, buffers = _random_values(got.manifest)
+        x, y = _batch(m, 5)
+        gradient = expected.gradient(parameters, buffers, x, y)
+        made = got.gradient(parameters, buffers, x, y)
+        assert made.loss == pytest.approx(gradient.loss, rel=1e-6)
+        scale = np.abs(gradient.parameters).max()
+        np.testing.assert_allclose(made.parameters, gradient.parameters, rtol=0, atol=1e-5 * scale)
+        logits = expected.logits(parameters, buffers, x)
+        np.testing.assert_allclose(got.logits(parameters, buffers, x), logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_narrow_trainer_gives_the_numbers_of_pytorch_s_own_module_of_that_size(case: tuple[Make, Bundle]) -> None:
@@ -238,7 +337,8 @@ def test_two_groups_may_share_an_axis_and_a_smaller_group_knows_its_places_there
         ([("CumSum", ["h", "one"], ["logits"])], "CumSum. is not an operator"),
         ([("LogSoftmax", ["h"], ["logits"])], "works along the axis of the channels"),
         ([("ReduceSum", ["h"], ["logits"])], "works along the axis of the channels"),
-        ([("Add", ["h", "w2"], ["logits"])], "joins values of which different channels stay"),
+        ([("MatMul", ["h", "w2"], ["logits"])], "joins values of which different channels stay"),
+        ([("Add", ["h", "w3"], ["logits"])], "output 'logits' would not fit"),
         ([("Shape", ["h"], ["s"]), ("Cast", ["s"], ["logits"])], "computes with the number of channels"),
         ([("Relu", ["h"], ["logits"])], "output 'logits' would not fit"),
     ],
@@ -249,7 +349,10 @@ def test_a_graph_that_mixes_the_channels_is_refused_with_the_node_and_the_reason
     floats, h = onnx.TensorProto.FLOAT, onnx.helper
     made = [h.make_node("Gemm", ["x", "w"], ["h"], transB=1)]
     made += [h.make_node(op, reads, gives, **({"to": floats} if op == "Cast" else {})) for op, reads, gives in nodes]
-    inputs = [h.make_tensor_value_info(n, floats, s) for n, s in (("x", ["n", 3]), ("w", [4, 3]), ("w2", [1, 4]))]
+    inputs = [
+        h.make_tensor_value_info(n, floats, s)
+        for n, s in (("x", ["n", 3]), ("w", [4, 3]), ("w2", [4, 2]), ("w3", [1, 4]))
+    ]
     one = onnx.numpy_helper.from_array(np.array(1), "one")
     graph = h.make_graph(made, "g", inputs, [h.make_tensor_value_info("logits", floats, None)], [one])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 20)], ir_version=10)

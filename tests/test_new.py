@@ -17,6 +17,11 @@ from edge_bench.new import new, package, project
 
 from edge_client.errors import ConfigError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 pytest.importorskip("sklearn")
 PAGE = Path(__file__).parents[1] / "docs" / "first-project.md"
 
@@ -65,6 +70,16 @@ def test_a_folder_with_files_and_a_bad_name_are_refused_and_nothing_is_written(t
         with pytest.raises(ConfigError, match=words):
             new(tmp_path / "x", method=name)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("template", ["cnn", "lstm", "vit", "mlp"])
+def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(template: command.Template) -> None:
+    files = project("mine", template)
+    found, federation = (tomllib.loads(files[f"{name}.toml"]) for name in ("simulate", "federation"))
+    rates = {table["lr"] for table in [*found["methods"].values(), federation["method"]]}
+    assert rates == {command.RATE[template]}
+    assert found["rounds"] == federation["rounds"] == command.ROUNDS[template]
+    assert found["methods"]["lattice"]["epochs"] == federation["method"]["epochs"] == 5  # as the others' default
 
 
 def test_names_that_a_federation_cannot_have_are_made_so() -> None:

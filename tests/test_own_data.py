@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from edge_bench import cli, data_cli, own_data
 from edge_bench.data_table import DataConfig
-from edge_bench.datasets import divide, load, read, write
+from edge_bench.datasets import divide, divided, load, read, write
 from edge_bench.own_data import Fleet
 from edge_bench.simulate import find_bundle, read_config
+from edge_bench.sources import Samples
 from PIL import Image
 
 from edge_client.authored import AuthorError
@@ -48,6 +50,9 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "npz", "path": "x", "size": 8}, "size = 8: .*it is for images, hf"),
         ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
         ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),
+        ({"name": "images", "path": "x", "size": 0}, r"size = 0: give a side of 1 to 4096 pixels, or \[h"),
+        ({"name": "images", "path": "x", "size": [0, 5]}, r"size = \[0, 5\]: give a side of 1"),
+        ({"name": "images", "path": "x", "size": [5]}, r"size = \[5\]: give a side of 1"),
         ({"name": "imags"}, "name = 'imags': there is no such data set; .*did you mean 'images'"),
         ({"name": "images", "path": "x", "deviation": [0.0]}, r"deviation.0 = 0.0"),
     ],
@@ -222,6 +227,28 @@ def test_parquet_files_with_lists_of_numbers_and_labels_in_words(tmp_path: Path)
         read(DataConfig(name="hf", path=tmp_path.parent / "nowhere"))
 
 
+def test_rows_without_a_value_and_no_rows_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def config(name: str, **columns: list[Any]) -> DataConfig:
+        table = {"x": [[1.0, 2.0]] * 4, "label": [0, 1, 0, 1], "who": ["a", "b", "a", "b"], **columns}
+        datasets.Dataset.from_dict(table).to_parquet(tmp_path / f"{name}.parquet")
+        return DataConfig(name="hf", path=tmp_path / f"{name}.parquet", owner="who")
+
+    assert isinstance(read(config("whole")), Samples)
+    gaps = ("label", [0, None, 1, None]), ("label", ["u", None, "v", None]), ("who", ["a", None, "b", None])
+    for key, value in gaps:
+        with pytest.raises(DataError, match=f"column '{key}': 2 of 4 rows have no value, first row 1"):
+            read(config("gaps", **{key: value}))
+    with pytest.raises(DataError, match="holds no samples"):
+        read(config("empty", x=[], label=[], who=[]))
+    datasets.Dataset.from_dict({"x": [], "label": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match="none holds no samples"):
+        read(DataConfig(name="hf", path=tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"\[data\] mean is for images, and whole.parquet holds numbers"):
+        read(config("whole").model_validate({**config("whole").model_dump(exclude_unset=True), "mean": (0.5,)}))
+
+
 def test_without_the_package_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install datasets"):
@@ -349,7 +376,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> No
         'colour = "grey"\n[methods.standalone]\n'
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
-    assert (tmp_path / "parts" / "classes.txt").read_text() == "ash\noak\n"
+    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\n'
 
 
 def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:
@@ -371,5 +398,133 @@ def test_raw_samples_are_normalised_as_the_bundle_says_as_on_a_device(tmp_path: 
     raw = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2)
     of_device = fit(read_file(tmp_path / "raw.npz"), m).x[0]
     assert of_device.tolist() == load(raw, 0, m)["device-0"].x[0].tolist() == [-2, 0]
-    scaled = load(raw.model_copy(update={"standardise": True}), 0, m)  # which the table says instead
-    assert scaled["device-0"].x[0].tolist() != [-2, 0]
+    with pytest.raises(ConfigError, match=r"'digits' says how raw samples are normalised, and so does \[data\]"):
+        load(raw.model_copy(update={"standardise": True}), 0, m)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (18,)])
+def test_what_the_table_makes_of_raw_samples_is_what_a_bundle_would_say(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """So a device's raw file and the split's file hold the same samples."""
+    raw = np.random.default_rng(0).normal(1e4, [1e3, 1e-1], (60, 9, 2)).astype(np.float32)
+    x = (raw if shape == (18,) else raw[:, : prod(shape) // 2]).reshape(60, *shape)
+    np.savez(tmp_path / "raw.npz", x=x, y=np.arange(60) % 2)
+    m, config = manifest(shape, 2), DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2, standardise=True)
+    found = divided(config, 0, m)
+    assert found.normalised
+    assert found.normalisation is not None
+    takes = Input(shape=shape, normalisation=found.normalisation)
+    by_bundle = load(
+        config.model_copy(update={"standardise": False}), 0, m.model_copy(update={"input": takes})
+    )  # which standardise = false, written out, leaves to the bundle
+    for name, d in found.devices.items():
+        np.testing.assert_array_equal(d.x, by_bundle[name].x)
+
+
+def test_pictures_are_normalised_by_channel_also_for_a_model_that_takes_them_flat(tmp_path: Path) -> None:
+    for i in range(20):
+        picture(tmp_path / "a" / f"{i}.png", (10 * i, 50, 200 - i))
+    mean, deviation = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    config = DataConfig(
+        name="images", path=tmp_path, devices=1, size=(2, 2), colour="rgb", mean=mean, deviation=deviation
+    )
+    found = divided(config, 0, manifest((3, 2, 2), 2)).normalisation
+    assert found == Normalisation(mean=mean, std=deviation)
+    flat = divided(config, 0, manifest((12,), 2)).normalisation
+    assert flat == Normalisation(mean=tuple(np.repeat(mean, 4)), std=tuple(np.repeat(deviation, 4)))
+    both = divided(config.model_copy(update={"standardise": True}), 0, manifest((3, 2, 2), 2))
+    plain = DataConfig(name="images", path=tmp_path, devices=1, size=(2, 2), colour="rgb")
+    raw = load(plain, 0, manifest((3, 2, 2), 2))["device-0"]
+    assert both.normalisation is not None
+    np.testing.assert_allclose(both.normalisation.apply(raw.x), both.devices["device-0"].x, atol=1e-5)
+
+
+def test_the_margin_around_an_image_stays_zero(tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).random((40, 28, 28)).astype(np.float32)
+    np.savez(tmp_path / "raw.npz", x=raw, y=np.arange(40) % 2)
+    config = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=1, standardise=True)
+    found = divided(config, 0, manifest((1, 32, 32), 2))
+    assert found.normalisation is not None
+    made = found.normalisation.apply(np.pad(raw[:, None], ((0, 0), (0, 0), (2, 2), (2, 2))))
+    trained = found.devices["device-0"].x
+    assert {a.tobytes() for a in trained} <= {a.tobytes() for a in made}
+    assert not trained[:, :, :2].any()
+
+
+def test_a_device_s_file_is_marked_only_when_its_samples_are_no_raw_ones(tmp_path: Path) -> None:
+    np.savez(tmp_path / "raw.npz", x=X, y=Y)
+    config = DataConfig(name="npz", path=tmp_path / "raw.npz", devices=2)
+    for table, mark in ((config, False), (config.model_copy(update={"standardise": True}), True)):
+        found = divided(table, 0, manifest((4,), 3))
+        files = write(found.devices, tmp_path / str(mark), found.normalised)
+        assert ("normalised" in read_file(files["device-0"]).arrays) is mark
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+def test_devices_that_samples_are_dealt_to_do_not_take_the_names_of_owners(split: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=np.array(["anna", "bob"])[np.arange(60) % 2])
+    for count in (2, 3):  # as many as there are owners, and more
+        table = {"name": "npz", "path": tmp_path / "own.npz", "split": split, "devices": count}
+        assert list(load(DataConfig(**table), 0, manifest((4,), 3))) == [f"device-{k}" for k in range(count)]
+    assert list(load(DataConfig(name="npz", path=tmp_path / "own.npz"), 0, manifest((4,), 3))) == ["anna", "bob"]
+
+
+# --- what looks like data and is not
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"owner": np.where(Y > 0, Y, np.nan)}, "`owner` of sample 0 is nan; give each one"),
+        ({"group": np.where(Y > 1, np.nan, Y)}, "`group` of sample 2 is nan"),
+        ({"is_test": np.array(["True", "False", "False"])[Y]}, "`is_test` holds other values than true and false"),
+        ({"is_test": np.where(Y > 0, 0, np.nan)}, "`is_test` holds other values"),
+        ({"is_test": Y < 0}, "`is_test` marks no sample or every one"),
+    ],
+)
+def test_a_value_that_is_missing_or_a_word_is_no_owner_no_group_and_no_mark(arrays: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        own_data.whole({"x": X, "y": Y, **arrays}, "mine.npz")
+    marked = own_data.whole({"x": X, "y": Y, "is_test": Y == 0}, "mine.npz").published
+    assert marked is not None
+    assert marked.sum() == 20
+
+
+def test_folders_of_splits_are_no_devices(tmp_path: Path) -> None:
+    for split, count in (("train", 12), ("Test", 5), ("val", 3)):
+        for i in range(count):
+            picture(tmp_path / "set" / split / "ab"[i % 2] / f"{i}.png", GREY)
+    s = read(DataConfig(name="images", path=tmp_path / "set"))
+    assert isinstance(s, Samples)
+    assert (s.owner, len(s.y), s.classes) == (None, 20, ("a", "b"))
+    assert s.published is not None
+    assert s.published.sum() == 5
+    for name in ("train", "test"):
+        np.savez(tmp_path / f"{name}.npz", x=X, y=Y)
+    with pytest.raises(DataError, match=r"has test, train, which name parts of one data set and no devices.*`is_test`"):
+        read(DataConfig(name="npz", path=tmp_path))
+    with pytest.raises(DataError, match=r"mine\.py:load has train, test, which name parts"):
+        read(python(tmp_path, "return {k: {'x': X, 'y': Y} for k in ('train', 'test')}"))
+
+
+def test_classes_that_are_kept_exist_and_are_named_once(tmp_path: Path) -> None:
+    for label in "ab":
+        picture(tmp_path / label / "x.png", GREY)
+    config = DataConfig(name="images", path=tmp_path, split="iid")
+    with pytest.raises(ConfigError, match="has no sample of class 5; leave it out of `labels`"):
+        read(config.model_copy(update={"labels": (0, 5)}))
+    with pytest.raises(ValueError, match="name each class once"):
+        DataConfig(name="images", path=tmp_path, split="iid", labels=(1, 1))
+    kept = read(config.model_copy(update={"labels": (1,)}))
+    assert isinstance(kept, Samples)
+    assert (kept.classes, kept.y.tolist()) == (("b",), [0])
+
+
+def test_an_image_of_floating_point_values_and_a_mean_in_0_to_255_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "a" / "0.tif")
+    s = read(DataConfig(name="images", path=tmp_path))
+    assert isinstance(s, Samples)
+    with pytest.raises(DataError, match=r"0\.tif has floating-point values"):
+        s.samples(np.arange(1))
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        DataConfig(name="images", path=tmp_path, mean=(123.7, 116.3, 103.5))

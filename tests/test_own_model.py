@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,16 @@ import numpy as np
 import pytest
 from edge_bench import cli, own_model
 from edge_bench.own_data import Fleet
-from edge_bench.own_model import ExportConfig, open_module, settings, sources
-from edge_bench.simulate import read_config
+from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
+from edge_bench.simulate import find_bundle, read_config
 from edge_bench.sources import Samples
+from typer import Typer
+from typer.testing import CliRunner
 
 from edge_client.authored import AuthorError
+from edge_client.bundle import Bundle, Manifest, Normalisation
 from edge_client.data import DataFile
-from edge_client.errors import ConfigError, ModelError
+from edge_client.errors import ConfigError, DataError, ModelError
 
 MODEL = """
 from torch import nn
@@ -120,6 +125,107 @@ def test_a_mistake_in_the_model_is_the_author_s_with_its_line(text: str, words: 
     with pytest.raises((AuthorError, ConfigError, ModelError), match=words) as raised:
         open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4), cache=tmp_path / "cache")
     assert "fault of maskfleet" not in str(raised.value)
+
+
+def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def said(known: tuple[str, ...], **table: Any) -> Manifest:
+        data = replace(samples(1, 4, 4), classes=known)
+        return open_module(place, ExportConfig(**table), data, cache=tmp_path / "cache").manifest
+
+    assert said(("a", "b", "c")).class_names == ("a", "b", "c")
+    assert said(("a", "b")).class_names == ()  # the model has three outputs
+    how = {"mean": (1.0,), "std": (2.0,)}
+    both = said(("a", "b", "c"), class_names=("x", "y", "z"), normalisation=how)
+    assert (both.class_names, both.input.normalisation) == (("x", "y", "z"), Normalisation.model_validate(how))
+    with pytest.raises(ConfigError, match="the data number their classes a, b, c; leave it out"):
+        said(("a", "b", "c"), class_names=("b", "a", "c"))
+    with pytest.raises(ModelError, match=r"2 class names for outputs of shape \(3,\)"):
+        said((), class_names=("x", "y"))
+
+
+def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    table = ExportConfig(seed=3, init="torch", target="classification")
+    made = open_module(place, table, samples(1, 4, 4), cache=tmp_path / "cache")
+    from edge_export.cli import export
+
+    words = command(place, table, made, tmp_path / "about.toml")
+    (tmp_path / "about.toml").write_text('class_names = ["a", "b", "c"]\nnormalisation = { mean = [0.5], std = [2] }\n')
+    assert words[:4] == ["maskfleet", "export", place, "--input"]
+    app = Typer()
+    app.command()(export)
+    done = CliRunner().invoke(app, [*words[2:-1], str(tmp_path / "bundle")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = Bundle.open(tmp_path / "bundle")
+    assert found.manifest.class_names == ("a", "b", "c")
+    assert found.manifest.input.normalisation == Normalisation(mean=(0.5,), std=(2.0,))
+    assert np.array_equal(found.model().parameters, made.model().parameters)
+    tokens = samples(7, dtype=np.int64, y=np.zeros((6, 7), np.int64))
+    (tmp_path / "words.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))\n"
+    )
+    made = open_module(f"{tmp_path}/words.py:build", ExportConfig(), tokens, cache=tmp_path / "cache")
+    assert command("w.py:build", ExportConfig(), made, None) == shlex.split(
+        "maskfleet export w.py:build --input 7 --dtype int64 --target sequence -o bundle"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("class_names = [", "is not TOML"),
+        ("class_name = ['a']", r"setting class_name = \['a'\]: .*did you mean 'class_names'"),
+        ("normalisation = { mean = [1], std = [0] }", "normalisation.std.0 = 0"),
+    ],
+)
+def test_a_file_of_class_names_and_normalisation_is_checked(text: str | None, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from edge_export.factories import read_about
+
+    if text is not None:
+        (tmp_path / "about.toml").write_text(text)
+    with pytest.raises(ConfigError, match=f"--about .*about.toml.*{words}"):
+        read_about(tmp_path / "about.toml")
+
+
+LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(4, 3)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        (LINEAR, {"dtype": np.int64}, r'dtype.*; whole numbers go in as int64.*`\[export\]` dtype = "float32"'),
+        (LINEAR.replace("3", "1"), {}, 'classification.*; labels need an output for each class.*target = "regression"'),
+    ],
+)
+def test_a_model_that_does_not_suit_the_data_is_refused_with_what_the_data_were_taken_for(
+    text: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4, **given), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
+def test_one_hot_labels_are_refused_unless_the_table_says_what_they_are(dtype: Any) -> None:
+    y = np.eye(3, dtype=dtype)[np.arange(6) % 3]
+    with pytest.raises(DataError, match=r"labels are one-hot; give y\.argmax\(axis=1\)"):
+        settings(ExportConfig(), samples(4, y=y))
+    assert settings(ExportConfig(target="sequence"), samples(4, y=y))["target"] == {"kind": "sequence"}
+    assert settings(ExportConfig(), samples(4, y=np.arange(6) > 2))["target"] == {"kind": "classification"}
+
+
+def test_samples_without_an_axis_and_a_file_without_a_function_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"samples have no axis, x has shape \(6,\); .*x\[:, None\]"):
+        settings(ExportConfig(), samples())
+    assert settings(ExportConfig(input=(1,)), samples())["shape"] == (1,)
+    for name in ("net.py", "a/net.py:build()", "net.py:"):
+        with pytest.raises(ConfigError, match=r"names no function; write net\.py:FUNCTION"):
+            find_bundle(name)
 
 
 def test_a_model_s_file_and_table_are_checked(tmp_path: Path) -> None:

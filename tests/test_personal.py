@@ -88,6 +88,20 @@ def test_dropping_the_constant_instead_of_folding_it_is_refused(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.onnx", "manifest.json"]
 
 
+def test_a_fault_of_compaction_itself_refuses_the_compact_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the device keeps its dense model and says why."""
+
+    def faulty(*given: Any) -> Smaller:
+        raise KeyError("v21")
+
+    bundle = sequential_bundle(tmp_path, (2,), MLP)
+    monkeypatch.setattr(personal_module, "aligned", faulty)
+    with pytest.raises(CompactionError, match=r"does not handle this graph \(KeyError: 'v21'\); keep the dense model"):
+        write_personal(bundle, personal_of(bundle, MLP_VALUES), tmp_path / "personal.onnx")
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_constant_dropped_from_a_cnn_would_be_wrong_by_more_than_a_tenth(tmp_path: Path, padding: int) -> None:
     steps = (Conv(4, padding=1), Norm(), Act(), Conv(3, padding=padding), Act(), Pool("avg", 2), Flatten(), Linear(2))

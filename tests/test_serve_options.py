@@ -63,7 +63,7 @@ def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> 
         "--allow-origin",
         "https://a.example",
         "--allow-origin",
-        "https://b.example",
+        "https://b.example/",
         "--open-metrics",
         "--port",
         "0",
@@ -122,3 +122,18 @@ def test_processes_on_one_folder_share_the_operator_s_token(tmp_path: Path, monk
     first = auth.operator_token(tmp_path)
     assert auth.operator_token(tmp_path) == first
     assert (tmp_path / auth.OPERATOR_FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("origin", [
+    "https://x.org/a", "https://x.org//", "https://x.org:443", "http://x.org:80/", "/", "bogus", "x.org",
+    "https://X.org", "ftp://x.org",
+])  # fmt: skip
+def test_an_origin_that_no_browser_sends_is_refused(tmp_path: Path, origin: str) -> None:
+    with pytest.raises(ConfigError, match=f"{origin!r} is no origin"):
+        call("--data", str(tmp_path), "--allow-origin", origin)
+
+
+def test_origins_as_browsers_send_them_are_known() -> None:
+    for origin in ("*", "http://localhost:3000", "https://fleet.example.org", "http://[::1]:8080", "http://10.0.0.7"):
+        assert serve._origin(origin) == origin
+    assert serve._origin("https://fleet.example.org:8443/") == "https://fleet.example.org:8443"

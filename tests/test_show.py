@@ -145,12 +145,13 @@ def test_watching_ends_with_the_federation_and_outlives_a_coordinator_that_does_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(show, "REFRESH", 0.0)
-    phases = iter(["recruiting", "running", UnreachableError("down"), "finished"])
+    faults = [UnreachableError("down"), *(ServerError(f"answered {s}", s, "not-a-problem") for s in (502, 503, 429))]
+    phases = iter(["recruiting", "running", *faults, "finished"])
     seen = list[str]()
 
     def ask(_: Look | None) -> Look:
         phase = next(phases)
-        if isinstance(phase, UnreachableError):
+        if isinstance(phase, Exception):
             raise phase
         seen.append(phase)
         return Look(federation(phase), [], [device("a", report=None, ready=False)], "u", NOW)
@@ -159,8 +160,21 @@ def test_watching_ends_with_the_federation_and_outlives_a_coordinator_that_does_
     show.show_live(ask, console)
     assert seen == ["recruiting", "running", "finished"]
     said = console.export_text()
-    assert "no answer: down" in said
+    assert all(f"no answer: {text}" in said for text in ("down", "answered 502", "answered 503", "answered 429"))
     assert "finished, round 3 of 10" in said
+
+
+def test_watching_ends_with_a_refusal_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show, "REFRESH", 0.0)
+    answers = iter([Look(federation(), [], [], "u", NOW)])
+
+    def ask(_: Look | None) -> Look:
+        for found in answers:
+            return found
+        raise ServerError("there is no federation 'fleet'", 404, "not-found")
+
+    with pytest.raises(ServerError, match="there is no federation"):
+        show.show_live(ask, Console(file=io.StringIO()))
 
 
 def test_ctrl_c_leaves_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +245,25 @@ def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
     found = show.look(operator, "fleet", "u")
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(*overview(found))
-    assert "the method is not installed" in console.export_text()
+    text = console.export_text()
+    assert "the method is not installed" in text
+    assert "could not be loaded, running in round" in text
+    assert "mend the fault, then start the coordinator again; or `maskfleet federation stop fleet`" in text
+    assert "enrolled" not in text
+
+
+def test_a_closed_round_that_is_not_listed_is_named_beside_the_others() -> None:
+    operator = Asked(federation(round=5))
+    operator.closed = [closed(1, 0.5, 0.6), closed(3, 0.7, 0.8)]
+    found = show.look(operator, "fleet", "u")
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(*overview(found))
+    text = console.export_text()
+    assert "the record of round 2, round 4 of fleet is damaged; restore the database" in text
+    assert "0.800 mean" in text
+    assert "worst after round 3" in text
+    operator.found = federation(round=5, fault="the disk is full")
+    assert show.look(operator, "fleet", "u", found).federation.fault == "the disk is full"
+    operator.found = federation(round=2)
+    operator.closed = [closed(1, 0.5, 0.6)]
+    assert show.look(operator, "fleet", "u").federation.fault is None

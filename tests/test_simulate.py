@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +160,9 @@ def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path)
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
 
 
-def test_ctrl_c_keeps_the_methods_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_methods_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
     file.write_text(
         'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
@@ -175,8 +179,31 @@ def test_ctrl_c_keeps_the_methods_that_have_ended(tmp_path: Path, monkeypatch: p
     assert ended.value.exit_code == 130
     written = json.loads(out.read_text())
     assert (set(written["methods"]), set(written["failed"])) == ({"standalone"}, {"fedavg"})
-    with pytest.raises(KeyboardInterrupt):
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
         cli.simulate(file, only="fedavg")
+    assert ended.value.exit_code == 130
+    assert "stopped before any method ended; there is no result" in capsys.readouterr().out
+
+
+def test_sigterm_keeps_the_methods_that_have_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n"
+    )
+
+    def step(_: object, text: str) -> None:
+        if text.startswith("fedavg"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(cli.Steps, "step", step)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended:
+        cli.simulate(file, json_file=out)
+    assert ended.value.exit_code == 143
+    assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
@@ -200,6 +227,12 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_
     for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there
             cli.simulate(tmp_path / "run.toml", json_file=out)
+    with pytest.raises(ConfigError, match=r"run\.toml would overwrite the file that is read"):
+        cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "." / "run.toml")
+    (tmp_path / "folder.png").mkdir()
+    for plot, said in (("folder.png", "is a folder"), ("x.jpg", "ends in .png"), ("none/x.png", "there is no folder")):
+        with pytest.raises(ConfigError, match=said):
+            cli.simulate(tmp_path / "run.toml", plot=tmp_path / plot)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +309,8 @@ def test_an_error_of_one_method_leaves_the_others_results(bundle: Bundle, device
     both = config(methods={"fedpm": {"layers": ["9"]}, "standalone": {"epochs": 1}}, final_epochs=False)
     failures: dict[str, MaskfleetError] = {}
     assert set(run_all(both, bundle, devices, failed=failures.__setitem__)) == {"standalone"}
-    assert "the layers to mask are" in str(failures["fedpm"])
-    with pytest.raises(ConfigError, match="the layers to mask are"):
+    assert "the layers that can be masked are" in str(failures["fedpm"])
+    with pytest.raises(ConfigError, match="the layers that can be masked are"):
         run_all(both, bundle, devices)
 
 

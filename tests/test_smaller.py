@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -24,8 +27,12 @@ from small_graphs import (
 )
 
 from edge_client.bundle import F32
+from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
-from edge_client.compaction.writer import FASTEST, FEWEST, Costs
+from edge_client.compaction.smaller import Smaller
+from edge_client.compaction.tuning import aligned
+from edge_client.compaction.writer import FASTEST, FEWEST, Costs, Ragged, Writer
+from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
 
@@ -47,7 +54,8 @@ def compact(
 ) -> tuple[onnx.ModelProto, PersonalReport, float]:
     """The personal model, its report, and its largest error over the standard deviation of the outputs."""
     x = samples(graph)
-    report = write_personal(bundle_of(graph, folder), personal_of(values), folder / "personal.onnx", x, costs=costs)
+    bundle, path = bundle_of(graph, folder), folder / "personal.onnx"
+    report = write_personal(bundle, personal_of(values), path, x, align="none", costs=costs)
     model = onnx.load(folder / "personal.onnx")
     onnx.checker.check_model(model, full_check=True)
     right = run(graph.model(), {"x": x, **values})
@@ -162,6 +170,46 @@ def test_the_units_of_a_recurrent_layer_leave_all_gates(tmp_path: Path) -> None:
     assert [shapes[v] for v in node.input[1:4]] == [(1, 12, 4), (1, 12, 3), (1, 24)]
 
 
+STATES = {
+    "both": "i = Constant <value_ints = [2]> () p = Gather <axis = 0> (st, i) j = Constant <value_ints = [3]> () "
+    "q = Gather <axis = 0> (st, j) k = Concat <axis = 2> (p, q) h = Squeeze(k, z)",
+    "the last": "j = Constant <value_int = 3> () h = Gather <axis = 0> (st, j)",
+    "all": "k = Transpose <perm = [1, 0, 2]> (st) d = Constant <value_ints = [-1, 24]> () h = Reshape(k, d)",
+}
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("states", STATES)
+def test_final_states_of_directions_that_lost_different_units_are_read(
+    states: str, cell: Literal["LSTM", "GRU"], tmp_path: Path
+) -> None:
+    """Two layers both ways; four of six units stay forwards, two others backwards, and other ones in the second."""
+    gates, width = {"LSTM": 4, "GRU": 3}[cell], {"both": 12, "the last": 6, "all": 24}[states]
+    rows = 6 * gates
+    given = 'hidden_size = 6, direction = "bidirectional"' + (", linear_before_reset = 1" if cell == "GRU" else "")
+    tensors: dict[str, tuple[int, ...]] = {"o": (3, width), "ob": (3,)}
+    tensors |= {f"w{k}": (2, rows, 4 if k == 1 else 12) for k in (1, 2)} | {f"r{k}": (2, rows, 6) for k in (1, 2)}
+    tensors |= {f"b{k}": (2, 2 * rows) for k in (1, 2)}
+    body = (
+        f"z = Constant <value_ints = [0]> () s = Transpose <perm = [1, 0, 2]> (x) y1, l1 = {cell} <{given}> "
+        "(s, w1, r1, b1) t = Transpose <perm = [0, 2, 1, 3]> (y1) f = Constant <value_ints = [5, -1, 12]> () "
+        f"g = Reshape(t, f) y2, l2 = {cell} <{given}> (g, w2, r2, b2) st = Concat <axis = 0> (l1, l2) {STATES[states]} "
+        "logits = Gemm <transB = 1> (h, o, ob)"
+    )
+    graph = Graph((5, 4), tensors, body, {}, {})
+    values = masked(graph, "act", 1.0, 0)
+    for k, ways in ((1, ([0, 2], [1, 2, 3, 4])), (2, ([1, 3, 4], [0, 5]))):
+        for way, gone in enumerate(ways):
+            for name in "wr":
+                values[f"{name}{k}"][way].reshape(gates, 6, -1)[:, gone] = 0
+            values[f"b{k}"][way].reshape(2 * gates, 6)[:, gone] = 0
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    units = [shapes[n.input[2]][2] for n in model.graph.node if n.op_type == cell]
+    assert units == [4, 4]
+
+
 def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_each(tmp_path: Path) -> None:
     once = GRAPHS["lstm"]
     layer = "LSTM <hidden_size = 6> (s, w, r, wb)"
@@ -173,13 +221,139 @@ def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_
     assert error <= 1e-5
 
 
+PLAIN = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+SINES = "k = Constant <value_float = 1000000.> () y = Gemm <transB = 1> (x, a, ab) v = Mul(y, k) u = Sin(v) "
+LENGTHS = (
+    "one = Constant <value_ints = [1]> () n = ReduceL2(a, one) w = Div(a, n) u = Gemm <transB = 1> (x, w, ab) "
+    "logits = Gemm <transB = 1> (u, o, ob)"
+)
+
+
+def damaged(operator: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Smaller]:
+    """`aligned` with the last constant of the last `operator` changed: compaction with a fault."""
+
+    def made(*given: Any) -> Smaller:
+        result = aligned(*given)
+        node = [n for n in result.model.graph.node if n.op_type == operator][-1]
+        (tensor,) = (t for t in result.model.graph.initializer if t.name in node.input[-1 if operator == "Gemm" else 0])
+        tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor)), tensor.name))
+        return result
+
+    return made
+
+
+def test_rounding_excuses_no_error_of_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sines of a million: one rounding moves them by 0.1 and more, and would excuse the loss of a bias."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gemm", lambda bias: bias + 1))
+    graph = Graph((6,), PLAIN, SINES + "logits = Gemm <transB = 1> (u, o, ob)", {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="outputs differ"):
+        compact(graph, masked(graph, "act", 1.0, 0), tmp_path)
+
+
+def test_the_nan_of_a_masked_model_is_said_to_be_its_own(tmp_path: Path) -> None:
+    graph = Graph((6,), PLAIN, LENGTHS, {"a": (0, 1)}, {})
+    with pytest.raises(CompactionError, match="the masked model itself gives NaN on the given samples"):
+        compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+
+
+@pytest.mark.parametrize("ids", [None, 9])
+def test_a_model_of_ids_is_proved_on_all_rows_of_its_table(
+    ids: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 8 is in no sample."""
+    monkeypatch.setattr(personal_module, "aligned", damaged("Gather", lambda t: np.vstack([t[:8], t[8:] + 1])))
+    body = (
+        "e = Gather <axis = 0> (t, x) u = Flatten(e) y = Gemm <transB = 1> (u, a, ab) "
+        "logits = Gemm <transB = 1> (y, o, ob)"
+    )
+    graph = Graph((2,), {"t": (9, 3), **PLAIN}, body, {"a": (0, 1)}, {}, dtype="int64")
+    bundle = bundle_of(graph, tmp_path)
+    manifest = bundle.manifest
+    ranged = manifest.model_copy(update={"input": manifest.input.model_copy(update={"ids": ids})})
+    given = replace(bundle, manifest=ranged), personal_of(masked(graph, "act", 0.5, 0)), tmp_path / "personal.onnx"
+    x = np.random.default_rng(0).integers(0, 8, (16, 2))
+    with pytest.raises(CompactionError, match="on ids of its table") if ids else nullcontext():
+        write_personal(*given, x)
+
+
+ROUTED = "v = Gemm <transB = 1> (x, g, gb) i = ArgMax <axis = 1, keepdims = 1> (v) y = Gemm <transB = 1> (x, a, ab) "
+READ = "logits = Gemm <transB = 1> (u, o, ob)"
+BETWEEN = {
+    "a scatter into zeros of its size": ROUTED + "s = Shape(y) z = ConstantOfShape(s) p = ReduceMax(v, one) "
+    "t = ScatterElements <axis = 1> (z, i, p) u = Mul(t, y) ",
+    "a gate's largest entry": ROUTED + "p = GatherElements <axis = 1> (v, i) u = Mul(y, p) ",
+    "its number of elements": ROUTED + "n = Size(y) c = Cast <to = 1> (n) u = Div(y, c) ",
+    "a choice by channel": ROUTED + "h = Constant <value_floats = [0., 1., 0., 1., 0., 1., 0., 1.]> () "
+    "z = Constant <value_float = 0.> () c = Greater(h, z) u = Where(c, y, z) ",
+}
+"""What a graph computes of the cut value `y`, of a value `v` that varies or not, and of their sizes."""
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_constants_sizes_and_values_that_do_not_vary_are_taken_whole(name: str, gate: float, tmp_path: Path) -> None:
+    tensors = {"g": (8, 6), "gb": (8,), "a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    body = "one = Constant <value_ints = [1]> () " + BETWEEN[name] + READ
+    graph = Graph((6,), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    values = masked(graph, "act", 0.5, 3)
+    values["g"] *= np.float32(gate)
+    _, report, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert report.layers["a"][1] <= 4
+
+
+def test_the_size_of_rows_that_hold_samples_and_steps_is_that_of_every_batch(tmp_path: Path) -> None:
+    body = (
+        "r = Constant <value_ints = [-1, 6]> () rows = Reshape(x, r) y = Gemm <transB = 1> (rows, a, ab) s = Shape(y) "
+        "z = ConstantOfShape(s) i = ArgMax <axis = 1, keepdims = 1> (y) one = Constant <value_ints = [1]> () "
+        "p = ReduceMax(y, one) t = ScatterElements <axis = 1> (z, i, p) v = Gemm <transB = 1> (t, o, ob) "
+        "b = Constant <value_ints = [-1, 3]> () w = Reshape(v, b) q = Constant <value_ints = [-1, 2, 3]> () "
+        "k = Reshape(w, q) logits = ReduceSum <keepdims = 0> (k, one)"
+    )
+    tensors = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    graph = Graph((2, 6), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    _, _, error = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("pool", ["AveragePool", "MaxPool"])
+def test_a_pool_over_channels_of_which_one_is_live_opens(pool: str, tmp_path: Path) -> None:
+    """ONNX Runtime would take the zeros of the seven others as the pool's padding, larger than its window."""
+    body = (
+        "y = Conv (x, a, ab) s = Constant <value_ints = [-1, 1, 8, 16]> () r = Reshape(y, s) "
+        f"p = {pool} <kernel_shape = [2, 1]> (r) f = Flatten(p) logits = Gemm <transB = 1> (f, o, ob)"
+    )
+    tensors = {"a": (8, 2, 1, 1), "ab": (8,), "o": (3, 112), "ob": (3,)}
+    graph = Graph((2, 4, 4), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    _, report, error = compact(graph, masked(graph, "act", 1 / 8, 0), tmp_path)
+    assert error <= 1e-5
+    assert report.layers["a"] == (8, 1)
+
+
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
     graph = GRAPHS["norm over channels"]
     _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
-    assert report.stopped == (
-        "a: LayerNormalization 'n' mixes its 8 channels, so it reads them all although 4 are dead",
-    )
+    assert report.stopped == ("a: LayerNormalization mixes its 8 channels, so it reads them all although 4 are dead",)
     assert report.layers["a"] == (8, 4)
+
+
+def test_a_reason_is_given_once_and_names_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        "y = Gemm <transB = 1> (x, a, ab) n = LayerNormalization(y, g, gb) m = LayerNormalization(y, h, hb) "
+        "u = Add(n, m) logits = Gemm <transB = 1> (u, o, ob)"
+    )
+    scales = {"g": (8,), "gb": (8,), "h": (8,), "hb": (8,)}
+    graph = Graph((6,), {**PLAIN, **scales}, body, {"a": (0, 1)}, {"a": "ab"})
+    values = masked(graph, "act", 0.5, 0)
+    _, report, _ = compact(graph, values, tmp_path)
+    assert report.stopped == ("a: LayerNormalization mixes its 8 channels, so it reads them all although 4 are dead",)
+
+    def ragged(writer: Writer) -> None:
+        raise Ragged("n", "it is cut differently from entry to entry")
+
+    monkeypatch.setattr(Writer, "run", ragged)
+    with pytest.raises(CompactionError, match=r"^a: what reads its channels .* keep the dense model and report"):
+        compact(graph, values, tmp_path)
 
 
 def test_a_dead_network_gives_its_constant_for_every_batch_size(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = file.parent / "best.toml"
+    file.write_text('guard = "drop"\n' + FILE)
     tune(file, method="fedavg", trials=5, out=out, json_file=file.parent / "r.json")
     record = json.loads((file.parent / "r.json").read_text())["methods"]["fedavg"]
     first, top = record["trials"][0], record["best"]
@@ -85,7 +86,7 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert federation.pop("bundle") == "digits"
     created = FederationConfig(bundle="0" * 64, **federation)
     assert created.method == {"name": "fedavg", **config.methods["fedavg"]}
-    assert created.min_devices == 3
+    assert (created.min_devices, created.guard, created.personalise) == (3, "drop", "best")
     said = capsys.readouterr().out
     assert f"{first['score']:.3f} at" in said
     assert f"{top['score']:.3f} at" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load, save
 from test_every_method import SETTINGS
 
 from coord_server import warm
+from coord_server.operator.cli import check_settings
 from edge_client.bundle import digest, views
 from edge_client.errors import ConfigError
 from edge_client.global_model import global_model
@@ -151,3 +153,8 @@ def test_a_federation_goes_on_from_another_ones_global_model_and_its_devices_fet
         assert views(manifest().parameters, final)["w"].shape == (6, 2)
 
     play(tmp_path, script)
+
+
+def test_a_source_written_as_a_name_is_answered_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=re.escape('write start_from = { federation = "har" }')):
+        check_settings(settings(start_from="har"), "next.toml")

@@ -19,6 +19,7 @@ from edge_client.errors import BundleError, ConfigError
 
 NAMES: Mapping[str, str] = {
     "mlp-har": "1152-300-100-6 for UCI HAR",
+    "mlp-har-binary": "1152-300-100-6 with batch-norm and binary activations",
     "mlp-mnist": "784-300-100-10",
     "mlp-mnist04": "784-300-100 pre-trained on the digits 0-4, a new head for five classes",
     "mlp-signs": "784-300-100-10 of signed constants, as FedPM draws them",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -69,8 +71,13 @@ def method_names(text: str, option: str) -> list[str]:
     return names
 
 
-def check_writable(path: Path, option: str = "--json") -> None:
-    """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there."""
+def check_writable(path: Path, option: str = "--json", source: Path | None = None) -> None:
+    """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there.
+
+    Also when it would overwrite `source`, the file that the command reads.
+    """
+    if source is not None and path.resolve() == source.resolve():
+        raise ConfigError(f"{option} {path} would overwrite the file that is read; name another one")
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} for {option} {path}; make it, or name a file in another one")
@@ -78,6 +85,15 @@ def check_writable(path: Path, option: str = "--json") -> None:
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError when a picture could not be drawn, or not written there."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {path}: pictures are PNG; give a name that ends in .png")
+    check_writable(path, "--plot")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib; run: pip install 'maskfleet[bench]'")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -113,10 +129,18 @@ def plain_console(least: int = 80) -> Console:
 def open_simulation(
     file: Path, only: str | None = None, methods: str | None = None, **changes: Any
 ) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
-    """A simulation's TOML file with the `changes` that are not None, its bundle, and every device's data.
+    """As `read_simulation`, with the bundle and every device's data. Raises ConfigError, BundleError or DataError."""
+    config = read_simulation(file, only, methods, **changes)
+    return config, *prepare(config)
+
+
+def read_simulation(
+    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
+) -> SimulationConfig:
+    """A simulation's TOML file with the `changes` that are not None.
 
     `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
-    table for them. Raises ConfigError, BundleError or DataError.
+    table for them. Raises ConfigError.
     """
     content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
@@ -134,7 +158,7 @@ def open_simulation(
         config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
-    return config, *prepare(config)
+    return config
 
 
 def _outcome(r: Round) -> str:
@@ -169,6 +193,22 @@ def _labels(
         held = histogram.record(devices, target.classes)
         settings = config.data.model_dump(mode="json")
         write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+
+
+@contextmanager
+def _terminable() -> Iterator[list[ExitCode]]:
+    """SIGTERM ends the block as Ctrl-C does. The last of what it yields is the exit code that is then due."""
+    code = [ExitCode.INTERRUPTED]
+
+    def stop(*_: object) -> None:
+        code.append(ExitCode.TERMINATED)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield code
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def simulate(
@@ -207,9 +247,9 @@ def simulate(
     if config is None:
         raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
     if json_file is not None:
-        check_writable(json_file)
+        check_writable(json_file, source=config)
     if plot is not None:
-        curves.check_plot(plot)
+        check_plot(plot)
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
@@ -231,7 +271,12 @@ def simulate(
             everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
             steps.step(f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {_outcome(row.record)}{everyone}")
 
-        results = run_all(checked, opened, devices, said, failures.__setitem__, models=False)
+        with _terminable() as code:
+            try:
+                results = run_all(checked, opened, devices, said, failures.__setitem__, models=False)
+            except KeyboardInterrupt:
+                console.print("stopped before any method ended; there is no result")
+                raise typer.Exit(code[-1]) from None
     failed = "; ".join(f"{label}: {error}" for label, error in failures.items())
     if not results:
         raise ConfigError(failed)
@@ -241,15 +286,15 @@ def simulate(
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     _warn(console, report.warnings(records, made))
-    if plot is not None:
-        curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
-        console.print(f"wrote {plot}")
     if json_file is not None:
         reasons = {label: str(error) for label, error in failures.items()}
         write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    if plot is not None:
+        curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
+        console.print(f"wrote {plot}")
     if any(isinstance(error, InterruptedRun) for error in failures.values()):
         console.print(failed)
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        raise typer.Exit(code[-1])
     if failed:
         raise ConfigError(failed)
 
@@ -277,7 +322,7 @@ def demo(
     if json_file is not None:
         check_writable(json_file)
     if plot is not None:
-        curves.check_plot(plot)
+        check_plot(plot)
     chosen = choose_data(data, devices)
     tables = {n: settings(n, chosen.name, rounds) for n in names}
     made = {n: make_method(table) for n, table in tables.items()}
@@ -321,12 +366,6 @@ def demo(
         console.print(head, curves.sketch(lines), sep="\n")
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
     _warn(console, report.warnings(records, made))
-    if plot is not None:
-        curves.draw(lines, plot, title)
-        console.print(f"wrote {plot}")
-    console.print(
-        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
-    )
     if json_file is not None:
         run: dict[str, Any] = {
             "data": chosen.model_dump(mode="json"),
@@ -339,3 +378,9 @@ def demo(
             json_file,
             {**origin, "methods": records, "compaction": compact, "settings": run},
         )
+    if plot is not None:
+        curves.draw(lines, plot, title)
+        console.print(f"wrote {plot}")
+    console.print(
+        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
+    )

@@ -99,16 +99,6 @@ def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int =
     )
 
 
-def check_plot(path: Path) -> None:
-    """Raise ConfigError when `draw` could not write there."""
-    from importlib.util import find_spec
-
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder {path.resolve().parent} for the plot")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("the plot needs matplotlib; run: pip install 'maskfleet[bench]'")
-
-
 def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """The curves as a PNG. Raises ConfigError when the file cannot be written."""
     import matplotlib as mpl

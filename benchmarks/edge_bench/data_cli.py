@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from edge_bench import datasets
-from edge_bench.cli import open_simulation
+from edge_bench import datasets, own_model, toml_text
+from edge_bench.cli import read_simulation
+from edge_bench.simulate import open_divided
+from edge_client.authored import is_place
 from edge_client.errors import ConfigError
 
-CLASSES = "classes.txt"
+ABOUT = "about.toml"
 
 
 def split(
@@ -19,17 +22,34 @@ def split(
     out: Annotated[Path, typer.Option("--out", "-o", help="An empty or a new folder for DEVICE.npz files.")],
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the file's `seed`.")] = None,
 ) -> None:
-    """Write each device's data of a simulation as the file that `maskfleet join --data` reads."""
+    """Write each device's data of a simulation as the file that `maskfleet join --data` reads.
+
+    The classes' names and what raw samples went through are written beside them, for `maskfleet export --about`.
+    """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name an empty or a new folder")
-    checked, bundle, devices = open_simulation(config, seed=seed)
+    checked = read_simulation(config, seed=seed)
+    bundle, divided = open_divided(checked)
+    about: dict[str, Any] = {}
+    if names := bundle.manifest.class_names or divided.classes:
+        about["class_names"] = names
+    if divided.normalisation is not None:
+        about["normalisation"] = divided.normalisation.model_dump()
     try:
-        paths = datasets.write(devices, out)
-        found = datasets.read(checked.data, bundle.manifest.input.shape)
-        if names := getattr(found, "classes", ()):
-            (out / CLASSES).write_text("".join(f"{name}\n" for name in names), "utf-8")
+        paths = datasets.write(divided.devices, out, divided.normalised)
+        if about:
+            (out / ABOUT).write_text(toml_text.dumps(about), "utf-8")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     first = next(iter(paths))
     typer.echo(f"wrote {len(paths)} files to {out}; on a device:")
-    typer.echo(f"maskfleet join URL --token TOKEN --data {paths[first]} --device {first}")
+    typer.echo(f"maskfleet join URL --token TOKEN --data {shlex.quote(str(paths[first]))} --device {first}")
+    if divided.normalised and divided.normalisation is None:
+        typer.echo("the samples are normalised, and how cannot be said: the models take normalised samples alone")
+    m = bundle.manifest
+    if not is_place(checked.bundle):
+        if (m.class_names, m.input.normalisation) != (names, divided.normalisation) and about:
+            typer.echo(f"{out / ABOUT} has what the bundle {m.name!r} does not say: {', '.join(about)}")
+        return
+    typer.echo("the model with it, so that predictions have names and take raw samples:" if about else "the model:")
+    typer.echo(shlex.join(own_model.command(checked.bundle, checked.export, bundle, out / ABOUT if about else None)))

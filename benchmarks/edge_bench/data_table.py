@@ -30,7 +30,8 @@ class Source:
 
     `maker` is how devices of a natural split are called. What is `dependent` is divided by nothing else, because
     neighbouring samples of one maker belong together; it is the name to call it by. Published test samples that are
-    `pooled` are dealt out like the others, unless a device gets so many `per_class`.
+    `pooled` are dealt out like the others, unless a device gets so many `per_class`. `normalised` samples are no raw
+    ones: a bundle's normalisation is not for them.
     """
 
     read: Callable[[DataConfig, Shape], Samples | Fleet]
@@ -38,6 +39,7 @@ class Source:
     maker: str = "device"
     dependent: str = ""
     pooled: bool = False
+    normalised: bool = False
 
 
 class DataConfig(BaseModel):
@@ -84,11 +86,11 @@ class DataConfig(BaseModel):
     """`python`: the function, as FILE.py:NAME or package.module:NAME."""
     arguments: dict[str, Any] = {}
     """`python`, and data sets of other packages: keyword arguments of the function."""
-    size: Annotated[int, Field(ge=1, le=4096)] | tuple[int, int] | None = None
+    size: int | tuple[int, int] | None = None
     """Images: their side, or height and width; None: those of the model's input, else of the first image."""
     colour: images.Colour | None = None
     """Images: one channel or three; None: as many as the model's input has, else the first image."""
-    mean: tuple[float, ...] | None = None
+    mean: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
     """Images: subtracted from values in 0..1, one for each channel or for all. None: 0."""
     deviation: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     """Images: what values in 0..1, less the mean, are divided by. None: 1."""
@@ -109,6 +111,21 @@ class DataConfig(BaseModel):
                 "unknown", "there is no such data set; choose {choices}", {"choices": ", ".join(names) + near}
             )
         return name
+
+    @field_validator("labels")
+    @classmethod
+    def _once(cls, labels: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if labels is not None and len(set(labels)) < len(labels):
+            raise PydanticCustomError("twice", "name each class once")
+        return labels
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _sides(cls, size: Any) -> Any:
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        if size is not None and not (len(sides) == 2 and all(type(n) is int and 1 <= n <= 4096 for n in sides)):
+            raise PydanticCustomError("size", "give a side of 1 to 4096 pixels, or [height, width]")
+        return size
 
     @model_validator(mode="after")
     def _nothing_unused(self) -> DataConfig:
@@ -189,7 +206,8 @@ def _installed(config: DataConfig, shape: Shape) -> Samples | Fleet:
 _PICTURES = frozenset({"path", "standardise", "size", "colour", "mean", "deviation"})
 SOURCES: Mapping[str, Source] = {
     "har": Source(
-        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person", "UCI HAR"
+        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person", "UCI HAR",
+        normalised=True,
     ),
     "femnist": Source(lambda c, _: sources.read_femnist(find(c.name, c.path)), maker="writer"),
     "shakespeare": Source(
@@ -199,7 +217,8 @@ SOURCES: Mapping[str, Source] = {
     "digits": Source(lambda c, _: sources.read_digits(), frozenset()),
     **dict.fromkeys(("mnist", "fashion-mnist"), Source(lambda c, _: sources.read_mnist(find(c.name, c.path)))),
     **dict.fromkeys(
-        ("cifar10", "cifar100"), Source(lambda c, _: sources.read_cifar(find(c.name, c.path)), pooled=True)
+        ("cifar10", "cifar100"),
+        Source(lambda c, _: sources.read_cifar(find(c.name, c.path)), pooled=True, normalised=True),
     ),
     "npz": Source(lambda c, _: own_data.read_npz(_here(c)), frozenset({"path", "standardise"})),
     "images": Source(lambda c, shape: images.read_folder(_here(c), c.form(shape)), _PICTURES),

@@ -7,7 +7,7 @@ docs/data.md describes each data set and every key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,28 @@ from edge_bench.data_table import DataConfig, Shape, source
 from edge_bench.own_data import Fleet
 from edge_bench.partition import FEWEST, Share
 from edge_bench.sources import Samples, find
-from edge_client.bundle import Manifest
+from edge_client.bundle import Manifest, Normalisation
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "divide", "find", "load", "read", "undivided", "write"]
+__all__ = ["DataConfig", "Divided", "divide", "divided", "find", "load", "read", "undivided", "write"]
 
 _SPARE = 1 << 28  # bytes of memory to leave free
+LONGEST = 50_000  # values of a mean that are written: a manifest has at most 4 MB
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Every device's data by its name, as the model takes them, and what is known of all of it.
+
+    `classes` are the labels' names, () when they have none. With `normalised` the samples are no raw ones:
+    `normalisation` says what raw ones went through, None when that is unknown or too long to be said.
+    """
+
+    devices: dict[str, DeviceData]
+    classes: tuple[str, ...] = ()
+    normalised: bool = False
+    normalisation: Normalisation | None = None
 
 
 def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
@@ -37,9 +52,14 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
     Raises DataError or ConfigError.
     """
     s = source(config.name).read(config, shape)
+    if config.name == "hf" and isinstance(s, Samples) and s.decode is None:
+        for key in sorted({"size", "colour", "mean", "deviation"} & config.model_fields_set):
+            raise ConfigError(f"[data] {key} is for images, and {config.called} holds numbers; leave it out")
     if config.labels is None or isinstance(s, Fleet):
         return s
     y = _classes(config, s)
+    if missing := sorted(set(config.labels) - set(np.unique(y).tolist())):
+        raise ConfigError(f"{config.called} has no sample of class {missing[0]}; leave it out of `labels`")
     number = np.full(max(int(y.max()), *config.labels) + 1, -1)
     number[list(config.labels)] = np.arange(len(config.labels))
     kept = np.flatnonzero(number[y] >= 0)
@@ -116,7 +136,7 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
     s = _chosen(s, rows)
     if config.name == "har" and config.inside == "window":
         s = replace(s, unit=np.arange(len(s.y)))
-    return s, _parts(s, owner[rows], label, seed)
+    return s, _parts(s, owner[rows], label, seed, s.names)
 
 
 def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
@@ -139,8 +159,10 @@ def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
     return partition.by_class(y[first], size, count, seed, config.alpha, classes)[unit]
 
 
-def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[str, Share]:
-    """By device the rows of its parts; -1 owns nothing."""
+def _parts(
+    s: Samples, owner: NDArray[np.int64], label: str, seed: int, names: tuple[str, ...] = ()
+) -> dict[str, Share]:
+    """By device the rows of its parts; -1 owns nothing. `names` are those of owners; others are LABEL-NUMBER."""
     people = np.unique(owner[owner >= 0])
     width = len(str(people.max()))
     plain = s.y if s.y.ndim == 1 and np.issubdtype(s.y.dtype, np.integer) else np.zeros(len(s.y), np.int64)
@@ -153,19 +175,32 @@ def _parts(s: Samples, owner: NDArray[np.int64], label: str, seed: int) -> dict[
             part = partition.published_part(s.published[mine], s.unit[mine], stream)
         else:
             part = partition.hold_out(plain[mine], s.unit[mine], stream)
-        shares[s.names[p] if s.names else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
+        shares[names[p] if names else f"{label}-{p:0{width}d}"] = Share.of(mine, part)
     return shares
 
 
 def load(
     config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None
 ) -> dict[str, DeviceData]:
-    """Every device's data by its name, in the shape and dtype of the bundle's input; `found` is what `read` gave.
+    """Every device's data by its name. Raises as `divided` does."""
+    return divided(config, seed, manifest, found).devices
 
-    A user's raw samples are normalised as the bundle says, as a device does it, unless the table says how.
+
+def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None) -> Divided:
+    """Every device's data in the shape and dtype of the bundle's input; `found` is what `read` gave.
+
+    Raw samples are normalised as the bundle says, as a device does it, or as the table says.
     Features of HAR are standardised with the mean and deviation of all devices' training samples together.
     Raises DataError or ConfigError.
     """
+    raw = not source(config.name).normalised
+    by_table = config.standardise or config.mean is not None or config.deviation is not None
+    normalisation = manifest.input.normalisation
+    if normalisation is not None and by_table:
+        raise ConfigError(
+            f"the bundle {manifest.name!r} says how raw samples are normalised, and so does [data]; leave out "
+            "`standardise`, `mean` and `deviation`, or the bundle's normalisation"
+        )
     if found is None:
         found = read(config, manifest.input.shape)
     if isinstance(found, Fleet):
@@ -176,10 +211,6 @@ def load(
     scale = None
     if config.name == "har" or config.standardise:
         scale = _scale(s.samples(np.sort(np.concatenate([share.train for share in shares.values()]))))
-    raw = (
-        "standardise" in source(config.name).keys and not {"standardise", "mean", "deviation"} & config.model_fields_set
-    )
-    normalisation = manifest.input.normalisation if raw else None
     devices = {}
     for name, share in shares.items():
         trained, validated, reported = share.train, share.train[:0], share.validation
@@ -197,14 +228,41 @@ def load(
         sides = []
         for rows in (trained, validated, reported):
             x = _shaped(_scaled(s.samples(rows), scale), manifest.input.shape)
-            if normalisation is not None and x.shape[1:] == manifest.input.shape and x.dtype.kind in "fiub":
+            if raw and normalisation is not None and x.shape[1:] == manifest.input.shape and x.dtype.kind in "fiub":
                 x = normalisation.apply(x)
             sides.append(check(manifest, x, s.y[rows], f"{config.called}, {name}"))
         devices[name] = DeviceData(*(array for side in sides for array in side))
-    return devices
+    said = normalisation if raw else None
+    if by_table or scale is not None:
+        one = s.samples(next(iter(shares.values())).train[:1])
+        said = _said(config, scale, one.shape[1:], manifest.input.shape)
+    return Divided(devices, s.classes, not raw or said is not None or by_table, said)
 
 
-def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> dict[str, DeviceData]:
+def _said(
+    config: DataConfig, scale: Scale | None, sample: tuple[int, ...], shape: tuple[int, ...]
+) -> Normalisation | None:
+    """What the table makes of raw samples, images in 0..1, for a model that takes samples of `shape`."""
+    mean, deviation = (
+        np.broadcast_to(np.array(values or (default,)).reshape(-1, *(1,) * (len(sample) - 1)), sample)
+        for values, default in ((config.mean, 0.0), (config.deviation, 1.0))
+    )
+    if scale is not None:
+        mean, deviation = mean + deviation * scale[0], deviation * scale[1]
+    mean, deviation = _shaped(mean[None], shape)[0], _shaped(deviation[None], shape)[0]
+    deviation = np.where(deviation == 0, 1.0, deviation)  # the margin around an image
+    both = np.stack([mean.ravel(), deviation.ravel()])
+    rows = both.reshape(2, shape[0] if shape else 1, -1)
+    if (both == both[:, :1]).all():
+        both = both[:, :1]
+    elif (rows == rows[:, :, :1]).all():
+        both = rows[:, :, 0]
+    if both.shape[1] > LONGEST:
+        return None
+    return Normalisation(mean=tuple(both[0].tolist()), std=tuple(both[1].tolist()))
+
+
+def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> Divided:
     """What each device makes of its own file, as a real device of a federation with the same seed does."""
     for key in ("split", "samples", "labels", "validation"):
         if key in config.model_fields_set:
@@ -219,19 +277,22 @@ def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> 
         name: replace(f, arrays={k: _shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
         for name, f in list(fleet.devices.items())[: config.devices]
     }
+    already = any("normalised" in f.arrays for f in fleet.devices.values())
+    said = None if already else manifest.input.normalisation
     if config.standardise:
         scale = _scale(np.concatenate([fit(file, manifest, seed).x for file in files.values()]))
+        said = None if already else _said(config, scale, shape, shape)
         files = {
             name: replace(f, arrays={k: _scaled(a, scale) if k[0] == "x" else a for k, a in f.arrays.items()})
             for name, f in files.items()
         }
     devices = {name: fit(file, manifest, seed) for name, file in files.items()}
-    if config.evaluate == "test":
-        return devices
-    return {
-        name: replace(d, x_test=d.x_val, y_test=d.y_val, x_val=d.x_val[:0], y_val=d.y_val[:0])
-        for name, d in devices.items()
-    }
+    if config.evaluate == "validation":
+        devices = {
+            name: replace(d, x_test=d.x_val, y_test=d.y_val, x_val=d.x_val[:0], y_val=d.y_val[:0])
+            for name, d in devices.items()
+        }
+    return Divided(devices, (), already or config.standardise or said is not None, said)
 
 
 Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -268,13 +329,14 @@ def _shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return x.reshape(-1, *shape) if prod(x.shape[1:]) == prod(shape) else x
 
 
-def write(devices: Mapping[str, DeviceData], folder: Path) -> dict[str, Path]:
+def write(devices: Mapping[str, DeviceData], folder: Path, normalised: bool = True) -> dict[str, Path]:
     """One .npz file a device, as `maskfleet join --data` reads it. Raises DataError for a name that is no device's."""
+    mark: dict[str, Any] = {"normalised": np.True_} if normalised else {}
     for name in devices:
         own_data.check_name(name, "data")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for name, data in devices.items():
         paths[name] = folder / f"{name}.npz"
-        np.savez(paths[name], **vars(data), normalised=np.True_)
+        np.savez(paths[name], **{**vars(data), **mark})
     return paths

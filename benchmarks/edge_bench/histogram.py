@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_bench.curves import check_plot
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 
@@ -88,7 +87,6 @@ def untested(devices: Mapping[str, DeviceData], part: str) -> list[str]:
 
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:
     """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises ConfigError."""
-    check_plot(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

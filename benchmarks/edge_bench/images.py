@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_bench.sources import Samples
+from edge_bench.sources import SPLITS, Samples
 from edge_client.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
@@ -93,8 +93,9 @@ def stack(pictures: Iterable[Image.Image], n: int, form: Form) -> NDArray[np.flo
 def read_folder(path: Path, wanted: Form) -> Samples:
     """Images in a folder for each class, `CLASS/x.png`, or these in a folder for each device, `DEVICE/CLASS/x.png`.
 
-    Classes are numbered in the order of their names. The files are opened when a device needs its samples. Raises
-    DataError for a folder without such images, or with both depths.
+    Folders above of the names of splits, `train/CLASS/x.png` and `test/CLASS/x.png`, are no devices: what is in those
+    that begin with "test" are test samples. Classes are numbered in the order of their names. The files are opened when
+    a device needs its samples. Raises DataError for a folder without such images, or with both depths.
     """
     if not path.is_dir():
         raise DataError(f"there is no folder {path}; `images` reads a folder with one folder of images for each class")
@@ -111,8 +112,11 @@ def read_folder(path: Path, wanted: Form) -> Samples:
     with opened(path / files[0]) as first:
         complete = wanted.of(first)
     names: tuple[str, ...] = ()
-    owner = None
-    if 3 in depths:
+    owner = published = None
+    above = {f.parts[0] for f in files} if 3 in depths else set()
+    if above and {name.lower() for name in above} <= SPLITS:
+        published = np.array([f.parts[0].lower().startswith("test") for f in files])
+    elif above:
         found, owner = np.unique([f.parts[0] for f in files], return_inverse=True)
         names = tuple(found.tolist())
 
@@ -120,7 +124,9 @@ def read_folder(path: Path, wanted: Form) -> Samples:
         return stack((_read(path / files[int(i)]) for i in rows), len(rows), complete)
 
     rows = np.arange(len(files))
-    return Samples(rows, y.astype(np.int64), rows, owner, names, decode=decode, classes=tuple(classes.tolist()))
+    published = published if published is not None and published.any() else None
+    y = y.astype(np.int64)
+    return Samples(rows, y, rows, owner, names, published, decode=decode, classes=tuple(classes.tolist()))
 
 
 def opened(file: Path) -> Image.Image:
@@ -133,6 +139,8 @@ def opened(file: Path) -> Image.Image:
 
 def _read(file: Path) -> Image.Image:
     with opened(file) as image:
+        if image.mode == "F":
+            raise DataError(f"{file} has floating-point values, of what range it does not say; give them as arrays")
         try:
             image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_bench import images
 from edge_bench.images import Form
-from edge_bench.sources import Samples
+from edge_bench.sources import SPLITS, Samples
 from edge_client import authored
 from edge_client.bundle import Input
 from edge_client.data import DataFile, checked, numbers
@@ -57,6 +57,16 @@ def check_name(name: str, what: str) -> None:
         ) from None
 
 
+def _fleet(devices: Mapping[str, DataFile], what: str) -> Fleet:
+    """Each device's arrays. Raises DataError when the names are those of splits."""
+    if len(devices) > 1 and {name.lower() for name in devices} <= SPLITS:
+        raise DataError(
+            f"{what} has {', '.join(devices)}, which name parts of one data set and no devices; put all samples into "
+            "one x and y, and mark test samples by `is_test`"
+        )
+    return Fleet(devices)
+
+
 # --- .npz
 
 
@@ -69,7 +79,7 @@ def read_npz(path: Path) -> Samples | Fleet:
         raise DataError(f"the folder {path} holds no .npz file; name a file, or put DEVICE.npz files there")
     for file in files:
         check_name(file.stem, str(file))
-    return Fleet({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files})
+    return _fleet({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files}, f"the folder {path}")
 
 
 def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
@@ -84,6 +94,13 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
     for key in ("owner", "group", "is_test"):
         if key in arrays and arrays[key].shape != (n,):
             raise DataError(f"{what}: `{key}` has shape {arrays[key].shape}; give one a sample, shape {(n,)}")
+    for key in ("owner", "group"):
+        if key in arrays and arrays[key].dtype.kind == "f" and (bad := ~np.isfinite(arrays[key])).any():
+            raise DataError(f"{what}: `{key}` of sample {bad.argmax()} is {arrays[key][bad.argmax()]}; give each one")
+    if "is_test" in arrays and not np.isin(arrays["is_test"], (0, 1)).all():
+        raise DataError(f"{what}: `is_test` holds other values than true and false; give one truth value a sample")
+    if "is_test" in arrays and len(np.unique(arrays["is_test"])) < 2:
+        raise DataError(f"{what}: `is_test` marks no sample or every one; mark some, or leave it out")
     unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None
@@ -160,7 +177,7 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
         for name, arrays in made.items():
             check_name(str(name), place)
             devices[str(name)] = _of_a_device(_arrays(arrays, f"{place}, {name}"), f"{place}, {name}")
-        return Fleet(devices)
+        return _fleet(devices, place)
     if not {"x", "y"} <= made.keys():
         raise DataError(f"{place} returned a mapping with the keys {list(made)[:5]}; return {RETURNS}")
     return whole(_arrays(made, place), place)
@@ -203,10 +220,14 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
             parts = dict(found) if isinstance(found, dict) else {"train": found}
         else:
             parts = _parquet(path)
+    except IndexError:  # how load_from_disk fails on what was saved with no rows
+        raise DataError(f"{path} holds no samples, or a split of it has none; save it without") from None
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is neither a folder of save_to_disk nor one with Parquet files: {authored.described(error)}"
         ) from None
+    if not any(len(part) for part in parts.values()):
+        raise DataError(f"{path} holds no samples")
     table = datasets.concatenate_datasets(list(parts.values()))
     test = np.concatenate([np.full(len(part), name.startswith("test")) for name, part in parts.items()])
     if features is None:
@@ -216,6 +237,12 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
             raise DataError(
                 f"{path} has no column {column!r}; set `{key}` to one of {', '.join(table.column_names)}"
                 f"{suggestion(column, table.column_names)}"
+            )
+        empty = table.with_format("arrow")[:][column].is_null().to_numpy()
+        if empty.any():
+            raise DataError(
+                f"{path}, column {column!r}: {empty.sum()} of {len(empty)} rows have no value, first row "
+                f"{empty.argmax()}; take them out with `filter`"
             )
     y, classes = _labels(table, label)
     people, names = named(None if owner is None else np.asarray(table[owner][:]), f"{path}, {owner}")
@@ -239,8 +266,10 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
 
 def _parquet(path: Path) -> dict[str, Any]:
     import datasets
+    from pyarrow import parquet
 
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = [file for file in files if parquet.read_metadata(file).num_rows]
     parts = {}
     for split, chosen in (
         ("train", [f for f in files if not f.stem.startswith("test")]),

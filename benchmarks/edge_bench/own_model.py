@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
-from edge_client.bundle import Bundle
-from edge_client.errors import ConfigError, DataError
+from edge_client.bundle import MANIFEST, Bundle, Normalisation
+from edge_client.errors import ConfigError, DataError, ModelError
+from edge_client.targets import Classification, Sequence
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
@@ -46,19 +47,27 @@ class ExportConfig(BaseModel):
     """Draw the weights from this seed at the scale that methods on frozen weights need; None: the module's own."""
     init: Literal["he", "torch", "sign"] = "he"
     """How the seed draws weights."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, in their order; empty: the data's names, if they have any."""
+    normalisation: Normalisation | None = None
+    """What raw samples go through before the model; None: nothing."""
 
 
 def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
-    """The arguments of an export: shape, dtype, target, seed, init."""
+    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation."""
     if isinstance(data, Fleet):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
     else:
         x, y = data.samples(np.arange(1)), data.y
+    if x.ndim == 1 and table.input is None:
+        raise DataError(f"samples have no axis, x has shape {y.shape[:1]}; give each a list of values, like x[:, None]")
     if y.ndim == 2 and y.shape[1] == 1 and np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels have shape {y.shape}; give one class a sample, shape {y.shape[:1]}")
+    if table.target is None and y.ndim == 2 and y.shape[1] > 1 and (np.sort(y, axis=1) == np.eye(y.shape[1])[-1]).all():
+        raise DataError("labels are one-hot; give y.argmax(axis=1), or say what they are with `[export]` target")
     whole = np.issubdtype(x.dtype, np.integer) and x.dtype != np.uint8
-    kind = "regression" if not np.issubdtype(y.dtype, np.integer) else "classification" if y.ndim == 1 else "sequence"
+    kind = "regression" if y.dtype.kind not in "iub" else "classification" if y.ndim == 1 else "sequence"
     sizes = {k: n for k, n in (("classes", table.classes), ("outputs", table.outputs)) if n is not None}
     return {
         "shape": table.input or tuple(x.shape[1:]),
@@ -66,6 +75,8 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         "target": {"kind": table.target or kind, **sizes},
         "seed": table.seed,
         "init": table.init,
+        "class_names": table.class_names,
+        "normalisation": table.normalisation,
     }
 
 
@@ -80,8 +91,12 @@ def open_module(
     if not file.is_file():
         raise ConfigError(f"bundle = {place!r}: there is no file {file.resolve()}")
     arguments = {**settings(table, data), "torch_part": torch_part}
+    in_data = () if isinstance(data, Fleet) else data.classes
+    if in_data != table.class_names and sorted(in_data) == sorted(table.class_names):
+        raise ConfigError(f"[export] class_names: the data number their classes {', '.join(in_data)}; leave it out")
     function = place.rpartition(":")[2]
-    address = sha256(repr((function, arguments, recipe(), _version("torch"))).encode())
+    known = () if table.class_names else in_data
+    address = sha256(repr((function, arguments, known, recipe(), _version("torch"))).encode())
     for source in sources(file):
         address.update(source.read_bytes())
     for weights in sorted(f for f in file.parent.iterdir() if f.suffix in WEIGHTS):
@@ -92,7 +107,10 @@ def open_module(
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
-        export_factory(place, out=folder, name=file.stem, **arguments)
+        try:
+            _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
+        except ModelError as error:
+            raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
     def check() -> None:
         if find_spec("torch") is None or find_spec("onnxscript") is None:
@@ -102,6 +120,37 @@ def open_module(
             )
 
     return into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+
+
+def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:
+    """What to add to the exporter's `fault`, when it may come from what the data were taken for."""
+    kind = made["target"]["kind"]
+    if table.dtype is None and made["dtype"] == "int64" and "does not run" in fault:
+        return '; whole numbers go in as int64, as ids do: for measurements set `[export]` dtype = "float32"'
+    if table.target is None and kind == "classification" and "do not suit" in fault:
+        return '; labels need an output for each class, and numbers to predict `[export]` target = "regression"'
+    return ""
+
+
+def _named(bundle: Bundle, classes: tuple[str, ...]) -> None:
+    """Give an exported bundle the data's names of its classes, if it has as many."""
+    m = bundle.manifest
+    if classes and isinstance(m.target, Classification | Sequence) and m.target.classes == len(classes):
+        (bundle.folder / MANIFEST).write_bytes(m.model_copy(update={"class_names": classes}).to_bytes())
+
+
+def command(place: str, table: ExportConfig, bundle: Bundle, about: Path | None) -> list[str]:
+    """The `maskfleet export` that writes the bundle of a simulation, with the file `about`."""
+    m, default = bundle.manifest, ExportConfig()
+    options: dict[str, Any] = {"--input": ",".join(map(str, m.input.shape))}
+    if m.input.dtype != "float32":
+        options["--dtype"] = m.input.dtype
+    if m.target.kind != "classification":
+        options["--target"] = m.target.kind
+    options |= {f"--{k}": v for k in ("seed", "init") if (v := getattr(table, k)) != getattr(default, k)}
+    if about is not None:
+        options["--about"] = about
+    return ["maskfleet", "export", place, *(str(word) for pair in options.items() for word in pair), "-o", "bundle"]
 
 
 def _version(package: str) -> str:

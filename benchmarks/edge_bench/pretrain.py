@@ -184,6 +184,12 @@ DRAWN: Mapping[str, Recipe] = {
     "digits-wide": (partial(models.mlp, *models.DIGITS_WIDE), lambda: torch.zeros(2, 64), _TEN, "he"),
     "har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
     "mlp-har": (partial(models.mlp, *models.HAR), lambda: torch.zeros(2, 1152), Classification(classes=6), "he"),
+    "mlp-har-binary": (
+        partial(models.binary_mlp, *models.HAR),
+        lambda: torch.zeros(2, 1152),
+        Classification(classes=6),
+        "he",
+    ),
     "mlp-mnist": (partial(models.mlp, 784, 300, 100, 10), lambda: torch.zeros(2, 784), _TEN, "he"),
     "cnn-mnist": (models.mnist_cnn, partial(_image, 1, 28), _TEN, "torch"),
     "cnn-fashion": (partial(models.image_cnn, 10), partial(_image, 1, 28), _TEN, "torch"),

@@ -26,7 +26,7 @@ from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Contribution, Encoded
 from edge_bench import datasets
 from edge_bench.bundles import NAMES, open_named
-from edge_bench.datasets import DataConfig
+from edge_bench.datasets import DataConfig, Divided
 from edge_bench.own_model import ExportConfig, open_module
 from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
 from edge_client.authored import described, is_place, place_of
@@ -140,6 +140,9 @@ def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     """
     if name in NAMES and name not in packaged():
         return open_named(name)
+    file, extension, _ = Path(name).name.partition(".py")
+    if extension and not is_place(name):
+        raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
     return Bundle.open(bundle_folder(name, beside, *NAMES))
 
 
@@ -148,12 +151,18 @@ def prepare(config: SimulationConfig) -> tuple[Bundle, dict[str, DeviceData]]:
 
     Raises BundleError, DataError or ConfigError.
     """
+    bundle, divided = open_divided(config)
+    return bundle, divided.devices
+
+
+def open_divided(config: SimulationConfig) -> tuple[Bundle, Divided]:
+    """The same with what is known of all the data together."""
     if not is_place(config.bundle):
         bundle = find_bundle(config.bundle)
-        return bundle, datasets.load(config.data, config.seed, bundle.manifest)
+        return bundle, datasets.divided(config.data, config.seed, bundle.manifest)
     found = datasets.read(config.data, config.export.input)
     bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
-    return bundle, datasets.load(config.data, config.seed, bundle.manifest, found)
+    return bundle, datasets.divided(config.data, config.seed, bundle.manifest, found)
 
 
 @dataclass(frozen=True)

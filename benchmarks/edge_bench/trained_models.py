@@ -104,7 +104,7 @@ def _differ(found: F32, due: F32) -> int:
 def compare(bundle: Bundle, trainer: Trainer, personal: Personal, data: DeviceData, folder: Path) -> Found:
     """Write `compact.onnx` and `dense.onnx` into `folder`, and compare the first with the masked network."""
     compact, dense = folder / "compact.onnx", folder / "dense.onnx"
-    report = write_personal(bundle, personal, compact, data.x)
+    report = write_personal(bundle, personal, compact, data.x, align="none")
     write_dense(bundle, personal, dense, data.x)
     due = _pieces(lambda x: trainer.logits(personal.parameters, personal.buffers, x), data.x_test)
     found = outputs(compact, data.x_test)

@@ -252,9 +252,10 @@ def federation_toml(name: str, plan: Plan, label: str, trial: Trial) -> str:
     """The same method as a file for `maskfleet federation create`."""
     config = plan.config
     bundle = config.bundle if config.bundle in packaged() else str(plan.bundle.folder.resolve())
+    run = config.model_dump(mode="json", include={"guard", "personalise", "backend"}, exclude_defaults=True)
     given: Mapping[str, Any] = {
         "name": name, "bundle": bundle, "rounds": config.rounds, "cohort": config.cohort,
-        "min_devices": len(plan.devices), "seed": config.seed,
+        "min_devices": len(plan.devices), "seed": config.seed, **run,
         "method": {"name": label, **config.methods[label], **trial.settings},
     }  # fmt: skip
     return toml_text.dumps(given)
@@ -281,11 +282,9 @@ def tune(
     """
     if out is None:
         out = config.with_suffix(".tuned.toml")
-    if out.resolve() == config.resolve():
-        raise ConfigError(f"--out {out} would overwrite the file that is tuned; name another one")
-    check_writable(out, "--out")
+    check_writable(out, "--out", source=config)
     if json_file is not None:
-        check_writable(json_file)
+        check_writable(json_file, source=config)
     bound = read_size(most_bytes)
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)

@@ -236,6 +236,7 @@ def _begin(site: Site) -> None:
     """Set up a worker process. An interrupt is for the parent, which ends its workers."""
     global _bench
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's, which a fork inherits
     _bench = _Bench(site, site.open_trainer())
 
 

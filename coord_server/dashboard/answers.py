@@ -64,9 +64,20 @@ def _asset(name: str, content: bytes) -> Asset:
 
 ASSETS = {f.name: _asset(f.name, f.read_bytes()) for f in (files(__package__) / "assets").iterdir() if "." in f.name}
 
-_templates = Environment(
-    loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+TURNS = dict.fromkeys(
+    [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\N{REPLACEMENT CHARACTER}"
 )
+"""Characters that turn the direction of the text around them: a device's words must not move a page's."""
+
+
+def _plain(value: Any) -> Any:
+    return value.translate(TURNS) if isinstance(value, str) else value
+
+
+_templates = Environment(
+    loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    finalize=_plain,
+)  # fmt: skip
 _templates.filters |= {
     f.__name__: f for f in (words.number, words.size, words.duration, words.ago, words.score, words.coded)
 }

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from pydantic import ValidationError
-
 from coord_server.live.federation import LiveFederation
-from edge_client.errors import StorageDamagedError, first_fault
 from edge_client.protocol.messages import MeanCost, Round, Scores
 
 
@@ -65,24 +62,28 @@ def _troubles(r: Round) -> Iterator[Trouble]:
         yield Trouble(r.round, device, "skipped", "its update could not be folded and is left out")
 
 
+@dataclass
+class _Known:
+    """The rounds up to `last`, but those whose records cannot be read."""
+
+    rounds: list[Closed] = field(default_factory=list)
+    last: int = 0
+
+
 class Histories:
     """The closed rounds of every federation somebody has looked at."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[LiveFederation, list[Closed]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[LiveFederation, _Known] = WeakKeyDictionary()
         self._reading = asyncio.Lock()
 
     async def of(self, live: LiveFederation) -> Sequence[Closed]:
-        """All closed rounds, in order. Raises StateError."""
+        """All closed rounds whose records can be read, in order. Raises StateError."""
         async with self._reading:
-            known = self._known.setdefault(live, [])
-            due = live.progress().closed
-            if len(known) < due:
-                records = await live.rounds(first=len(known) + 1)
-                try:
-                    known += await asyncio.to_thread(lambda: [closed(r) for r in records])
-                except ValidationError as error:
-                    raise StorageDamagedError(
-                        f"the record of a round of {live.id} is damaged: {first_fault(error)}; restore the database"
-                    ) from None
-            return known
+            known = self._known.setdefault(live, _Known())
+            if known.last < live.progress().closed:
+                records = await live.rounds(first=known.last + 1)
+                read = [text for text in records.values() if text is not None]
+                known.rounds += await asyncio.to_thread(lambda: [closed(text) for text in read])
+                known.last = max(records, default=known.last)
+            return known.rounds

@@ -13,7 +13,6 @@ from urllib.parse import parse_qsl
 
 import segno
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import FileResponse
 from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -25,9 +24,10 @@ from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
 from coord_server.exports import Kind, lacking
-from coord_server.http import watch
+from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
+from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
 from edge_client.protocol.messages import TokenRequest
@@ -143,8 +143,9 @@ async def log_in(request: Request, served: Served) -> Response:
     fields = await _form(request)
     token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
     if served.role(token) is None:
-        client = request.client.host if request.client else "an unknown address"
-        log.warning("refused: a log-in from %s with a wrong token", client, extra={"limited": "log-in"})
+        client = caller(request.scope)
+        extra = {"client": client, "limited": "log-in"}
+        log.warning("refused: a log-in from %s with a wrong token", client, extra=extra)
         return page(request, "login", 401, next=to, wrong=True)
     answer = _see(to)
     _set(answer, request, session.begin(token, time.time()), session.LASTS)
@@ -221,7 +222,8 @@ async def show_federation(
     except Refusal as refusal:
         if refusal.kind != "not-loaded":
             raise
-        return page(request, "unloaded", found=served.summary(federation), refresh=view.QUIET)
+        found = served.summary(federation)
+        return page(request, "unloaded", found=found, stops="stop" in view.allowed(found.phase), refresh=view.QUIET)
     chosen = state if state in devices.STATES else ""
     shown = await view.federation(live, histories, chosen, name, part)
     phase = shown.found.phase
@@ -237,19 +239,21 @@ async def show_federation(
 async def export_state(served: Served, known: Seen, federation: FederationId) -> Response:
     """The method's global state after the last closed round, as a file."""
     live = await served.find(federation)
-    content, closed = await live.exported(), live.progress().closed
+    closed, content = await live.exported()
     file = f'attachment; filename="{live.id}-round-{closed}.safetensors"'
     return Response(content, headers={**answers.HEADERS, "Content-Disposition": file}, media_type=MEDIA_TYPE)
 
 
 @router.get("/federations/{federation}/exports/{export}/file")
-async def fetch_export(served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId) -> Response:
+async def fetch_export(
+    request: Request, served: Served, known: Seen, files: Files, federation: FederationId, id_: ExportId
+) -> Response:
     """A model as a file."""
     live = await served.find(federation)
     found = await asyncio.to_thread(files.show, id_, live.id)
     of = "" if found.device is None else f"-{found.device}"
-    name, kind = f"{live.id}{of}-round-{found.round}.{found.kind}", "application/octet-stream"
-    return FileResponse(files.file(id_), headers=answers.HEADERS, media_type=kind, filename=name)
+    name = f'attachment; filename="{live.id}{of}-round-{found.round}.{found.kind}"'
+    return blobs.file(request, files.file(id_), {**answers.HEADERS, "Content-Disposition": name})
 
 
 @router.get("/federations/{federation}/events")
@@ -262,8 +266,9 @@ async def follow(request: Request, served: Served, known: Seen, federation: Fede
 @router.get("/federations/{federation}/{action}")
 async def confirm(request: Request, served: Served, known: Seen, federation: FederationId, action: Action) -> Response:
     """Ask before a command is carried out."""
-    live = await served.find(federation)
-    found = live.summary()
+    if action != "stop":  # which one that could not be loaded takes too
+        await served.find(federation)
+    found = served.summary(federation)
     possible = action in view.allowed(found.phase)
     return page(request, "confirm", found=found, action=action, what=CONFIRMED[action], possible=possible)
 
@@ -310,9 +315,8 @@ async def export(served: Served, files: Files, fields: Command, federation: Fede
 @router.post("/federations/{federation}/{action}")
 async def operate(served: Served, _: Command, federation: FederationId, action: Action) -> Response:
     """Carry out a command."""
-    live = await served.find(federation)
-    await live.operate(view.ACTIONS[action])
-    return _see(f"/federations/{live.id}")
+    found = await served.operate(federation, view.ACTIONS[action])
+    return _see(f"/federations/{found.id}")
 
 
 # --- the API's reference

@@ -94,9 +94,10 @@ class Admission:
             refused = None
             if self._places.full(connection):
                 text = f"all {self._places.most} connections are in use; try again in a few seconds"
-                refused = problem("too-busy", text)
+                refused = problem(scope, "too-busy", text)
             elif self._counted[address] >= OF_ADDRESS:
-                refused = problem("too-many", f"{address} has {OF_ADDRESS} requests under way; wait for their answers")
+                text = f"{address} has {OF_ADDRESS} requests under way; wait for their answers"
+                refused = problem(scope, "too-many", text)
             if refused is not None:
                 await refused(scope, receive, send)
                 return
@@ -106,7 +107,7 @@ class Admission:
                 call.of_operator()
             elif role == "viewer" and not call.of_viewer(auth.hashed(shown)):
                 text = f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers"
-                await problem("too-many", text)(scope, receive, send)
+                await problem(scope, "too-many", text)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
         finally:

@@ -6,9 +6,9 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.responses import FileResponse
 
 from coord_server.exports import Exports, Kind
+from coord_server.http import blobs
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
@@ -71,10 +71,12 @@ async def show_export(served: Viewed, files: Files, federation: FederationId, id
 
 
 @router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
-async def fetch_export(served: Viewed, files: Files, federation: FederationId, id_: ExportId) -> Response:
-    """The file, once it is ready."""
+async def fetch_export(
+    request: Request, served: Viewed, files: Files, federation: FederationId, id_: ExportId
+) -> Response:
+    """The file, once it is ready. A single `Range` is honoured."""
     files.show(id_, (await served.find(federation)).id)
-    return FileResponse(files.file(id_), media_type="application/octet-stream")
+    return blobs.file(request, files.file(id_), {})
 
 
 @own.get(
@@ -109,5 +111,6 @@ async def fetch_own_model(
     if found.state != "ready":
         return _answer(found, str(request.url.path))
     path = files.file(found.id)
-    calling.live.devices.count(device, "down", "bundle", path.stat().st_size)  # bytes of no round
-    return FileResponse(path, headers={"Maskfleet-Source": str(found.source)}, media_type="application/octet-stream")
+    answer = blobs.file(request, path, {"Maskfleet-Source": str(found.source)})
+    calling.live.devices.count(device, "down", "bundle", int(answer.headers["Content-Length"]))  # bytes of no round
+    return answer

@@ -1,15 +1,17 @@
-"""Answers with content-addressed bytes: ETag, 304, single ranges."""
+"""Answers with content-addressed bytes or a file: ETag, 304, single ranges."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from coord_server.problems import Refusal
-from coord_server.store.blobs import FolderBlobs
+from coord_server.store.blobs import FolderBlobs, stream
 
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
 IMMUTABLE = "private, max-age=31536000, immutable"
@@ -40,14 +42,29 @@ async def immutable(
     asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if headers["ETag"] in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
-    span = _range(request.headers.get("range"), size)
-    start, stop = span or (0, size)
-    if span:
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    status = 206 if span else 200
+    start, stop, status = _part(request.headers.get("range"), size, headers)
     if data is None and size <= WHOLE:
         data = await asyncio.to_thread(blobs.read, shelf, sha256)
     if data is not None:
-        return Response(data[start:stop] if span else data, status, headers, media_type)
+        return Response(data[start:stop], status, headers, media_type)
     headers["Content-Length"] = str(stop - start)
     return StreamingResponse(blobs.stream(shelf, sha256, start, stop), status, headers, media_type)
+
+
+def file(request: Request, path: Path, more: Mapping[str, str]) -> Response:
+    """The bytes of a file, or of a single range of it, with `more` headers. Raises Refusal."""
+    found = path.stat()
+    headers = {"ETag": f'"{found.st_mtime_ns:x}-{found.st_size:x}"', "Accept-Ranges": "bytes", **more}
+    same = request.headers.get("if-range", headers["ETag"]) == headers["ETag"]
+    start, stop, status = _part(request.headers.get("range") if same else None, found.st_size, headers)
+    headers["Content-Length"] = str(stop - start)
+    return StreamingResponse(stream(path, start, stop), status, headers, "application/octet-stream")
+
+
+def _part(asked: str | None, size: int, headers: dict[str, str]) -> tuple[int, int, int]:
+    """First byte, the one after the last and the status of an answer, whose `headers` say which part it is."""
+    span = _range(asked, size)
+    if span is None:
+        return 0, size, 200
+    headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{size}"
+    return *span, 206

@@ -13,6 +13,7 @@ from coord_server.http.access import FederationId, Operated, RoundNumber, Served
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
+from edge_client.errors import StorageDamagedError
 from edge_client.protocol.messages import (
     MAX_ROUNDS,
     Change,
@@ -101,8 +102,8 @@ async def change_federation(served: Operated, federation: FederationId, change: 
 async def delete_federation(request: Request, served: Operated, federation: FederationId) -> None:
     """Delete it with its devices, tokens, rounds, state, blobs and exports; its name is free again.
 
-    A federation that runs or is paused is refused: stop it first. Devices of a finished one that have not fetched their
-    last downlink get none.
+    A federation that runs or is paused is refused: stop it first. One that could not be loaded does not run. Devices of
+    a finished one that have not fetched their last downlink get none.
     """
     await served.delete(federation)
     await request.app.state.exports.tidy()
@@ -116,11 +117,10 @@ async def operate_federation(
 
     `pause` stops the round's clock: updates under way are still taken, no round closes or opens. `resume` goes on with
     the seconds the round had left; after a pause by `max_attempts` it allows as many again. `stop` ends the federation
-    for good: the state after the last closed round can still be exported.
+    for good: the state after the last closed round can still be exported. A federation that could not be loaded
+    takes `stop` only.
     """
-    live = await served.find(federation)
-    await live.operate(_OPERATIONS[action])
-    return live.summary()
+    return await served.operate(federation, _OPERATIONS[action])
 
 
 @router.get("/federations/{federation}/devices", responses=LINK)
@@ -152,25 +152,30 @@ async def list_rounds(
 ) -> Any:
     """Traffic, bits per parameter, loss, scores, failures and guarded updates of every closed round.
 
-    The last round's `traffic.last_down` grows as devices fetch the downlink after it.
+    A record that is damaged is left out, and the federation's `fault` names it. The last round's `traffic.last_down`
+    grows as devices fetch the downlink after it.
     """
     (after,) = page.after(int) or (0,)
-    first = max(first, after + 1)
-    records = await (await served.find(federation)).rounds(first, last, page.limit + 1)
-    records = list(page.cut(records, [(first + i,) for i in range(len(records))]))  # no closed round is missing
-    return Response("[" + ",".join(records) + "]", headers=page.response.headers, media_type="application/json")
+    found = await (await served.find(federation)).rounds(max(first, after + 1), last, page.limit + 1)
+    records = page.cut(list(found.values()), [(number,) for number in found])
+    text = ",".join(record for record in records if record is not None)
+    return Response(f"[{text}]", headers=page.response.headers, media_type="application/json")
 
 
 @router.get("/federations/{federation}/rounds/{round}", response_model=Round)
 async def show_round(served: Viewed, federation: FederationId, round_: RoundNumber) -> Any:
     """One closed round's record."""
-    records = await (await served.find(federation)).rounds(round_, round_)
+    live = await served.find(federation)
+    records = await live.rounds(round_, round_)
     if not records:
         raise Refusal("not-found", f"round {round_} of {federation} is not closed; GET .../rounds lists those that are")
-    return Response(records[0], media_type="application/json")
+    if records[round_] is None:
+        raise StorageDamagedError(f"the record of round {round_} of {federation} is damaged; restore the database")
+    return Response(records[round_], media_type="application/json")
 
 
 @router.get("/federations/{federation}/state", response_class=Response, responses=_STATE)
 async def export_state(served: Viewed, federation: FederationId) -> Response:
-    """The same seed and updates give the same bytes, here and in the simulator."""
-    return Response(await (await served.find(federation)).exported(), media_type=MEDIA_TYPE)
+    """The same seed and updates give the same bytes, here and in the simulator. `Maskfleet-Round` is the round."""
+    round_, content = await (await served.find(federation)).exported()
+    return Response(content, headers={"Maskfleet-Round": str(round_)}, media_type=MEDIA_TYPE)

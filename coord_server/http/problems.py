@@ -9,12 +9,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from coord_server.problems import MEDIA_TYPE, PROBLEMS, Refusal, message
 from edge_client.errors import StateError, StorageDamagedError, StorageUnreachableError, first_fault
 
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secrets
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
@@ -35,12 +37,27 @@ COMMON: dict[str, tuple[str, ...]] = {
 log = logging.getLogger("maskfleet")
 
 
-def problem(kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None) -> Response:
+def problem(
+    scope: Scope, kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None
+) -> Response:
     """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit."""
     body = message(kind, detail, status)
     level = logging.INFO if body.status in (400, 404, 408, 409) else logging.WARNING
-    log.log(level, "refused, %s: %s", kind, body.detail, extra={"refused": kind, "limited": f"refused {kind}"})
+    asked, client = called(scope), caller(scope)
+    extra = {"refused": kind, "request": asked, "client": client, "limited": f"refused {kind}"}
+    log.log(level, "refused, %s: %s from %s: %s", kind, asked, client, body.detail, extra=extra)
     return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
+
+
+def called(scope: Scope) -> str:
+    """Method and route of a request for the log: the route's pattern, because a path may hold a secret by mistake."""
+    method = scope["method"] if scope["method"] in METHODS else "an unknown method"
+    return f"{method} {getattr(scope.get('route'), 'path', '')}".rstrip()
+
+
+def caller(scope: Scope) -> str:
+    """The address that a request came from, for the log."""
+    return str(scope["client"][0]) if scope.get("client") else "an unknown address"
 
 
 def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
@@ -66,15 +83,15 @@ def describe(operation: dict[str, Any]) -> None:
     operation["responses"] = dict(sorted(answers.items()))
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return problem(error.kind, str(error))
+    return problem(request.scope, error.kind, str(error))
 
 
-async def _storage(_: Request, error: Exception) -> Response:
-    if isinstance(error, StorageDamagedError):
-        return problem("storage-damaged", str(error))
-    return problem("storage-unreachable" if isinstance(error, StorageUnreachableError) else "storage-full", str(error))
+async def _storage(request: Request, error: Exception) -> Response:
+    unreachable = "storage-unreachable" if isinstance(error, StorageUnreachableError) else "storage-full"
+    kind = "storage-damaged" if isinstance(error, StorageDamagedError) else unreachable
+    return problem(request.scope, kind, str(error))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -85,7 +102,7 @@ async def _http(request: Request, error: Exception) -> Response:
         "not-found": f"there is nothing at {path}; see /docs",
         "method-not-allowed": f"{path} does not take {request.method}; see /docs",
     }.get(kind, str(error.detail))
-    return problem(kind, detail, dict(error.headers or {}), error.status_code)
+    return problem(request.scope, kind, detail, dict(error.headers or {}), error.status_code)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
@@ -93,8 +110,10 @@ async def _malformed(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     sent_as = request.headers.get("content-type")
     if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
-        return problem("bad-message", f"the message was sent as {sent_as}; send Content-Type: application/json")
-    return problem("bad-message", f"{first_fault(error, secret=_secret(request))}; correct it and send again")
+        what = f"the message was sent as {sent_as}; send Content-Type: application/json"
+    else:
+        what = f"{first_fault(error, secret=_secret(request))}; correct it and send again"
+    return problem(request.scope, "bad-message", what)
 
 
 def _secret(request: Request) -> bool:
@@ -102,12 +121,13 @@ def _secret(request: Request) -> bool:
     return not SECRET.isdisjoint(request.url.path.split("/"))
 
 
-async def _disconnected(_: Request, error: Exception) -> Response:
-    return problem("bad-request", "the caller disconnected before the body was complete; send it again")
+async def _disconnected(request: Request, error: Exception) -> Response:
+    detail = "the caller disconnected before the body was complete; send it again"
+    return problem(request.scope, "bad-request", detail)
 
 
-async def _broken(_: Request, error: Exception) -> Response:
-    return problem("internal-error", PROBLEMS["internal-error"].example)
+async def _broken(request: Request, error: Exception) -> Response:
+    return problem(request.scope, "internal-error", PROBLEMS["internal-error"].example)
 
 
 def install(app: FastAPI) -> None:

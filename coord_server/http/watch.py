@@ -14,7 +14,7 @@ from coord_server import metrics
 from coord_server.connections import Connection
 from coord_server.http.access import CALL, Call, FederationId, OperatorHeader, Served, Viewed, viewer
 from coord_server.http.openapi import COMPONENTS
-from coord_server.http.problems import documented
+from coord_server.http.problems import METHODS, documented
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from edge_client.protocol.changes import AnyChange, Faulted, Snapshot
@@ -24,10 +24,10 @@ MEDIA_TYPE = "text/event-stream"
 HEARTBEAT = 15.0  # seconds without an event until a comment is sent, so that a broken connection is noticed
 SLOW = 20.0  # seconds that a reader has to take what was sent; after that its connection is closed
 STREAMS = 64  # streams at a time, at most; and at most a quarter of the connections
+LONGEST = 40  # characters of the last id seen
 RETRY = 3000  # milliseconds until a reader connects again
 
 TEXT = "text/plain; version=0.0.4"
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 figures = APIRouter(tags=["operator"])
@@ -50,7 +50,7 @@ async def watch_federation(
     request: Request,
     served: Viewed,
     federation: FederationId,
-    last_event_id: Annotated[str, Header(description="The last `id` seen: go on after it.", max_length=40)] = "",
+    last_event_id: Annotated[str, Header(description="The last `id` seen: go on after it.", max_length=LONGEST)] = "",
 ) -> Response:
     """What is committed, as it happens, at whichever coordinator.
 
@@ -66,7 +66,8 @@ async def watch_federation(
 async def follow(request: Request, live: LiveFederation, last_event_id: str, allowed: Callable[[], bool]) -> Response:
     """The stream of a federation for as long as its reader is `allowed`. Raises Refusal, StateError."""
     call: Call = request.scope[CALL]
-    seen = int(last_event_id) if last_event_id.isascii() and last_event_id.isdecimal() else None
+    version = last_event_id.isascii() and last_event_id.isdecimal() and len(last_event_id) <= LONGEST
+    seen = int(last_event_id) if version else None
     if seen is not None and seen > live.feed.version:
         await live.refresh()  # it comes from another coordinator, which is ahead
     streams: list[Response] = request.app.state.streams

@@ -185,10 +185,18 @@ class Devices:
         self._change(device).last_down = json.dumps(sizes, separators=(",", ":"))
 
     async def last_downlinks(self) -> dict[str, int]:
-        """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once."""
+        """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once.
+
+        Raises StateError.
+        """
         await self.flush()
         texts = await asyncio.to_thread(self._metadata.last_down, self.id)
-        return sum_kinds(_KINDS.validate_json(text) for text in texts)
+        try:
+            return sum_kinds(_KINDS.validate_json(text) for text in texts)
+        except ValidationError as error:
+            raise StorageDamagedError(
+                f"the row of a device of {self.id} is damaged: {first_fault(error, 'last_down')}; restore the database"
+            ) from None
 
     def _change(self, device: str) -> Seen:
         if self._timer is None and not self._closed:

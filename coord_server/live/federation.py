@@ -7,6 +7,7 @@ method_state   the method's global state and records
 downlinks      what devices fetch, by audience
 feed           what happened, for those who watch
 devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
+records        closed rounds, as people read them
 status         its state in words, and what keeps it from going on
 
 These rooms know no HTTP; blocking work runs in threads. Public coroutines may be called concurrently.
@@ -29,6 +30,7 @@ from coord_server.live.devices import Devices
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.feed import Feed
 from coord_server.live.method_state import MethodState, StaleError
+from coord_server.live.records import Records
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
 from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.uploads import Uploads
@@ -79,6 +81,7 @@ class LiveFederation:
         self._values = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._values)
         self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
+        self._records = Records(store.metadata, id_, self._faults)
         self.uploads = Uploads(store, self._commits, self._values, self._rounds)
         self._closing = False
 
@@ -313,7 +316,7 @@ class LiveFederation:
             await self._commits.refresh()
             event = replace(event, devices=await self.devices.present(event.now))
         await self._commits.submit(event)
-        log.info("%s: the operator's %s, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
+        log.info("%s: %s by the operator, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
                  extra={"federation": self.id})  # fmt: skip
 
     async def change(self, change: Change) -> None:
@@ -344,6 +347,7 @@ class LiveFederation:
             lambda rows: was_ready.append(rows.remove_device(device)),
             lambda: self.devices.removed(device, was_ready[-1]),
         )
+        log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})
 
     def summary(self) -> Federation:
         """The federation as it stands."""
@@ -355,18 +359,19 @@ class LiveFederation:
         """The round under way, by device."""
         return progress(self._commits.state, self._clock())
 
-    async def rounds(self, first: int = 1, last: int = MAX_ROUNDS, limit: int | None = None) -> list[str]:
+    async def rounds(self, first: int = 1, last: int = MAX_ROUNDS, limit: int | None = None) -> dict[int, str | None]:
         """The records of the closed rounds `first` .. `last` as JSON, in order. Raises StateError.
 
-        The last round's with what was fetched after it was written.
+        None where one cannot be read; the federation's `fault` names it. The last round's with what was fetched after
+        it was written.
         """
-        found = await asyncio.to_thread(self._store.metadata.rounds, self.id, first, last, limit)
+        found = await self._records.read(first, last, limit)
         end = self.config.rounds
-        if self._commits.state.phase == "finished" and end in found:
-            last_one = Round.model_validate_json(found[end])
+        if self._commits.state.phase == "finished" and (text := found.get(end)) is not None:
+            last_one = Round.model_validate_json(text)
             traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
             found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()
-        return list(found.values())
+        return found
 
     async def global_values(self) -> dict[str, NDArray[np.float32]]:
         """The global model after the last closed round, by name. Raises ConfigError, StateError."""
@@ -375,6 +380,6 @@ class LiveFederation:
         model = await asyncio.to_thread(global_model, how, course, state, values.round)
         return warm.by_name(course.model.manifest, model)
 
-    async def exported(self) -> bytes:
-        """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
+    async def exported(self) -> tuple[int, bytes]:
+        """The last closed round and the method's global state after it, as safetensors bytes. Raises StateError."""
         return await self._values.exported()

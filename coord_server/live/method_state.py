@@ -85,9 +85,9 @@ class MethodState:
         round_, content = self._store.metadata.values(self.id)
         return round_, read(self._store.blobs, self.shelf("values", round_), content)
 
-    async def exported(self) -> bytes:
-        """The method's global state after the last closed round, as safetensors bytes. Raises StateError."""
-        return (await asyncio.to_thread(self._stored))[1]
+    async def exported(self) -> tuple[int, bytes]:
+        """The last closed round and the method's global state after it, as safetensors bytes. Raises StateError."""
+        return await asyncio.to_thread(self._stored)
 
     def record(self, device: str, round_: int) -> Any:
         """What the method keeps of `device` at the start of `round_`; None at first. Blocks.

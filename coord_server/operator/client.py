@@ -199,7 +199,16 @@ class Operator:
 
     def state(self, id_: str) -> bytes:
         """The global state after the last closed round, one safetensors file."""
-        return self._send("GET", f"/v1/federations/{id_}/state")
+        return self.state_and_round(id_)[0]
+
+    def state_and_round(self, id_: str) -> tuple[bytes, int]:
+        """The same, and after which round it is."""
+        response = self._response("GET", f"/v1/federations/{id_}/state")
+        said = response.headers.get("Maskfleet-Round", "")
+        if not (said.isascii() and said.isdecimal()):
+            why = f"{response.url} does not say the state's round (Maskfleet-Round = {said!r}); is it a coordinator?"
+            raise ServerError(why, response.status_code, "not-a-problem")
+        return response.content, int(said)
 
 
 def _read(answer: type[T], response: httpx.Response) -> T:

@@ -12,8 +12,6 @@ from edge_client.compaction.personal import EVAL
 from edge_client.data import fit, read
 from edge_client.errors import ConfigError
 
-TRIES = 5  # rounds that may close while the state is fetched
-
 
 def export_onnx(operator: Operator, id_: str, path: Path, data: Path | None = None) -> str:
     """Write the global model of a federation to `path`, checked on the samples of the file `data` too; a sentence.
@@ -23,19 +21,9 @@ def export_onnx(operator: Operator, id_: str, path: Path, data: Path | None = No
     found = operator.federation(id_)
     if found.config is None or found.places is None:
         raise ConfigError(f"federation {id_!r} cannot be read: {found.fault}")
-    packed, closed = _state(operator, id_)
+    packed, closed = operator.state_and_round(id_)
     with tempfile.TemporaryDirectory(prefix="maskfleet-export-") as folder:
         bundle = operator.fetch_bundle(found.config.bundle, Path(folder), (EVAL, WEIGHTS))
         samples = None if data is None else fit(read(data), bundle.manifest).x
         held = Held(found.config, found.places, closed, packed)
         return f"{path}: {write_model(held, bundle, path, samples).detail}"
-
-
-def _state(operator: Operator, id_: str) -> tuple[bytes, int]:
-    """The method's state, and after how many closed rounds it is."""
-    for _ in range(TRIES):
-        closed = len(operator.rounds(id_))
-        data = operator.state(id_)
-        if len(operator.rounds(id_)) == closed:
-            return data, closed
-    raise ConfigError(f"the rounds of {id_!r} close faster than its state can be fetched; pause it, then export again")

@@ -25,6 +25,7 @@ from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
 from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
+from edge_client.transport import BUSY
 
 REFRESH = 2.0  # seconds between two looks
 STEADY = 15.0  # seconds until the devices are asked for again while nothing else changes
@@ -45,6 +46,7 @@ class Look:
     url: str
     now: float
     listed: float = 0.0
+    loaded: bool = True
 
     @property
     def ended(self) -> bool:
@@ -61,14 +63,23 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
         before = None  # another one of the same name
     known = [] if before is None else before.rounds[:-1]  # what devices fetch is still counted for the last one
     try:
-        rounds = [*known, *operator.rounds(id_, len(known) + 1)]
+        rounds = [*known, *operator.rounds(id_, known[-1].round + 1 if known else 1)]
+        found = found.model_copy(update={"fault": found.fault or _unread(found, rounds)})
         if before is not None and now < before.listed + STEADY and _same(found, before.federation):
             return Look(found, rounds, before.devices, url, now, before.listed)
         return Look(found, rounds, operator.devices(id_), url, now, now)
     except ServerError as error:
         if error.kind != "not-loaded":
             raise
-        return Look(found, [], [], url, now)  # its fault says why
+        return Look(found, [], [], url, now, loaded=False)  # its fault says why
+
+
+def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:
+    """Which closed rounds the coordinator did not list, None when it listed all."""
+    closed = f.round if f.phase == "finished" else f.round - 1
+    gone = sorted(set(range(1, closed + 1)) - {r.round for r in rounds})
+    named = _named([f"round {n}" for n in gone])
+    return f"the record of {named} of {f.id} is damaged; restore the database" if gone else None
 
 
 def _same(left: Federation, right: Federation) -> bool:
@@ -79,7 +90,7 @@ def _same(left: Federation, right: Federation) -> bool:
 def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
     """Show a federation until it ends, or until Ctrl-C. `ask` is given the look before.
 
-    A coordinator that does not answer is asked again.
+    A coordinator that does not answer, or is busy, or its proxy while it starts again, is asked again.
     """
     found = ask(None)
     try:
@@ -88,7 +99,9 @@ def show_live(ask: Callable[[Look | None], Look], console: Console) -> None:
                 time.sleep(REFRESH)
                 try:
                     found = ask(found)
-                except UnreachableError as error:
+                except (UnreachableError, ServerError) as error:
+                    if isinstance(error, ServerError) and error.status not in BUSY and error.status < 500:
+                        raise  # it will not change
                     live.update(Group(*overview(found), plain(f"no answer: {error}")), refresh=True)
                     continue
                 live.update(Group(*overview(found)), refresh=True)
@@ -104,8 +117,8 @@ def overview(found: Look) -> list[Table]:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    lines: list[tuple[str, str]] = [(f.id, _what(f))]
-    if c is not None:
+    lines: list[tuple[str, str]] = [(f.id, _what(found))]
+    if c is not None and found.loaded:
         lines += [
             ("devices", _devices(found, c)),
             *_missing(found, c),
@@ -120,9 +133,12 @@ def overview(found: Look) -> list[Table]:
     return [table]
 
 
-def _what(f: Federation) -> str:
+def _what(found: Look) -> str:
+    f = found.federation
     if f.config is None or f.phase is None:
         return "could not be loaded"
+    if not found.loaded:
+        return f"{f.config.method.get('name')}, could not be loaded, {f.phase} in round {f.round} of {f.config.rounds}"
     tries = f", attempt {f.attempt}" if f.attempt > 1 and f.phase == "running" else ""
     rounds = f", round {f.round} of {f.config.rounds}{tries}" if f.round else f", {f.config.rounds} rounds to come"
     return f"{f.config.method.get('name')}, {f.phase}{rounds}"
@@ -178,7 +194,7 @@ def _time(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
         said.append(f"the round closes in {lasting(f.deadline_in)} at the latest")
     if seconds and f.phase in ("running", "paused"):
         each = sum(seconds[-10:]) / len(seconds[-10:])
-        left = c.rounds - len(seconds)
+        left = c.rounds - found.rounds[-1].round
         said.append(f"about {lasting(left * each)} for {left} rounds of {lasting(each)}")
     elif seconds:
         said.append(f"{len(seconds)} rounds took {lasting(sum(seconds))}")
@@ -196,7 +212,7 @@ def _score(found: Look) -> list[tuple[str, str]]:
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     course = bars([s.mean for s in scores], BARS if unicode else PLAIN_BARS)
     gained = f"; start {starts[0].mean:.3f} ({last.mean - starts[0].mean:+.3f})" if starts else ""
-    of = "of the personal models" if final else f"after round {len(found.rounds)}"
+    of = "of the personal models" if final else f"after round {found.rounds[-1].round}"
     figures = f"{last.mean:.3f} mean, {last.p10:.3f} 10th percentile, {last.worst:.3f} worst {of}{gained}"
     return [("score", figures), ("", f"{course} mean over the rounds" if len(scores) > 1 else "")]
 
@@ -258,8 +274,9 @@ def warnings(found: Look) -> list[str]:
 def _next(found: Look) -> str:
     """What the operator can do now."""
     f, c, command = found.federation, found.federation.config, "maskfleet federation"
-    if c is None or f.phase is None:
-        return "mend the fault, then start the coordinator again"
+    if c is None or f.phase is None or not found.loaded:
+        stops = f"`{command} stop {f.id}` or " if f.phase in ("recruiting", "running", "paused") else ""
+        return f"mend the fault, then start the coordinator again; or {stops}`{command} delete {f.id}`"
     if f.phase == "recruiting":
         if f.devices < c.min_devices:
             return (

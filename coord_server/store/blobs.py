@@ -186,11 +186,7 @@ class FolderBlobs:
 
     def stream(self, shelf: str, sha256: str, start: int, stop: int) -> Iterator[bytes]:
         """Bytes `start` .. `stop - 1`, a chunk at a time, unchecked: the receiver of all of them has the digest."""
-        with (self._root / shelf / sha256).open("rb") as file:
-            file.seek(start)
-            while chunk := file.read(min(CHUNK, stop - start)):
-                start += len(chunk)
-                yield chunk
+        return stream(self._root / shelf / sha256, start, stop)
 
     def size(self, shelf: str, sha256: str) -> int | None:
         """Size of a blob, None when it is not there."""
@@ -208,6 +204,15 @@ class FolderBlobs:
         """Drop a shelf and everything on it; nothing happens when there is none."""
         self._named.discard(self._root / shelf)
         shutil.rmtree(self._root / shelf, ignore_errors=True)
+
+
+def stream(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """Bytes `start` .. `stop - 1` of a file, a chunk at a time."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while chunk := file.read(min(CHUNK, stop - start)):
+            start += len(chunk)
+            yield chunk
 
 
 def _sweep(path: Path) -> None:

@@ -136,12 +136,30 @@ def make(
 def _open(model: bytes) -> tuple[Run, tuple[int, ...], np.dtype[Any]]:
     """How to run the ONNX model, and its input's sample shape and dtype."""
     session = open_onnx(model, advice="name a personal.onnx", refused=BundleError)
-    inputs = session.get_inputs()
+    inputs, outputs = session.get_inputs(), session.get_outputs()
     if len(inputs) != 1 or not all(isinstance(n, int) for n in inputs[0].shape[1:]):
         raise BundleError("the model has not the one input `x` of a personal.onnx; name a personal.onnx")
+    if len(outputs) != 1 or len(outputs[0].shape) < 2:
+        found = ", ".join(f"{o.name} {o.shape}" for o in outputs)
+        raise BundleError(f"the model's outputs are {found}, not one value [n, ...]; name a personal.onnx")
     name, shape = inputs[0].name, tuple(int(n) for n in inputs[0].shape[1:])
     dtype = np.dtype(np.int64 if inputs[0].type == "tensor(int64)" else np.float32)
-    return (lambda x: np.asarray(session.run(None, {name: x})[0])), shape, dtype
+
+    def run(x: NDArray[Any]) -> NDArray[Any]:
+        try:
+            made = np.asarray(session.run(None, {name: x})[0])
+        except Exception as error:  # the runtime's errors share no base class
+            raise BundleError(
+                f"the model does not run on the input of shape {list(x.shape)} that it declares: "
+                f"{str(error).splitlines()[0]}; name a personal.onnx"
+            ) from None
+        if made.ndim < 2 or len(made) != len(x):
+            raise BundleError(
+                f"the model gives {list(made.shape)} for {len(x)} samples, not [n, ...]; name a personal.onnx"
+            )
+        return made
+
+    return run, shape, dtype
 
 
 def _fitting(samples: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -152,7 +170,10 @@ def _fitting(samples: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dty
             f"the samples are {samples.dtype}{list(samples.shape)}, the model takes [n, {', '.join(map(str, shape))}] "
             "with n of 2 at least; name the data this model was trained on"
         )
-    return np.ascontiguousarray(samples, dtype)
+    made = np.ascontiguousarray(samples, dtype)
+    if not np.isfinite(made).all():
+        raise DataError(f"sample {int(np.argwhere(~np.isfinite(made))[0][0])} holds NaN or infinity; clean the data")
+    return made
 
 
 def _probes(own: NDArray[Any] | None, shape: tuple[int, ...]) -> tuple[NDArray[Any] | None, NDArray[Any]]:

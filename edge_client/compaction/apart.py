@@ -13,17 +13,11 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, helper
 
+from edge_client.axes import POINTWISE
 from edge_client.compaction.net import Net, drop_unused
 from edge_client.compaction.operators import Array
 from edge_client.nodes import settings
 
-# fmt: off
-_SINGLE = frozenset({
-    "Abs", "Add", "And", "Cast", "Clip", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater", "HardSigmoid",
-    "HardSwish", "IsNaN", "LeakyRelu", "Less", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow",
-    "Reciprocal", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh", "Where",
-})
-# fmt: on
 _ALONG = frozenset({"LayerNormalization", "LogSoftmax", "Softmax"})
 _ELSEWHERE = frozenset({"Concat", "Gather", "Slice"})
 
@@ -80,7 +74,7 @@ def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis:
     given = settings(node)
     if op in _ELSEWHERE:
         return _elsewhere(net, node, apart, axis)
-    if op not in _SINGLE | _ALONG | {"MatMul"}:
+    if not POINTWISE.fullmatch(op) and op not in _ALONG | {"MatMul"}:
         return None
     if op in _ALONG:
         low = given.get("axis", -1)

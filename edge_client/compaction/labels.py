@@ -139,7 +139,7 @@ class Labelled:
                 self._put(out, np.full(1, NONE))
 
     def _why(self, node: NodeProto) -> str:
-        return f"{node.op_type} {node.output[0]!r} mixes them"
+        return f"{node.op_type} mixes them"
 
     def _put(self, name: str, labels: Labels) -> None:
         self.labels[name] = np.array(np.broadcast_to(labels, self.net.shapes[name]))
@@ -156,7 +156,7 @@ class Labelled:
         least = np.where(roots >= 0, roots, np.iinfo(np.int64).max).min(axis=others, keepdims=True)
         if (roots == NONE).any():
             mixed = np.broadcast_to((roots == NONE).any(axis=others, keepdims=True), roots.shape)
-            self.atoms.fix(labels[mixed], "they meet entries that are no channels")
+            self.atoms.fix(labels[mixed], "an operator joins them with entries that must stay")
         before = self.atoms.root.copy()
         self.atoms.join(labels, np.where(least == np.iinfo(np.int64).max, NONE, least))
         return not np.array_equal(before, self.atoms.root)
@@ -172,7 +172,7 @@ class Labelled:
     def _read(self, labels: Labels, columns: Labels) -> None:
         """A layer reads `labels` by the columns of its weight: what has none fixes the other."""
         labels, columns = np.broadcast_arrays(labels, columns)
-        self.atoms.fix(columns[labels == NONE], "they read entries that are no channels")
+        self.atoms.fix(columns[labels == NONE], "what they read must stay, such as the model's inputs")
         self.atoms.fix(labels[columns == NONE], "a layer reads them by a weight that is computed")
         self.atoms.join(labels, columns)
 
@@ -329,8 +329,8 @@ class Labelled:
             if axes and all(own.shape[a] == 1 for a in axes):
                 continue  # one value for all channels
             a, b = np.broadcast_arrays(joined, own)
-            atoms.fix(a[b == NONE], f"{node.op_type} {out!r} joins them with what is no channel")
-            atoms.fix(b[a == NONE], f"{node.op_type} {out!r} joins them with what is no channel")
+            atoms.fix(a[b == NONE], f"{node.op_type} joins them with entries that must stay")
+            atoms.fix(b[a == NONE], f"{node.op_type} joins them with entries that must stay")
             atoms.join(a, b)
             joined = np.where(a == ANY, b, np.where(b == NONE, NONE, a))
         self._put(out, joined)

@@ -278,7 +278,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 else np.arange(n)
                 for axis, n in enumerate(size)
             ]
-            inputs.append(w.adapted(v, own))
+            inputs.append(w.adapted(v, own, pooled=node.op_type.endswith("Pool")))
         else:
             inputs.append(_parameter(w, node, k, found, target))
     # An input that broadcasts does not make the output's full size when the larger one is a constant.
@@ -293,13 +293,13 @@ def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
     """A map of one varying value in any layout, ragged ones too. False when it needs lists by axis."""
     name, out, net = node.input[k], node.output[0], w.study.net
     piece, shape = w.pieces[name], w.study.shape(out)
-    others = [v for j, v in enumerate(node.input) if v and j != k]
-    if node.op_type in RESIZING or any(net.is_float(v) and np.prod(w.study.shape(v)) > 1 for v in others):
+    by_entry = [j for j in (*net.data(node), *found.parameters) if j != k and np.prod(w.study.shape(node.input[j])) > 1]
+    if node.op_type in RESIZING or by_entry:
         return False
     full = all(free or piece.ids.shape[axis] == shape[axis] for axis, free in enumerate(found.apart))
     if not full or (not all(found.apart) and (piece.ids < 0).any()):
         return False
-    inputs = [piece.name if j == k else w.known(v) for j, v in enumerate(node.input)]
+    inputs = [piece.name if j == k else w.whole(v) for j, v in enumerate(node.input)]
     ids = piece.ids
     if (ids == -2).any():
         zero: list[Array | None] = [w.study.facts(v)[0] if v else None for v in node.input]
@@ -322,7 +322,7 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
     ):
         return w.sized(name, [len(t) for t in target], node.output[0])
     if k not in found.parameters:
-        return w.known(name)
+        return w.whole(name)
     value, net = w.study.net.known(name), w.study.net
     if any(n > 1 and moves for n, moves in zip(value.shape, net.moving[name], strict=True)):
         raise CompactionError(f"the constant value {name!r} mixes the batch with another axis")

@@ -267,6 +267,9 @@ def _pick(w: Writer, node: NodeProto) -> None:
     if from_ is None or len(s.net.data(node)) != 1:
         w.copy_whole(node)
         return
+    if by_axis(w.pieces[name].ids, s.shape(name)) is None:
+        _pick_ragged(w, node, from_)
+        return
     lists, made = w.lists(name), w.pieces[name].name
     wanted = s.wanted(out)
     kept: Lists = []
@@ -288,16 +291,71 @@ def _pick(w: Writer, node: NodeProto) -> None:
         due = wanted[axis][at[given[wanted[axis]]] >= 0] if free[axis] else np.arange(len(given))
         places = at[given[due]]
         if (places < 0).any():
-            raise Ragged(name, f"value {name!r} lacks entries")
+            raise Ragged(name, "some of them are gone")
         made = w.picked(made, axis, places, len(own))
         kept.append(due)
     w.put(out, made, w.grid(out, kept))
+
+
+def _pick_ragged(w: Writer, node: NodeProto, from_: Lists) -> None:
+    """Entries of an axis each of which is cut in its own way, as one direction's state of a recurrent layer."""
+    name, out = node.input[0], node.output[0]
+    made, ids, shape = w.pieces[name].name, w.pieces[name].ids, w.study.shape(name)
+    for axis, given in enumerate(from_):
+        if np.array_equal(given, np.arange(shape[axis])):
+            continue
+        if not _apart(ids, shape, axis):
+            w.lists(name)  # raises
+        made = w.picked(made, axis, given, shape[axis])
+        ids, shape = _carried(np.take(ids, given, axis), shape, axis, np.arange(len(given)), len(given))
+    w.put(out, made, ids)
+
+
+def _apart(ids: Ids, shape: Shape, axis: int) -> bool:
+    """Whether every entry of `axis` is there, each element of meaning at its own."""
+    own = np.unravel_index(np.maximum(ids, 0), shape)[axis]
+    here = np.arange(ids.shape[axis]).reshape(-1, *(1,) * (ids.ndim - 1 - axis))
+    return ids.shape[axis] == shape[axis] and bool((own == here)[ids >= 0].all())
+
+
+def _carried(ids: Ids, shape: Shape, axis: int, at: Ids, size: int) -> tuple[Ids, Shape]:
+    """The places of `ids` in a value that has `size` entries in `axis`, where theirs are `at`; and its shape."""
+    places = list(np.unravel_index(np.maximum(ids, 0), shape))
+    places[axis] = np.broadcast_to(at.reshape(-1, *(1,) * (ids.ndim - 1 - axis)), ids.shape)
+    whole = (*shape[:axis], size, *shape[axis + 1 :])
+    return np.where(ids >= 0, np.ravel_multi_index(places, whole), ids), whole
+
+
+def _stacked(w: Writer, node: NodeProto, axis: int) -> bool:
+    """Values whose entries of `axis` are cut each in its own way, each as wide as the widest; False: not so."""
+    s, out = w.study, node.output[0]
+    pieces = [w.pieces[v] for v in node.input if v in w.pieces]
+    shapes = [s.shape(v) for v in node.input]
+    if len(pieces) < len(node.input) or all(
+        by_axis(p.ids, shape) is not None for p, shape in zip(pieces, shapes, strict=True)
+    ):
+        return False
+    if not w.net.is_plain(out) or not all(_apart(p.ids, shape, axis) for p, shape in zip(pieces, shapes, strict=True)):
+        return False
+    most = np.max([p.ids.shape for p in pieces], axis=0)
+    made, kept, start = [], [], 0
+    for piece, shape in zip(pieces, shapes, strict=True):
+        more = [0 if a == axis else int(most[a] - n) for a, n in enumerate(piece.ids.shape)]
+        pads = w.integers(*[0] * len(more), *more)
+        made.append(w.emit("Pad", [piece.name, pads], mode="constant") if any(more) else piece.name)
+        ids = np.pad(piece.ids, [(0, n) for n in more], constant_values=-2)
+        kept.append(_carried(ids, shape, axis, start + np.arange(shape[axis]), s.shape(out)[axis])[0])
+        start += shape[axis]
+    w.put(out, w.emit("Concat", made, axis=axis), np.concatenate(kept, axis))
+    return True
 
 
 def _concat(w: Writer, node: NodeProto) -> None:
     s, out = w.study, node.output[0]
     shape = s.shape(out)
     axis = settings(node)["axis"] % len(shape)
+    if _stacked(w, node, axis):
+        return
     free = s.channels(out)[axis]
     parts = [v for v in node.input if v in w.pieces and (not free or s.live(v).any())] if free else list(node.input)
     held = {v: w.lists(v) for v in dict.fromkeys(parts) if v in w.pieces}
@@ -344,7 +402,7 @@ def _pad(w: Writer, node: NodeProto) -> None:
         else:
             kept.append(np.arange(s.shape(out)[a]))
     if full.any():
-        value = [w.known(node.input[2])] if len(node.input) > 2 and node.input[2] else []
+        value = [w.whole(node.input[2])] if len(node.input) > 2 and node.input[2] else []
         made = w.emit("Pad", [made, w.constant(full.reshape(-1)), *value], **given)
     w.put(out, made, w.grid(out, kept))
 
@@ -368,7 +426,7 @@ def _regular(w: Writer, node: NodeProto) -> None:
     if lists is None:
         w.copy_whole(node)
         return
-    made = w.emit(node.op_type, [w.adapted(name, target), *(w.known(v) for v in node.input[1:])], **settings(node))
+    made = w.emit(node.op_type, [w.adapted(name, target), *(w.whole(v) for v in node.input[1:])], **settings(node))
     w.put(out, made, w.grid(out, lists))
 
 

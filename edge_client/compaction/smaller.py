@@ -7,7 +7,8 @@ The operators' own rules are in `convolutions`, `products`, `recurrent`, `moves`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,9 @@ from edge_client.compaction.operators import Array
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.writer import FEWEST, Costs, Ragged, Writer
+from edge_client.errors import CompactionError, MaskfleetError
+
+REPORT = "keep the dense model and report the bundle"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,18 @@ class Smaller:
     parameters: int
     layers: Mapping[str, tuple[int, int]]
     stopped: tuple[str, ...]
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """A fault of compaction is a CompactionError: the device then keeps its dense model."""
+    try:
+        yield
+    except MaskfleetError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise CompactionError(f"compaction does not handle this graph ({cause}); {REPORT}") from error
 
 
 def smaller(model: ModelProto, probe: Array, costs: Costs = FEWEST) -> Smaller:
@@ -52,6 +68,7 @@ def analysed(model: ModelProto, probe: Array) -> Study:
     return study(net, rule)
 
 
+@refused()
 def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
     """The graph on what is live; `costs` as in `smaller`. Raises CompactionError when it cannot be written so."""
     net = found.net
@@ -77,10 +94,14 @@ def written(found: Study, costs: Costs = FEWEST) -> Writer:
             writer.run()
             return writer
         except Ragged as error:
-            above = found.net.above(error.value) & writer.split
+            net = found.net
+            above = net.above(error.value) & writer.split
             freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
             if not freer:
-                raise
+                name = net.maker(error.value)
+                raise CompactionError(
+                    f"{name}: what reads its channels cannot take those that the mask leaves ({error}); {REPORT}"
+                ) from None
             for value in freer:
                 levels[value] = levels.get(value, 0) + 1
 

@@ -21,7 +21,6 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
-from edge_client.errors import CompactionError
 
 if TYPE_CHECKING:
     from edge_client.compaction.writer import Writer
@@ -188,8 +187,3 @@ def opaque_rewrite(w: Writer, node: NodeProto) -> None:
 
 
 OPAQUE = Rule(opaque_forward, opaque_backward, opaque_rewrite)
-
-
-def missing(node: NodeProto, why: str) -> CompactionError:
-    """The error of a node that cannot be written on fewer channels."""
-    return CompactionError(f"node {node.output[0]!r} ({node.op_type}) {why}")

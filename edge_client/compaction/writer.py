@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
 from edge_client.compaction.operators import Array
-from edge_client.compaction.study import Study, missing
+from edge_client.compaction.study import Study
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
 
@@ -142,10 +142,12 @@ class Writer:
             out = node.output[0]
             if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
                 (left, size) = held[0]
-                self.stopped.append(
-                    f"{self.net.maker(name)}: {node.op_type} {out!r} mixes its {size} channels, so it reads them all "
+                line = (
+                    f"{self.net.maker(name)}: {node.op_type} mixes its {size} channels, so it reads them all "
                     f"although {size - left} are dead"
                 )
+                if line not in self.stopped:
+                    self.stopped.append(line)
 
     # --- pieces
 
@@ -159,7 +161,7 @@ class Writer:
             self._lists[value] = by_axis(self.pieces[value].ids, self.study.shape(value))
         found = self._lists[value]
         if found is None:
-            raise Ragged(value, f"value {value!r} is cut differently from entry to entry")
+            raise Ragged(value, "they are cut differently from entry to entry")
         return found
 
     def grid(self, value: str, lists: Sequence[Ids]) -> Ids:
@@ -204,26 +206,36 @@ class Writer:
         """A constant vector of sizes or places."""
         return self.constant(np.array(values, np.int64))
 
-    def known(self, name: str) -> str:
-        """A constant as it is, or a size."""
+    def whole(self, name: str) -> str:
+        """All of a value, whatever it is: a constant, a size, one the study found constant, or data. Raises Ragged."""
+        net = self.net
         if not name:
             return ""
-        return self.constant(self.net.constants[name]) if name in self.net.constants else self._size(name)
+        if name in net.constants:
+            return self.constant(net.constants[name])
+        if name in net.sizes:
+            return self._size(name) if name in net.growing else self.constant(net.sizes[name])
+        return self.adapted(name, [np.arange(n) for n in self.study.shape(name)], batch=True)
 
     def _size(self, name: str) -> str:
-        if name not in self.net.growing:
-            return self.constant(self.net.sizes[name])
+        """A size that the batch enters: of whole values, whose pieces here may be smaller."""
         node = next(n for n in self.net.nodes if name in n.output)
-        inputs = []
-        for v in node.input:
-            if not v or v in self.net.constants or v in self.net.sizes:
-                inputs.append(self.known(v))
-            elif v in self.pieces:
-                inputs.append(self.pieces[v].name)
-            else:
-                raise missing(node, "takes the size of a value that is gone")
-        made = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
+        if node.op_type in ("Shape", "Size") and node.input[0] not in self.net.sizes:
+            return self._extent(node)
+        made = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
         return made[list(node.output).index(name)]
+
+    def _extent(self, node: NodeProto) -> str:
+        """The `Shape` or `Size` of a whole value: the batch is a factor of the axes that hold it."""
+        given = settings(node)
+        own = slice(given.get("start", 0), given.get("end"))
+        shape, moving = self.study.shape(node.input[0])[own], self.net.moving[node.input[0]][own]
+        if [n for n, moves in zip(shape, moving, strict=True) if moves] == [1]:
+            made = self.batch_shape(shape, moving.index(True))
+        else:
+            batch = self.emit("Where", [self.constant(np.array(moving)), self.batch_shape([1], 0), self.integers(1)])
+            made = self.emit("Mul", [self.integers(*shape), batch])
+        return self.emit("ReduceProd", [made], keepdims=0) if node.op_type == "Size" else made
 
     def sized(self, name: str, lengths: Sequence[int], value: str) -> str:
         """The vector `name` of the sizes of `value`, with `lengths` for the axes without the batch."""
@@ -244,7 +256,12 @@ class Writer:
         Raises CompactionError when the batch is in several.
         """
         moving, alone = self.net.moving[value], self.study.shape(before)[:1] == (1,)
-        if alone and moving == (True, False) and [i for i, m in enumerate(self.net.moving[before]) if m] == [0]:
+        if (
+            alone
+            and lengths[0] == 1
+            and moving == (True, False)
+            and [i for i, m in enumerate(self.net.moving[before]) if m] == [0]
+        ):
             return self.emit("Flatten", [name], axis=1)
         if sum(moving) > 1:
             raise CompactionError(f"two axes of value {value!r} depend on the batch")
@@ -254,10 +271,11 @@ class Writer:
 
     # --- adapters
 
-    def adapted(self, value: str, target: Sequence[Ids], batch: bool = False) -> str:
+    def adapted(self, value: str, target: Sequence[Ids], batch: bool = False, pooled: bool = False) -> str:
         """A tensor with the entries `target` of each axis of `value`; -1: any content, -2: zero. Raises Ragged.
 
-        A value that does not vary becomes a constant, of one sample unless `batch`.
+        A value that does not vary becomes a constant, of one sample unless `batch`. For a pool no `Pad` comes last:
+        ONNX Runtime makes it the pool's own padding, which must be smaller than the window.
         """
         shape = self.study.shape(value)
         wanted = grid(shape, target)
@@ -275,33 +293,34 @@ class Writer:
             zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
             places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
             if self.net.moving[value][axis] and not np.array_equal(places, np.arange(len(own))):
-                raise Ragged(value, f"value {value!r} holds the batch in an axis that lost channels")
+                raise Ragged(value, "the batch lies in an axis that lost channels")
             absent = places < 0
             given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
                 if not self.net.is_plain(value):
-                    raise Ragged(value, f"value {value!r} lacks channels")
-                name, places, length = self._padded(name, axis, len(shape), len(own), places, absent)
+                    raise Ragged(value, "some of them are gone")
+                name, places, length = self._padded(name, axis, len(shape), len(own), places, absent, not pooled)
             else:
                 length = len(own)
             name = self.picked(name, axis, places, length)
         if given.any():
             lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
             if lost.any():
-                raise Ragged(value, f"value {value!r} lacks a channel that varies")
+                raise Ragged(value, "one that varies is gone")
             fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
             if fill.any():
                 name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
         return name
 
     def _padded(
-        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_]
+        self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_], whole: bool
     ) -> tuple[str, Ids, int]:
         """`name` with zeros along an axis, where the wanted entries then lie, and the axis's length."""
         held = places[~absent]
         first = int(np.argmin(absent)) if held.size else 0
         block = (
-            bool(held.size == length)
+            whole
+            and bool(held.size == length)
             and np.array_equal(held, np.arange(length))
             and not absent[first : first + length].any()
         )
@@ -362,13 +381,7 @@ class Writer:
 
     def copy_whole(self, node: NodeProto) -> None:
         """The node as it is, on whole inputs."""
-        inputs = []
-        for v in node.input:
-            if not v or v in self.net.constants or v in self.net.sizes:
-                inputs.append(self.known(v))
-            else:
-                inputs.append(self.adapted(v, [np.arange(n) for n in self.study.shape(v)], batch=True))
-        outs = self.emit_many(node.op_type, inputs, len(node.output), **settings(node))
+        outs = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
         for value, name in zip(node.output, outs, strict=True):
             if value:
                 shape = self.study.shape(value)

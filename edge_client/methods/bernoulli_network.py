@@ -64,8 +64,18 @@ class MaskedNetwork(Method):
         idle = [p for p in self.layers if not any(_within(x.name, p) for x in layers)]
         if not self.layers:
             found = [x for x in layers if x.kind == "linear" or not pretrained(model)]
-        if idle or not found:
-            raise ConfigError(f"layers = {idle or self.layers}: the layers to mask are {[x.name for x in layers]}")
+        if idle:
+            raise ConfigError(f"layers = {idle}: the layers that can be masked are {[x.name for x in layers]}")
+        if not found and layers:
+            raise ConfigError(
+                "of trained weights only linear layers are masked unless `layers` names others, and beside the head "
+                f"this bundle has none; choose `layers` from {[x.name for x in layers]}, or another method"
+            )
+        if not found:
+            raise ConfigError(
+                f'{m.layers[-1].name!r} is the only layer, and head = "{self.head_of(model)}" does not mask it; set '
+                'head = "mask", or choose another method'
+            )
         return tensors(m, {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))})
 
     def probed(self, model: Model) -> Part:

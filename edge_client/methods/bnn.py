@@ -7,7 +7,7 @@ averaged as McMahan et al. do. docs/methods/bnn.md says what differs from the pa
   first values, a constant that both sides know. The gradient passes the sign unchanged where the latent is within its
   range, and latents are clipped after each step.
 - Signs travel as in signs.py. A device starts its latents anew at the mean that it received.
-- Activations are those of the bundle. The last layer stays real and on the device.
+- Activations are those of the bundle: binary ones are signs in its module. The last layer stays real and on the device.
 """
 
 from __future__ import annotations

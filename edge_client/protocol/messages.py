@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
@@ -94,6 +94,14 @@ class FederationConfig(Message):
     start_from: StartFrom | None = None
     """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
+    @field_validator("start_from", mode="before")
+    @classmethod
+    def _from_a_name(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            name = given[:64]
+            raise ValueError(f'write start_from = {{ federation = "{name}" }}, or {{"federation": "{name}"}} in JSON')
+        return given
+
     @model_validator(mode="after")
     def _rounds_can_close(self) -> FederationConfig:
         if self.min_updates > self.cohort:
@@ -150,7 +158,7 @@ class Federation(Message):
     deadline_in: float | None = None
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
-    """What keeps the federation from going on by itself (a full disk), None when nothing does."""
+    """What keeps the federation from going on by itself (a full disk) or is damaged, None when nothing does or is."""
     created_at: float = 0.0
     places: int | None = None
     """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""

@@ -10,7 +10,7 @@ import typer
 from edge_client.errors import ConfigError
 from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
-from edge_export.factories import export_factory
+from edge_export.factories import About, export_factory, read_about
 
 
 def _check_folder(out: Path) -> None:
@@ -35,6 +35,10 @@ def export(
     init: Annotated[Literal["he", "torch", "sign"], typer.Option(help="How the seed draws weights.")] = "he",
     dtype: Annotated[Literal["float32", "int64"], typer.Option(help="Type of one input value.")] = "float32",
     name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Class names, and how raw samples are normalised; see docs/export.md."),
+    ] = None,
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
     executorch: Annotated[
         bool, typer.Option("--executorch", help="Add train.pte and eval.pte, which the ExecuTorch backend needs.")
@@ -50,6 +54,7 @@ def export(
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
     sizes = {k: n for k, n in (("classes", classes), ("outputs", outputs)) if n is not None}
     _check_folder(out)
+    said = About() if about is None else read_about(about)
     if executorch:
         check_installed()
     try:
@@ -63,6 +68,8 @@ def export(
             init=init,
             name=name,
             torch_part=torch_part,
+            class_names=said.class_names,
+            normalisation=said.normalisation,
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error

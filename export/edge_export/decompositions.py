@@ -39,12 +39,11 @@ def table() -> dict[Any, Callable[..., Any]]:
         found[pool] = _max_pool_backward
     for pool in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default):
         found[pool] = _avg_pool_backward
-    found[aten.threshold_backward.default] = _threshold_backward
     found[aten.slice_backward.default] = _slice_backward
     return found
 
 
-_KEPT = (aten.where.self, aten.index_select.default)  # ONNX has them as they are
+_KEPT = (aten.where.self, aten.index_select.default, aten.threshold_backward.default)  # written as they are
 _WHOLE = frozenset(  # activations and norms that an evaluation graph holds as one operator
     [
         "addmm",
@@ -72,10 +71,6 @@ _WHOLE = frozenset(  # activations and norms that an evaluation graph holds as o
 def evaluation_table() -> dict[Any, Callable[..., Any]]:
     """The decompositions of an evaluation graph: layers and activations that ONNX has stay as they are."""
     return {op: f for op, f in _core().items() if str(op).split(".")[1] not in _WHOLE}
-
-
-def _threshold_backward(grad: Tensor, self: Tensor, threshold: float) -> Tensor:
-    return grad * (self > threshold).to(grad.dtype)
 
 
 def _pair(values: Sequence[int], dims: int) -> list[int]:

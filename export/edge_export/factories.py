@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client import authored
-from edge_client.bundle import Bundle
-from edge_client.errors import ConfigError
+from edge_client.bundle import Bundle, Normalisation
+from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme
 from edge_export.writer import export_bundle
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 WHAT = "a function that returns the torch module"
+
+
+class About(BaseModel):
+    """What a bundle says of its samples beside their shape; `--about` names a TOML file with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, in their order."""
+    normalisation: Normalisation | None = None
+    """What raw samples go through before the module."""
+
+
+def read_about(path: Path) -> About:
+    """The file's tables. Raises ConfigError with the setting at fault."""
+    try:
+        return About.model_validate(tomllib.loads(path.read_text("utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--about {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--about {path} is not TOML: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"--about {path}: setting {first_fault(error, 'file', About.model_fields)}") from None
 
 
 def export_factory(
@@ -28,11 +57,14 @@ def export_factory(
     init: InitScheme = "he",
     name: str | None = None,
     torch_part: bool = True,
+    class_names: Sequence[str] = (),
+    normalisation: Normalisation | None = None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
-    PyTorch's generator starts from `seed`, or 0, so the same file gives the same weights. Raises ConfigError,
-    AuthorError for an exception of the author's code, ModelError when the module cannot be a bundle.
+    The other arguments are those of `export_bundle`. PyTorch's generator starts from `seed`, or 0, so the same file
+    gives the same weights. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
+    module cannot be a bundle.
     """
     build = authored.load(place, WHAT)
     torch.manual_seed(seed or 0)
@@ -50,4 +82,6 @@ def export_factory(
         seed=seed,
         init=init,
         torch_part=torch_part,
+        class_names=class_names,
+        normalisation=normalisation,
     )

@@ -16,7 +16,7 @@ from edge_client.bundle import Manifest
 from edge_client.compaction.groups import find_groups
 from edge_client.errors import CompactionError, ConfigError, ModelError
 from edge_client.narrow import cuts
-from edge_client.training.cut import cut, shapes_of
+from edge_client.training.cut import cut
 
 
 def with_groups(manifest: Manifest, graphs: Mapping[str, onnx.ModelProto]) -> Manifest:
@@ -38,12 +38,12 @@ def _cuttable(
     manifest: Manifest, graph: onnx.ModelProto, groups: Sequence[ChannelGroup], stopped: list[str]
 ) -> tuple[ChannelGroup, ...]:
     """The groups of which a channel can be cut out of `graph`; for the others a line joins `stopped`."""
-    shapes = shapes_of(graph, manifest.input.shape)
 
     def fault(tried: Sequence[ChannelGroup]) -> str:
         try:
-            left = {g.name: np.arange(1, g.size) for g in tried}
-            cut(graph, manifest.input.shape, cuts(manifest, left), shapes)
+            random = np.random.default_rng(0)  # two groups that a graph joins must not pass for one
+            left = {g.name: np.sort(random.permutation(g.size)[: (g.size + 1) // 2]) for g in tried}
+            cut(graph, manifest.input.shape, cuts(manifest, left))
         except ConfigError as error:
             return str(error)
         return ""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto
 
 from edge_export.onnx_writer import Handler, Writer
 
@@ -168,6 +169,14 @@ def _silu(w: Writer, a: Any, out: Any) -> str:
     return w.op("Mul", x, w.op("Sigmoid", x))
 
 
+def _threshold_backward(w: Writer, a: Any, out: Any) -> str:
+    """`grad` where the input is above the threshold: times 1 or 0, but selected where a root makes it infinite at 0."""
+    above, grad = w.op("Greater", w.tensor(a.self), w.constant(a.threshold, out.dtype)), w.tensor(a.grad_output)
+    if w.roots:
+        return w.op("Where", above, grad, w.constant(0.0, out.dtype))
+    return w.op("Mul", grad, w.op("Cast", above, to=TensorProto.FLOAT))
+
+
 def _hardsigmoid(w: Writer, a: Any, out: Any) -> str:
     return w.op("HardSigmoid", w.tensor(a.self), alpha=1 / 6, beta=0.5)
 
@@ -269,7 +278,8 @@ def layers() -> dict[str, Handler]:
         "mm": _mm, "bmm": _mm, "addmm": _addmm, "convolution": _convolution, "native_layer_norm": _layer_norm,
         "gelu": _gelu, "silu": _silu, "mish": _activation("Mish"), "hardswish": _activation("HardSwish"),
         "hardsigmoid": _hardsigmoid, "elu": _elu, "leaky_relu": _activation("LeakyRelu", alpha="negative_slope"),
-        "softplus": _softplus, "_prelu_kernel": _prelu, "maskfleet.linear": _linear,
+        "softplus": _softplus, "threshold_backward": _threshold_backward, "_prelu_kernel": _prelu,
+        "maskfleet.linear": _linear,
         "maskfleet.lstm_layer": _recurrent("LSTM", "ifgo", "iofg"),
         "maskfleet.gru_layer": _recurrent("GRU", "rzn", "zrn"),
         "maskfleet.rnn_layer": _recurrent("RNN", "h", "h"),

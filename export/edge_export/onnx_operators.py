@@ -153,9 +153,10 @@ def _log_of(shift: float, scale: float) -> Handler:
 
 
 def _expm1(w: Writer, a: Any, out: Any) -> str:
-    """``exp(x) - 1`` without the cancellation near zero: ``2 sinh(x / 2) exp(x / 2)``."""
-    half = w.op("Mul", w.tensor(a.self, out.dtype), w.constant(0.5, out.dtype))
-    return w.op("Mul", w.op("Mul", w.op("Sinh", half), w.op("Exp", half)), w.constant(2.0, out.dtype))
+    """``exp(x) - 1`` without the cancellation near zero, finite wherever it is: ``tanh(x / 2) (exp(x) + 1)``."""
+    x = w.tensor(a.self, out.dtype)
+    half = w.op("Mul", x, w.constant(0.5, out.dtype))
+    return w.op("Mul", w.op("Tanh", half), w.op("Add", w.op("Exp", x), w.constant(1.0, out.dtype)))
 
 
 def _exp2(w: Writer, a: Any, out: Any) -> str:

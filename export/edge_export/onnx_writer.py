@@ -49,7 +49,8 @@ class Unsupported(Exception):
 class Writer:
     """The ONNX graph while it is written. Values are names; `values` maps the traced nodes to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: bool = False) -> None:
+        self.roots = roots  # whether a gradient may be infinite where all values are finite
         self.graph = GraphProto(name="g")
         self.values: dict[Node, Any] = {}
         self.batch: dict[sympy.Symbol, str] = {}  # a symbol's value, int64[1]
@@ -241,7 +242,7 @@ def _is_float(expr: sympy.Expr) -> bool:
 
 def to_onnx(traced: GraphModule, operators: Mapping[str, Handler]) -> ModelProto:
     """`traced` as an ONNX model whose inputs and outputs have the order of its placeholders and results."""
-    w = Writer()
+    w = Writer(any(_is_root(node) for node in traced.graph.nodes))
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             _input(w, node)
@@ -258,6 +259,13 @@ def to_onnx(traced: GraphModule, operators: Mapping[str, Handler]) -> ModelProto
     _trim(w.graph)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("maskfleet", 1)]
     return helper.make_model(w.graph, opset_imports=opsets, ir_version=IR_VERSION)
+
+
+def _is_root(node: Node) -> bool:
+    """A square root or a power below 1, whose derivative at 0 is infinite."""
+    if node.target is torch.ops.aten.pow.Tensor_Scalar:
+        return 0 < float(node.args[1]) < 1  # type: ignore[arg-type]
+    return node.target is torch.ops.aten.sqrt.default
 
 
 def _trim(graph: GraphProto) -> None:

@@ -7,6 +7,10 @@ fresh statistics hide what a graph lost. Nothing of the exporter's own forms tak
 The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE` at best of a few draws.
 Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
 close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
+
+Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. There PyTorch's own float32
+is the first witness: what is finite in the module is finite in the graph, and equal within `LOOSE`. Where it is not,
+the error against float64 may be a few times PyTorch's.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ TOLERANCE = 1e-5
 DRAWS = 4
 FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
 MOST = 0.1  # an error that no rounding excuses
+LARGE = (10_000.0, 300.0, 10.0)  # an extreme batch is so many times a normal one; less where PyTorch too overflows
+EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
+LOOSE, FEW = 1e-3, 1e-3  # TOLERANCE and ZERO of an extreme batch, in which sums of large terms cancel
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 KEY = 123_456_789
 
@@ -64,8 +71,7 @@ def prove(
     """Run both graphs against `module`. Raises ModelError that names the first tensor which differs."""
     random = torch.Generator().manual_seed(20)
     values, moved = _moved(module, random)
-    sessions = [_session(g, part) for g, part in ((train, "train.onnx"), (evaluation, "eval.onnx"))]
-    inputs = {i.name for i in sessions[0].get_inputs()}
+    graphs = _Graphs(train, evaluation, parameters, buffers)
     worst = {"grad": 0.0, "new": 0.0, "logits": 0.0}
     draw = _inputs(module, example, random)
     names = ["loss", *(f"grad:{k}" for k in trainable), *(f"new:{k}" for k in buffers), "logits"]
@@ -76,20 +82,10 @@ def prove(
         levels = dict.fromkeys(names, 0.0)
         for _ in range(DRAWS):
             x, y = draw(n), _labels(target, n, random)
-            feeds = {k: values[k].numpy() for k in parameters} | {k: moved[k].numpy() for k in buffers}
-            step = {**feeds, "x": x.numpy(), "y": y.numpy()}
-            if "key" in inputs:
-                step["key"] = np.array([KEY], np.int64)
-            try:
-                found = [*sessions[0].run(names[:-1], step), *sessions[1].run(["logits"], {**feeds, "x": x.numpy()})]
-            except Exception as error:  # the runtime's errors share no base class
-                raise ModelError(
-                    f"the exported graphs do not run on {n} samples: {_first_line(error)}; "
-                    "write the forward pass so that it takes any number of samples"
-                ) from None
+            found = graphs.step(names, values, moved, x, y)
             true, own = (witness.step(values, moved, x, y, wide) for wide in (True, False))
             due = [k for k in names if k in true]
-            errors, single = _errors(dict(zip(names, found, strict=True)), true, due), _errors(own, true, due)
+            errors, single = _errors(found, true, due), _errors(own, true, due)
             levels = {k: max(levels[k], single[k]) for k in due}
             least = {k: min(least[k], errors[k]) for k in due}
             if max(least.values()) <= TOLERANCE:
@@ -99,7 +95,50 @@ def prove(
                 raise ModelError(_complaint(name, n, gap))
             kind = name.partition(":")[0].replace("loss", "new")
             worst[kind] = max(worst[kind], gap)
+    y = _labels(target, EXTREME, random)
+    for what, scale in (("large", LARGE), ("zero", (0.0,))):
+        for times in scale:
+            given, x = _scaled(module, values, draw(EXTREME), times)
+            if _extreme(witness, graphs, names, (given, moved, x, y), what):
+                break
     return Shown(worst["grad"], worst["new"], worst["logits"])
+
+
+def _extreme(
+    witness: _Witness, graphs: _Graphs, names: Sequence[str], step: tuple[Values, Values, Tensor, Tensor], what: str
+) -> bool:
+    """Whether the module is finite in an extreme step. Raises ModelError when the graphs are not, or differ."""
+    own, made = witness.step(*step, wide=False), graphs.step(names, *step)
+    finite = {k: t.isfinite() for k, t in own.items()}
+    due = [k for k in names if k in own]
+    for name in due:
+        if made[name].shape != own[name].shape or not np.isfinite(made[name][finite[name].numpy()]).all():
+            raise ModelError(
+                f"the exported graph overflows: {_named(name)} is NaN or infinite on a {what} batch, where the "
+                "module's is finite; keep what goes into exp, a division, a root or a power in a range"
+            )
+    found = {k: np.where(finite[k].numpy(), made[k], 0) for k in due}
+    if max(_errors(found, _only(own, finite), due, FEW).values()) > LOOSE:
+        true = witness.step(*step, wide=True)
+        both = {k: finite[k] & true[k].isfinite() for k in due}
+        true, found = _only(true, both), {k: np.where(both[k].numpy(), found[k], 0) for k in due}
+        errors, single = _errors(found, true, due, FEW), _errors(_only(own, both), true, due, FEW)
+        for name in due:
+            if errors[name] > max(LOOSE, FACTOR * single[name]):
+                raise ModelError(_complaint(name, EXTREME, errors[name], f"{what} "))
+    return all(bool(f.all()) for f in finite.values())
+
+
+def _only(values: Values, which: Mapping[str, Tensor]) -> Values:
+    return {k: torch.where(which[k], values[k].detach(), 0) for k in which}
+
+
+def _scaled(module: nn.Module, values: Values, x: Tensor, times: float) -> tuple[Values, Tensor]:
+    """`values` and `x` with the inputs multiplied, or where they are integers, with the tables that they look up."""
+    if x.is_floating_point():
+        return values, times * x
+    tables = {id(p.weight) for p in module.modules() if isinstance(p, nn.Embedding | nn.EmbeddingBag)}
+    return {k: times * values[k] if id(p) in tables else values[k] for k, p in module.named_parameters()}, x
 
 
 def _steady(witness: _Witness, values: Values, moved: Values, x: Tensor) -> None:
@@ -114,28 +153,31 @@ def _steady(witness: _Witness, values: Values, moved: Values, x: Tensor) -> None
             )
 
 
-def _errors(found: Mapping[str, Any], true: Values, names: Sequence[str]) -> dict[str, float]:
-    """The error of each tensor of `found`."""
+def _errors(found: Mapping[str, Any], true: Values, names: Sequence[str], zero: float = ZERO) -> dict[str, float]:
+    """The error of each tensor of `found`; a gradient below `zero` of the largest is measured against the largest."""
     largest = max((float(t.abs().max()) for k, t in true.items() if k.startswith("grad:") and t.numel()), default=0.0)
     made = {}
     for name in names:
-        nothing = name.startswith("grad:") and float(true[name].abs().max()) <= ZERO * largest
+        nothing = name.startswith("grad:") and float(true[name].abs().max()) <= zero * largest
         made[name] = _error(np.asarray(found[name]), true[name], largest if nothing else 0.0)
     return made
 
 
-def _complaint(name: str, n: int, error: float) -> str:
+def _named(name: str) -> str:
     kind, _, tensor = name.partition(":")
-    what = {
+    return {
         "loss": "the training loss",
         "grad": f"the gradient of {tensor!r}",
         "new": f"the value of buffer {tensor!r} after a step",
         "logits": "the output in evaluation mode",
     }[kind]
+
+
+def _complaint(name: str, n: int, error: float, kind: str = "") -> str:
     return (
-        f"the exported graph computes {what} differently from the module (relative error {error:.1e} on {n} samples); "
-        "look for Python state, randomness, branches on the batch or its size, or buffers set in forward, and write "
-        "them as tensor operators"
+        f"the exported graph computes {_named(name)} differently from the module (relative error {error:.1e} on {n} "
+        f"{kind}samples); look for Python state, randomness, branches on the batch or its size, or buffers set in "
+        "forward, and write them as tensor operators"
     )
 
 
@@ -157,6 +199,34 @@ def _error(found: NDArray[Any], true: Tensor, least: float) -> float:
     if not np.isfinite(scale):
         return 0.0 if same.all() else np.inf
     return float(np.nan_to_num(difference.max() / (scale + 1e-30), nan=np.inf)) if scale else float(difference.max())
+
+
+class _Graphs:
+    """Both graphs in ONNX Runtime."""
+
+    def __init__(
+        self, train: ModelProto, evaluation: ModelProto, parameters: Sequence[str], buffers: Sequence[str]
+    ) -> None:
+        self.parameters, self.buffers = parameters, buffers
+        self.train, self.evaluation = _session(train, "train.onnx"), _session(evaluation, "eval.onnx")
+        self.draws = any(i.name == "key" for i in self.train.get_inputs())
+
+    def step(
+        self, names: Sequence[str], values: Values, moved: Values, x: Tensor, y: Tensor
+    ) -> dict[str, NDArray[Any]]:
+        """What `_Witness.step` gives: `names`, of which the last are the logits."""
+        feeds = {k: values[k].numpy() for k in self.parameters} | {k: moved[k].numpy() for k in self.buffers}
+        step = {**feeds, "x": x.numpy(), "y": y.numpy()}
+        if self.draws:
+            step["key"] = np.array([KEY], np.int64)
+        try:
+            found = [*self.train.run(names[:-1], step), *self.evaluation.run(["logits"], {**feeds, "x": x.numpy()})]
+        except Exception as error:  # the runtime's errors share no base class
+            raise ModelError(
+                f"the exported graphs do not run on {len(x)} samples: {_first_line(error)}; "
+                "write the forward pass so that it takes any number of samples"
+            ) from None
+        return dict(zip(names, map(np.asarray, found), strict=True))
 
 
 def _session(graph: ModelProto, part: str) -> ort.InferenceSession:

@@ -8,7 +8,7 @@ of the gates, the gradients of the weights, the derivatives of the gates. The re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -202,3 +202,26 @@ def _rnn_states(relu: bool) -> Callable[..., Tensor]:
 gru = _single_state(_gru_states)
 rnn_tanh = _single_state(_rnn_states(relu=False))
 rnn_relu = _single_state(_rnn_states(relu=True))
+
+
+def lstm_cell(
+    x: Tensor, state: Sequence[Tensor], weight_x: Tensor, weight_h: Tensor,
+    bias_x: Tensor | None = None, bias_h: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`torch.lstm_cell`, which itself changes tensors in place: such a graph is traced twice."""
+    hidden, cell = state
+    gates = functional.linear(x, weight_x, bias_x) + functional.linear(hidden, weight_h, bias_h)
+    i, f, g, o = gates.chunk(4, 1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def gru_cell(
+    x: Tensor, hidden: Tensor, weight_x: Tensor, weight_h: Tensor,
+    bias_x: Tensor | None = None, bias_h: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`torch.gru_cell`; see `lstm_cell`."""
+    r, z, n = functional.linear(x, weight_x, bias_x).chunk(3, 1)
+    r_h, z_h, n_h = functional.linear(hidden, weight_h, bias_h).chunk(3, 1)
+    n, z = (n + (r + r_h).sigmoid() * n_h).tanh(), (z + z_h).sigmoid()
+    return (hidden - n) * z + n

@@ -67,6 +67,8 @@ def shared_table() -> dict[Any, Callable[..., Any]]:
         torch.adaptive_avg_pool1d: adaptive_avg_pool,
         torch.adaptive_max_pool1d: adaptive_max_pool,
         f.group_norm: group_norm,
+        torch.lstm_cell: recurrence.lstm_cell,
+        torch.gru_cell: recurrence.gru_cell,
         Tensor.unfold: unfold,
     }
 

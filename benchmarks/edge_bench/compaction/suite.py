@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,16 @@ def _flat(table: Sequence[Row], tensors: dict[str, Tensor]) -> NDArray[np.float3
     return np.concatenate(parts)
 
 
+NARROW = partial(write_personal, align="none")
+"""As the mask leaves it: the bound is compared with that."""
+
+
 def compacted(
     subject: Subject,
     kind: MaskKind,
     kept: float,
     path: Path,
-    write: Callable[..., Any] = write_personal,
+    write: Callable[..., Any] = NARROW,
     **settings: Any,
 ) -> Result:
     """`subject` written to `path` by `write` (called as `write_personal` is), and how it came out."""

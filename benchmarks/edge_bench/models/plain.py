@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 HAR = 1152, 300, 100, 6
 """The HAR network of HideNseek: 376,606 parameters."""
@@ -20,6 +21,22 @@ def mlp(*sizes: int) -> nn.Sequential:
     for i, (inner, out) in enumerate(pairwise(sizes)):
         parts += [nn.Linear(inner, out), nn.ReLU()] if i < len(sizes) - 2 else [nn.Linear(inner, out)]
     return nn.Sequential(*parts)
+
+
+class Sign(nn.Module):
+    """The sign of x. Its gradient passes unchanged where |x| <= 1 and is zero elsewhere (Courbariaux et al., 2016)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        straight = nn.functional.hardtanh(x)
+        return straight + (torch.sign(x) - straight).detach()
+
+
+def binary_mlp(*sizes: int) -> nn.Sequential:
+    """`mlp` with batch-norm and signs in place of each ReLU: a binarized network once its weights are signs too."""
+    parts: list[nn.Module] = []
+    for inner, out in pairwise(sizes):
+        parts += [nn.Linear(inner, out), nn.BatchNorm1d(out), Sign()]
+    return nn.Sequential(*parts[:-2])
 
 
 def small_cnn(channels: int = 1, classes: int = 10) -> nn.Sequential:

@@ -1,0 +1,75 @@
+"""Export at large values and at zeros: what PyTorch keeps finite, the graphs keep finite, and the proof looks there."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from edge_bench.export_cases import rows  # noqa: E402
+from edge_export import onnx_operators  # noqa: E402
+from edge_export.writer import Graphs, proved_graphs  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from edge_client.errors import ModelError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _proved(module: nn.Module, *sample: int) -> Graphs:
+    return proved_graphs(module, torch.zeros(2, *sample), {"kind": "classification"})
+
+
+@pytest.mark.parametrize("function", [lambda x: functional.celu(x, 0.5), lambda x: torch.expm1(-x.abs())])
+def test_the_exponential_minus_one_is_finite_far_below_zero(function: object) -> None:
+    case = rows(function)
+    assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
+
+
+def _naive_expm1(w: onnx_operators.Writer, a: object, out: Tensor) -> str:
+    half = w.op("Mul", w.tensor(a.self), w.constant(0.5, out.dtype))  # type: ignore[attr-defined]
+    return w.op("Mul", w.op("Mul", w.op("Sinh", half), w.op("Exp", half)), w.constant(2.0, out.dtype))
+
+
+def _clipped(w: onnx_operators.Writer, a: object, out: Tensor) -> str:
+    x = w.op("Min", w.tensor(a.self), w.constant(20.0, out.dtype))  # type: ignore[attr-defined]
+    return w.op("Asinh", x)
+
+
+def test_the_proof_sees_wrong_values_at_large_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = onnx_operators.operators
+    monkeypatch.setattr("edge_export.graphs.operators", lambda: {**made(), "asinh": _clipped})
+    case = rows(torch.asinh)
+    with pytest.raises(ModelError, match=r"differently from the module .* on 2 large samples"):
+        _proved(case.make(), *case.sample)
+
+
+def test_what_overflows_in_pytorch_too_is_no_fault() -> None:
+    case = rows(lambda x: torch.sinh(x) + x.exp())
+    assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
+
+
+class _OfIntegers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(functional.celu(self.table(x)).flatten(1))
+        return logits
+
+
+def test_a_model_of_integers_has_large_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = torch.zeros(2, 5, dtype=torch.int64)
+    proved_graphs(_OfIntegers(), example, {"kind": "classification"})
+    monkeypatch.setattr(onnx_operators, "_expm1", _naive_expm1)
+    with pytest.raises(ModelError, match="on a large batch"):
+        proved_graphs(_OfIntegers(), example, {"kind": "classification"})
+
+
+def test_a_root_behind_a_relu_has_pytorchs_gradient_of_zero() -> None:
+    case = rows(lambda x: functional.relu(x).sqrt())
+    assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
