@@ -250,7 +250,7 @@ def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[
         yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
     random = np.random.default_rng(0)
     if manifest.input.dtype != "float32":
-        if ids := getattr(manifest.input, "ids", None):
+        if ids := manifest.input.ids:
             yield "ids of its table", True, random.integers(0, ids, shape, manifest.input.dtype)
         return
     normal = random.standard_normal(shape, np.float32)
