@@ -79,7 +79,8 @@ class Coordinator:
         self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
-        self._unloaded: dict[str, tuple[int, Federation]] = {}  # the version it began with, and what can be shown
+        # The versions that it began with and was read at, and what can be shown.
+        self._unloaded: dict[str, tuple[int, int, Federation]] = {}
         self._looking = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -122,7 +123,7 @@ class Coordinator:
                 try:
                     if live is not None:
                         await live.look(found.version)
-                    elif id_ not in self._unloaded:
+                    elif id_ not in self._unloaded or self._unloaded[id_][1] != found.version:
                         await self._load(id_)
                 except MaskfleetError as error:
                     log.error("%s: %s", id_, error)
@@ -135,7 +136,8 @@ class Coordinator:
             live = LiveFederation(self.store, id_, config, head, self._clock)
         except Exception as error:
             shown = self._shown(id_, text, head.state, head.ready, error)
-            self._unloaded[id_] = head.first, shown.model_copy(update={"created_at": head.created_at})
+            shown = shown.model_copy(update={"created_at": head.created_at})
+            self._unloaded[id_] = head.first, head.version, shown
             return
         self._unloaded.pop(id_, None)
         self._federations[id_] = live
@@ -405,8 +407,8 @@ class Coordinator:
     async def delete(self, id_: str) -> None:
         """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.
 
-        One that could not be loaded does not run, whatever its state says. Once the rows are gone a kill loses nothing:
-        the next start drops the blobs that are left.
+        One that could not be loaded here may run at another coordinator: it is refused while its state says so. Once
+        the rows are gone a kill loses nothing: the next start drops the blobs that are left.
         """
         with suppress(Refusal):
             await self.find(id_)
@@ -421,6 +423,10 @@ class Coordinator:
 
     async def _delete_unloaded(self, id_: str) -> None:
         head = await asyncio.to_thread(self.store.metadata.head, id_)
+        with suppress(ValidationError):  # a state that cannot be read runs nowhere
+            why = engine.keeps(engine.load(head.state))
+            if why is not None:
+                raise Refusal("wrong-phase", why)
         if not await asyncio.to_thread(self.store.metadata.delete_federation, id_, head.version):
             raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
         log.info("%s: deleted by the operator; it could not be loaded", id_)
@@ -478,13 +484,13 @@ class Coordinator:
 
     def summary(self, id_: str) -> Federation:
         """The federation of this id as it stands. Raises Refusal."""
-        return self._unloaded[id_][1] if id_ in self._unloaded else self.federation(id_).summary()
+        return self._unloaded[id_][2] if id_ in self._unloaded else self.federation(id_).summary()
 
     def summaries(self) -> list[Federation]:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [
             *(live.summary() for live in sorted(self._federations.values(), key=lambda f: (f.created_at, f.id))),
-            *(self._unloaded[id_][1] for id_ in sorted(self._unloaded)),
+            *(self._unloaded[id_][2] for id_ in sorted(self._unloaded)),
         ]
 
     async def federations_of(self, credential: str) -> list[str]:

@@ -138,6 +138,14 @@ def test_no_secret_that_was_sent_by_mistake_is_answered_or_logged(
             answer = await fleet.operator(method, path, **({} if body is None else {"json": body}))
             assert answer.status_code in (404, 405, 422), (path, answer.text)
             assert secret[:20] not in answer.text.lower(), path
+        for method, path, body in (  # the caller's own mistake in a place that takes no secret is answered, not logged
+            ("DELETE", f"/v1/federations/fed/token/{secret}", None),
+            ("GET", f"/v1/federations/{secret}", None),
+            ("GET", f"/v1/federations?limit={secret}", None),
+            ("POST", "/v1/federations", {"token": secret}),
+        ):
+            answer = await fleet.operator(method, path, **({} if body is None else {"json": body}))
+            assert answer.status_code in (404, 405, 422), (path, answer.text)
         refusal = await fleet.http.post("/login", data={"token": secret}, headers={"Origin": "http://coordinator"})
         assert refusal.status_code == 401
 

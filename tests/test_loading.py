@@ -136,14 +136,18 @@ def test_one_that_was_stopped_without_its_method_stays_so_with_it(tmp_path: Path
     asyncio.run(main())
 
 
-def test_a_running_federation_that_cannot_be_loaded_is_deleted_without_a_stop(tmp_path: Path) -> None:
+def test_one_that_cannot_be_loaded_here_is_not_deleted_while_another_coordinator_runs_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with served(tmp_path) as fleet:
-            await fleet.federation("a", "b")
-        change(tmp_path, DAMAGE[0][0])
-        async with served(tmp_path) as fleet:
-            assert (await fleet.operator("DELETE", "/v1/federations/fed")).status_code == 204
-            assert (await fleet.operator("GET", "/v1/federations")).json() == []
+        async with served(tmp_path) as able:
+            await able.federation("a", "b")
+            change(tmp_path, DAMAGE[0][0])
+            async with served(tmp_path) as unable:
+                answer = await unable.operator("DELETE", "/v1/federations/fed")
+                assert "stop it" in refused(answer, "wrong-phase")
+                assert (await able.train("a")).status_code == 201
+                assert (await able.train("b")).status_code == 201
+                await until(able, lambda f: f["round"] == 2)
+                await until(unable, lambda f: f["round"] == 2)
 
     asyncio.run(main())
 

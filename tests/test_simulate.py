@@ -229,6 +229,8 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_
             cli.simulate(tmp_path / "run.toml", json_file=out)
     with pytest.raises(ConfigError, match=r"run\.toml would overwrite the file that is read"):
         cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "." / "run.toml")
+    with pytest.raises(ConfigError, match=r"--plot .*x\.png and --json are one file"):
+        cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "x.png", plot=tmp_path / "." / "x.png")
     (tmp_path / "folder.png").mkdir()
     for plot, said in (("folder.png", "is a folder"), ("x.jpg", "ends in .png"), ("none/x.png", "there is no folder")):
         with pytest.raises(ConfigError, match=said):

@@ -87,8 +87,10 @@ def check_writable(path: Path, option: str = "--json", source: Path | None = Non
         raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
 
 
-def check_plot(path: Path) -> None:
-    """Raise ConfigError when a picture could not be drawn, or not written there."""
+def check_plot(path: Path, json_file: Path | None) -> None:
+    """Raise ConfigError when a picture could not be drawn, or not written there or only over `json_file`."""
+    if json_file is not None and path.resolve() == json_file.resolve():
+        raise ConfigError(f"--plot {path} and --json are one file; name another one")
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path}: pictures are PNG; give a name that ends in .png")
     check_writable(path, "--plot")
@@ -249,7 +251,7 @@ def simulate(
     if json_file is not None:
         check_writable(json_file, source=config)
     if plot is not None:
-        check_plot(plot)
+        check_plot(plot, json_file)
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
@@ -322,7 +324,7 @@ def demo(
     if json_file is not None:
         check_writable(json_file)
     if plot is not None:
-        check_plot(plot)
+        check_plot(plot, json_file)
     chosen = choose_data(data, devices)
     tables = {n: settings(n, chosen.name, rounds) for n in names}
     made = {n: make_method(table) for n, table in tables.items()}

@@ -102,8 +102,8 @@ async def change_federation(served: Operated, federation: FederationId, change: 
 async def delete_federation(request: Request, served: Operated, federation: FederationId) -> None:
     """Delete it with its devices, tokens, rounds, state, blobs and exports; its name is free again.
 
-    A federation that runs or is paused is refused: stop it first. One that could not be loaded does not run. Devices of
-    a finished one that have not fetched their last downlink get none.
+    A federation that runs or is paused is refused: stop it first, also one that could not be loaded. Devices of a
+    finished one that have not fetched their last downlink get none.
     """
     await served.delete(federation)
     await request.app.state.exports.tidy()

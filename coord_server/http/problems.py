@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +19,7 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secrets
+_HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
@@ -45,7 +47,7 @@ def problem(
     level = logging.INFO if body.status in (400, 404, 408, 409) else logging.WARNING
     asked, client = called(scope), caller(scope)
     extra = {"refused": kind, "request": asked, "client": client, "limited": f"refused {kind}"}
-    log.log(level, "refused, %s: %s from %s: %s", kind, asked, client, body.detail, extra=extra)
+    log.log(level, "refused, %s: %s from %s: %s", kind, asked, client, _HEX.sub("...", body.detail), extra=extra)
     return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
 
 
