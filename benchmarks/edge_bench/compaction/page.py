@@ -55,6 +55,30 @@ constants of the graph that no bundle counts, such as a causal mask.
 
 `personal.onnx` is refused, and the masked dense model written instead, when the two models' outputs differ.
 
+## What a device trains
+
+A method may remove channels before the end. The device then trains the smaller network: `train.onnx` and `eval.onnx`
+are cut in memory when the channels change. This is another cut than the one above:
+
+| | end of a federation | during the rounds |
+| --- | --- | --- |
+| what goes | what does not vary or is not read, of any mask | channels of the manifest's groups, all places at once |
+| what it emitted | goes into biases and maps | counts as zero |
+| weights | constants of the graph | inputs of the graph, smaller |
+| nodes | written anew | the same, on smaller tensors |
+| operators | each is run to see what it does | `edge_client/axes.py` says which axes go together |
+| code | `edge_client/compaction/` | `edge_client/training/cut.py` |
+
+Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that
+a graph cannot be cut by is named in the manifest under `stopped`, with the operator. These can be cut: linear layers,
+convolutions (also depthwise, grouped by whole groups, and transposed), batch-norms, sums and shortcuts padded with
+channels, heads of an attention, and units of LSTM and GRU, alike in both directions. Norms over channels cannot, nor
+PyTorch's plain RNN, of which no group is found.
+
+A test compares the table with trial runs. A trial understands operators that the table lacks, but it runs each many
+times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
+table refuses what it lacks.
+
 ## How wide
 
 ONNX Runtime's blocked convolutions read multiples of 4 channels, unless they are fewer than a block of 16, and cost the
