@@ -249,6 +249,6 @@ def test_a_message_as_deep_as_the_limit_is_read(tmp_path: Path) -> None:
             await fleet.http.post("/v1/enrol", content=body, headers={"Content-Type": "application/json"}),
             "bad-message",
         )
-        assert "body.token = [[[[[[[...]]]]]]]: Input should be a valid string" in detail
+        assert "body.token: Input should be a valid string" in detail
 
     play(tmp_path, script)
