@@ -69,14 +69,20 @@ def numbers(takes: Input, x: NDArray[Any], what: str) -> NDArray[Any]:
         raise DataError(f"{what}: samples have dtype {x.dtype}; give numbers")
     if takes.dtype == "int64" and x.dtype.kind == "f":
         raise DataError(f"{what}: samples have dtype {x.dtype}, the model takes whole numbers; give integers")
-    with np.errstate(over="ignore"):
-        x = np.ascontiguousarray(x, takes.dtype)
-    if not np.isfinite(x).all():
-        at = int(np.argwhere(~np.isfinite(x))[0][0])
-        raise DataError(f"{what}: sample {at} holds NaN, infinity or a value beyond {takes.dtype}; clean the data")
+    x = finite(x, takes.dtype, what)
     if takes.ids is not None and (bad := (x < 0) | (x >= takes.ids)).any():
         at = int(np.argwhere(bad)[0][0])
         raise DataError(f"{what}: sample {at} holds the id {x[bad][0]}; the model's table has 0..{takes.ids - 1}")
+    return x
+
+
+def finite(x: NDArray[Any], dtype: str, what: str) -> NDArray[Any]:
+    """Samples [n, ...] as `dtype`. Raises DataError naming `what` and the first sample that is not finite."""
+    with np.errstate(over="ignore"):
+        x = np.ascontiguousarray(x, dtype)
+    if not np.isfinite(x).all():
+        at = int(np.argwhere(~np.isfinite(x))[0][0])
+        raise DataError(f"{what}: sample {at} holds NaN, infinity or a value beyond {dtype}; clean the data")
     return x
 
 

@@ -284,6 +284,12 @@ def test_a_label_outside_the_model_s_is_named_by_its_place_in_the_whole_file(tmp
         load(config, 0, manifest((4,), OWN))
 
 
+def test_samples_without_values_are_refused_by_their_shape(tmp_path: Path) -> None:
+    config = saved(tmp_path, x=np.zeros((120, 0)), y=Y)
+    with pytest.raises(DataError, match=r"a sample has shape \(0,\), the model takes \(4,\)"):
+        load(config, 0, manifest((4,), OWN))
+
+
 def test_fractions_are_not_cut_to_the_whole_numbers_that_a_model_takes(tmp_path: Path) -> None:
     config = saved(tmp_path, x=np.arange(120.0).reshape(120, 1) + 0.7, y=Y)
     with pytest.raises(DataError, match="samples have dtype float32, the model takes whole numbers"):

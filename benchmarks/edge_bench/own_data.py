@@ -22,8 +22,7 @@ from edge_bench import images
 from edge_bench.images import Form
 from edge_bench.sources import SPLITS, Samples
 from edge_client import authored
-from edge_client.bundle import Input
-from edge_client.data import DataFile, checked, numbers
+from edge_client.data import DataFile, checked, finite
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError, suggestion
 from edge_client.protocol.messages import Name
@@ -109,7 +108,7 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
 
 def _narrow(x: NDArray[Any], what: str) -> NDArray[Any]:
     """Floating-point samples as float32, others as they are. Raises DataError naming a sample that is not finite."""
-    return numbers(Input(shape=x.shape[1:]), x, what) if np.issubdtype(x.dtype, np.floating) else x
+    return finite(x, "float32", what) if np.issubdtype(x.dtype, np.floating) else x
 
 
 def named(owner: NDArray[Any] | None, what: str) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
