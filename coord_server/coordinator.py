@@ -428,7 +428,7 @@ class Coordinator:
             if why is not None:
                 raise Refusal("wrong-phase", why)
         if not await asyncio.to_thread(self.store.metadata.delete_federation, id_, head.version):
-            raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
+            raise _changed(id_)
         log.info("%s: deleted by the operator; it could not be loaded", id_)
 
     async def operate(self, id_: str, kind: type[events.Event]) -> Federation:
@@ -454,7 +454,7 @@ class Coordinator:
             raise Refusal("wrong-phase", f"the federation is {state.phase}; it cannot be stopped now")
         text = engine.dump(engine.stopped(state))
         if not await asyncio.to_thread(self.store.metadata.commit, id_, head.version, text, ()):
-            raise Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")
+            raise _changed(id_)
         log.info("%s: stopped by the operator; it could not be loaded", id_, extra={"federation": id_})
         async with self._looking:
             await self._load(id_)
@@ -534,3 +534,7 @@ class Coordinator:
             await self._look()  # it was deleted and created again at another coordinator
             live = self.federation(live.id)
         return await live.enrol(request, token, terms.uses_left, terms.expires_at)
+
+
+def _changed(id_: str) -> Refusal:
+    return Refusal("wrong-phase", f"federation {id_!r} has just changed; send the request again")

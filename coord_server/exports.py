@@ -24,12 +24,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from coord_server.bundles import bundle_shelf, read_manifest
+from coord_server.live.devices import damaged
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
-from edge_client.errors import StateError, StorageDamagedError, first_fault
+from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, write_whole
 from edge_client.protocol.messages import Export, FederationConfig, Report, Source
 
@@ -202,9 +203,7 @@ class Exports:
         try:
             kept = None if row is None or row.report is None else Report.model_validate_json(row.report).source
         except ValidationError as error:
-            raise StorageDamagedError(
-                f"the row of device {device!r} is damaged: {first_fault(error, 'report')}; restore the database"
-            ) from error
+            raise damaged(str(device), error) from None
         closed, state, record = self._values(live.id, device)
         order = Order(config=live.config, places=live.summary().places or live.config.cohort, closed=closed,
                       device=device, kept=kept, kind=kind).model_dump_json().encode()  # fmt: skip

@@ -265,10 +265,7 @@ class Devices:
                 **_said(u.agent or row.agent or ""),
             )
         except (ValidationError, PayloadError) as error:
-            why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
-            raise StorageDamagedError(
-                f"the row of device {row.device!r} is damaged: {why}; restore the database"
-            ) from None
+            raise damaged(row.device, error) from None
 
     async def close(self, deleted: bool = False) -> None:
         """Write what is not written yet and stop; of a federation that was deleted nothing is written."""
@@ -280,6 +277,12 @@ class Devices:
         if self._flushing is not None:
             await asyncio.wait([self._flushing])
         await self._flush_logged()
+
+
+def damaged(device: str, error: ValidationError | PayloadError) -> StorageDamagedError:
+    """What to raise when the row of a device cannot be read."""
+    why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
+    return StorageDamagedError(f"the row of device {device!r} is damaged: {why}; restore the database")
 
 
 def _state(row: Any) -> DeviceState:
