@@ -484,11 +484,11 @@ class Metadata:
         with self.writing() as c:
             c.execute(update(devices).where(*_of(devices, federation, device)).values(report=report))
 
-    def last_down(self, federation: str) -> list[str]:
-        """Bytes by kind, as JSON, of the downlinks after the last round that devices fetched."""
+    def last_down(self, federation: str) -> dict[str, str]:
+        """Bytes by kind, as JSON, of the downlink after the last round, by the device that fetched it."""
         d = devices.c
-        found = self._all(select(d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
-        return [row.last_down for row in found]
+        found = self._all(select(d.device, d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
+        return {row.device: row.last_down for row in found}
 
     # --- rounds
 
