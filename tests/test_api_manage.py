@@ -99,6 +99,8 @@ def test_a_name_can_be_used_again_and_the_new_federation_is_a_new_one(tmp_path: 
             assert await whole(second, "a", "bb") == before
             for fleet in (first, second):
                 await until(fleet, lambda f: f["phase"] == "finished")
+                made = await fleet.operator("POST", f"{FED}/exports", json={"kind": "onnx"})
+                assert (made.status_code, made.json()["round"]) == (202, 2), made.text  # from its own large values
             assert len(shelves(tmp_path)) == 1
 
     asyncio.run(script())
