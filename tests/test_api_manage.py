@@ -34,7 +34,7 @@ from test_coordinator_process import coordinator
 
 from coord_server.operator.client import Operator
 from coord_server.store.blobs import FolderBlobs
-from coord_server.store.metadata import Rows
+from coord_server.store.rows import Rows
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError
 from edge_client.methods.fedavg import FedAvg
