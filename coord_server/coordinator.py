@@ -313,8 +313,7 @@ class Coordinator:
             await self._delete_unloaded(id_)
         else:
             await self.federation(id_).delete()
-        async with self._looking:
-            await self._forget(id_)
+        await self._look()  # which leaves alone what another coordinator has just made of that name
         version = (await asyncio.to_thread(self.store.metadata.deleted)).get(id_, -1)
         await asyncio.to_thread(self._sweep_federation, id_, version)
 
