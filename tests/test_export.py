@@ -12,8 +12,9 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle, Manifest, views
-from edge_client.compaction.personal import TOLERANCE, write_personal
+from edge_client.compaction.personal import write_personal
 from edge_client.data import check
+from edge_client.equality import TOLERANCE
 from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.targets import Classification

@@ -29,7 +29,7 @@ from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
 from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
-from edge_export.modes import evaluating
+from edge_export.modes import duplicate, evaluating
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence
 from edge_export.tables import InitScheme, Tables, tables, unseeded
@@ -167,7 +167,7 @@ def proved_graphs(
     trainable: Collection[str] | None = None,
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
-    module, prefix = _renamed(module)
+    module, prefix = _renamed(_in_float32(module))
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
     found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
@@ -198,6 +198,20 @@ def _renamed(module: nn.Module) -> tuple[nn.Module, str]:
     if any(_TAKEN.match(name) for name in names):
         return _Named(module), "model."
     return module, ""
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """`module`, or a copy in which every buffer of other floats that float32 holds exactly is float32."""
+
+    def exact(b: Tensor) -> bool:
+        return b.is_floating_point() and b.dtype != torch.float32 and torch.equal(b.float().to(b.dtype), b)
+
+    if not any(map(exact, module.buffers())):
+        return module
+    made = duplicate(module)
+    for part in made.modules():
+        part._buffers.update({k: b.float() for k, b in part.named_buffers(recurse=False) if exact(b)})
+    return made
 
 
 def _example(module: nn.Module, batch: Tensor) -> Tensor:
