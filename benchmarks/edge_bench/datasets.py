@@ -21,12 +21,10 @@ from edge_bench import own_data, partition
 from edge_bench.data_table import DataConfig, Shape, source
 from edge_bench.own_data import Fleet
 from edge_bench.partition import FEWEST, Share
-from edge_bench.sources import Samples, find
+from edge_bench.sources import Samples
 from edge_client.bundle import Manifest, Normalisation
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
-
-__all__ = ["DataConfig", "Divided", "divide", "divided", "find", "load", "read", "undivided", "write"]
 
 _SPARE = 1 << 28  # bytes of memory to leave free
 LONGEST = 50_000  # values of a mean that are written: a manifest has at most 4 MB

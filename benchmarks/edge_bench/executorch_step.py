@@ -26,7 +26,7 @@ from edge_export.executorch.parts import add_parts
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_client.bundle import Bundle
 from edge_client.targets import Classification, Sequence, Target
 from edge_client.training import open_trainer

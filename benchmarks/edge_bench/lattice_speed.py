@@ -32,7 +32,7 @@ from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import arrivals
 
 from edge_bench import provenance, speed
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
 from edge_client.methods.lattice import Lattice

@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client

@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.models import DIGITS, HAR, mlp, small_cnn
 from edge_bench.simulate import Simulated, run
 from edge_bench.workers import cores

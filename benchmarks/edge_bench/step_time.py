@@ -32,7 +32,7 @@ from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.targets import Classification

@@ -21,9 +21,10 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import datasets, provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.reproduction import Cell, cells, parse
-from edge_bench.simulate import find_bundle, run_all
+from edge_bench.simulate import run_all
+from edge_bench.simulation_file import find_bundle
 from edge_client.artifacts import Limits, make
 from edge_client.bundle import F32, Bundle
 from edge_client.compaction.personal import write_dense, write_personal
@@ -198,7 +199,7 @@ def main(
     origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
-    for cell in cells(setup, setup.seeds, None if method is None else frozenset(method.split(","))):
+    for cell in cells(setup, setup.seeds, None if method is None else method.split(",")):
         if task is not None and cell.task not in task.split(","):
             continue
         try:
