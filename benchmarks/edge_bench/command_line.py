@@ -49,7 +49,7 @@ def known_names(text: str, option: str, known: Collection[str], absent: str) -> 
     """`names_of` that are all `known`; else a ConfigError that begins with `absent`, such as "FILE has no methods"."""
     names = names_of(text, option)
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"{absent} {unknown}; it has {sorted(known)}")
+        raise ConfigError(f"{absent} {unknown}; known are {sorted(known)}")
     return names
 
 
@@ -67,6 +67,12 @@ def check_writable(path: Path, option: str = "--json", source: Path | None = Non
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
+
+
+def check_new_folder(path: Path) -> None:
+    """Raise ConfigError unless `path` is an empty folder, or nothing yet."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
 
 
 def check_plot(path: Path, json_file: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import datasets, own_model, toml_text
+from edge_bench.command_line import check_new_folder
 from edge_bench.simulation_file import prepare, read_simulation
 from edge_client.authored import is_place
 from edge_client.errors import ConfigError
@@ -25,8 +26,7 @@ def split(
 
     The classes' names and what raw samples went through are written beside them, for `maskfleet export --about`.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name an empty or a new folder")
+    check_new_folder(out)
     checked = read_simulation(config, seed=seed)
     bundle, divided = prepare(checked)
     about: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import curves, datasets, demo_report, provenance, report
-from edge_bench.command_line import check_plot, check_writable, names_of, plain_console, write_json
+from edge_bench.command_line import check_new_folder, check_plot, check_writable, names_of, plain_console, write_json
 from edge_bench.data_table import DataConfig
 from edge_bench.fleet import Ended, fleet
 from edge_bench.simulate import starting_scores
@@ -113,8 +113,8 @@ def demo(
 ) -> None:
     """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
     names = names_of(methods, "--methods")
-    if keep_files is not None and keep_files.exists() and any(keep_files.iterdir()):
-        raise ConfigError(f"{keep_files} is not empty; give --keep-files a new folder")
+    if keep_files is not None:
+        check_new_folder(keep_files)
     if json_file is not None:
         check_writable(json_file)
     if plot is not None:
@@ -163,20 +163,17 @@ def demo(
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
     report.warn(console, report.warnings(records, made))
     if json_file is not None:
-        run: dict[str, Any] = {
+        run = {
             "data": chosen.model_dump(mode="json"),
             "devices": len(parts),
             "rounds": rounds,
             "seed": seed,
+            "cohort": len(parts),
+            "methods": tables,
         }
-        run |= {"cohort": len(parts), "methods": tables}
-        write_json(
-            json_file,
-            {**origin, "methods": records, "compaction": compact, "settings": run},
-        )
+        write_json(json_file, {**origin, "methods": records, "compaction": compact, "settings": run})
     if plot is not None:
         curves.draw(lines, plot, title)
         console.print(f"wrote {plot}")
-    console.print(
-        f"all of it took {time.monotonic() - started:.0f} s" + (f"; files in {keep_files}" if keep_files else "")
-    )
+    kept = f"; files in {keep_files}" if keep_files else ""
+    console.print(f"all of it took {time.monotonic() - started:.0f} s{kept}")

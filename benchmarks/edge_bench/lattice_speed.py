@@ -2,12 +2,12 @@
 
     python -m edge_bench.lattice_speed --json benchmarks/results/speed/lattice.json [--against CHECKOUT]
 
-`receive` is a device's downlink decoded and made weights, `send` its change made numbers and coded, `train` the SGD
-between. A coordinator's are `downlink` (for each audience), `update` (read and folded, for each device) and `finish`.
-Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train; of two
-turns the one in which it is lower is given. `encode` and `decode` are ns a parameter for 2**20 of them. Everything is
-measured with the compiled loops, if numba is there, and with numpy alone. With `--against` the same script also
-measures another checkout of this project, turn by turn.
+A device's figures: `receive` decodes the downlink into weights, `train` is the SGD, `send` turns the change into whole
+numbers and codes them. The coordinator's: `downlink` for each audience, `update` (read and folded) for each device, and
+`finish`. Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train;
+the figures are those of the turn in which it is lowest. `encode` and `decode` are ns a parameter for 2**20 of them.
+Everything is measured with the compiled loops, if numba is installed, and with numpy alone. With `--against` the same
+script also measures another checkout of this project, turn by turn.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from edge_client.methods import Method, make_method
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
 LATE = 10
-"""So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
+"""Rounds at the end whose cohorts make the late score: with small test parts one round's score moves by points."""
 
 AVERAGED = (
     "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
@@ -57,8 +57,10 @@ def key(cell: Cell) -> str:
 
 
 def stands(run: Run, cell: Cell) -> bool:
-    """Whether a finished cell ran with the settings that its method has now. A setting that is newer than it is not
-    in the file, or the digest would differ; its default is taken for what the method did before."""
+    """Whether a finished cell ran with its method's present settings.
+
+    A setting that the method gained since then is absent from the run: its default stands for the earlier behaviour.
+    """
     then = run["settings"]
     return all(value == then.get(name, value) for name, value in method_of(cell).model_dump(mode="json").items())
 

@@ -56,7 +56,7 @@ class Simulated:
     kept_share: float
     """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
-    """Every device's model; empty when they were not asked for."""
+    """Every device's model; empty without `models`."""
     state_sha256: str
     personal_sha256: str
     seconds: float
