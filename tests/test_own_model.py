@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import cli, own_model
+from edge_bench import own_model, simulate_cli
 from edge_bench.own_data import Fleet
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
-from edge_bench.simulate import find_bundle, read_config
+from edge_bench.simulation_file import find_bundle, read_config
 from edge_bench.sources import Samples
 from typer import Typer
 from typer.testing import CliRunner
@@ -257,9 +257,9 @@ def test_one_file_simulates_an_own_model_on_own_data(
         'bundle = "model.py:build"\nrounds = 2\ncohort = 3\n[export]\nseed = 1\n'
         '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\nlr = 0.1\n'
     )
-    cli.simulate(tmp_path / "run.toml")
+    simulate_cli.simulate(tmp_path / "run.toml")
     said = capsys.readouterr().out
     assert "model: 163 parameters; data.py:load on 3 devices" in said
-    cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
+    simulate_cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
     assert "exporting" not in capsys.readouterr().err
     assert "model" not in sys.modules  # the user's module has a name of its own

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import datasets, own_model, toml_text
-from edge_bench.cli import read_simulation
-from edge_bench.simulate import open_divided
+from edge_bench.command_line import check_new_folder
+from edge_bench.simulation_file import prepare, read_simulation
 from edge_client.authored import is_place
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
@@ -29,10 +29,9 @@ def split(
     The classes' names, and what raw samples went through or else their range, are written beside them, for `maskfleet
     export --about`.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name an empty or a new folder")
+    check_new_folder(out)
     checked = read_simulation(config, seed=seed)
-    bundle, divided = open_divided(checked)
+    bundle, divided = prepare(checked)
     about: dict[str, Any] = {}
     if names := bundle.manifest.class_names or divided.classes:
         about["class_names"] = names

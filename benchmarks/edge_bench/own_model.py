@@ -30,7 +30,7 @@ WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 
 class ExportConfig(BaseModel):
-    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out the data say."""
+    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out follows from the data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     input: tuple[Annotated[int, Field(ge=1)], ...] | None = None

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench import models, sources
-from edge_bench.cli import run_module
-from edge_bench.datasets import DataConfig, undivided
+from edge_bench.command_line import run_module
+from edge_bench.data_table import DataConfig
+from edge_bench.datasets import undivided
 from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
