@@ -372,7 +372,8 @@ def test_a_worker_ends_with_the_coordinator_that_was_killed(tmp_path: Path) -> N
     with coordinator(data) as (process, url), Operator(url, OPERATOR) as operator:
         bundle = operator.upload_bundle(DIGITS)
         operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
-        asked = httpx.post(f"{url}{PATH}", json={"kind": "onnx"}, headers=bearer(OPERATOR), trust_env=False)
+        shown = bearer(OPERATOR)
+        asked = httpx.post(f"{url}{PATH}", json={"kind": "onnx"}, headers=shown, timeout=LIMIT, trust_env=False)
         assert asked.status_code == 202
         while not (workers := psutil.Process(process.pid).children()):
             time.sleep(0.002)
