@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-from ports import kept_port
+from processes import kept_port
 
 from edge_client.bundle import MANIFEST, Bundle, digest
 
 OPERATOR = "operator-token-of-the-tests-0123456789"
-PATIENCE = 180.0  # seconds until a wait is a failure, on the slowest machine
+PATIENCE = 600.0  # seconds until a wait is a failure, on the slowest machine
 
 
 def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:

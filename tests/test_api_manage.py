@@ -172,7 +172,8 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_a_folder_that_starts_and_is_c
                     operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
                 deleting = subprocess.Popen(
                     [sys.executable, "-c", "import httpx, sys; httpx.delete(sys.argv[1], headers={'Authorization':"
-                     "'Bearer ' + sys.argv[2]}, timeout=60, trust_env=False)", url + FED, OPERATOR], stderr=subprocess.DEVNULL,
+                     "'Bearer ' + sys.argv[2]}, timeout=60, trust_env=False)", url + FED, OPERATOR],
+                    stderr=subprocess.DEVNULL,
                 )  # fmt: skip
                 end = time.monotonic() + LIMIT
                 while http.get(FED).status_code == 200 and time.monotonic() < end and delay:

@@ -31,7 +31,7 @@ from coordination import (
     whole,
     write_bundle,
 )
-from ports import kept_port
+from processes import kept_port
 from typer.testing import CliRunner
 
 from coord_server.operator import cli as operator_cli

@@ -16,7 +16,6 @@ from coord_server import connections, serve
 from coord_server.connections import Connection
 from coord_server.http.bodies import DEVICE_LIMIT
 
-
 SOON = 0.3  # seconds of the patience that is to end
 
 
