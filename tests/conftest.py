@@ -20,6 +20,31 @@ settings.load_profile("the same anywhere")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The files that take longest, the longest first: a process that begins one of them last keeps the others waiting.
+LONGEST = (
+    "test_faults.py",
+    "test_simulate.py",
+    "test_overhead.py",
+    "test_fuzz.py",
+    "test_demo.py",
+    "test_coordinator_process.py",
+    "test_two_coordinators.py",
+    "test_client_killed.py",
+    "test_device_process.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep pytest-xdist from sorting files by their number of tests: those with few are the long ones."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     """A command that is called inside a test may block signals; its children, and those of later tests, would too."""
