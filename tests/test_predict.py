@@ -189,7 +189,7 @@ def test_the_command_runs_without_a_server_or_torch(tmp_path: Path) -> None:
         "{'torch', 'fastapi', 'coord_server', 'edge_bench'})))\nmain()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "predict", str(path), str(file)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "predict", str(path), str(file)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0: \N{REPLACEMENT CHARACTER}[31mred 0.881", "[]"]
