@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import digest
 from edge_client.equality import TOLERANCE, Probe, Sides, nudged, probes, prove
-from edge_client.errors import BundleError, CompactionError, ConfigError, DataError, MaskfleetError
+from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
 
@@ -201,16 +201,14 @@ def _opened(chosen: Writer, kind: str, data: bytes) -> Iterator[Run]:
     if chosen.native:
         from edge_client.artifacts import apart
 
-        with apart.opened(kind, data) as run:
-            yield run
+        with apart.opened(kind, data) as found:
+            yield found
         return
     made = chosen.open(data)
 
     def run(x: NDArray[Any]) -> NDArray[Any]:
         try:
             return made(x)
-        except MaskfleetError:
-            raise
         except Exception as error:  # engines' errors share no base class
             raise CompactionError(f"the {kind} artifact does not run: {str(error).strip()}; {ADVICE}") from None
 
