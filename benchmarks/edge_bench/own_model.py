@@ -30,7 +30,7 @@ WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 
 class ExportConfig(BaseModel):
-    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out follows from the data."""
+    """The table `[export]`, for a `bundle` that is a function of a Python file. The data give what is left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     input: tuple[Annotated[int, Field(ge=1)], ...] | None = None
