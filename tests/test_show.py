@@ -107,6 +107,13 @@ def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None
 
 def test_who_is_missing_has_a_reason() -> None:
     assert "missing 1 more device has to join and ask for work" in text(federation("recruiting", devices=2))
+    new = [device(name, ready=False) for name in "abc"]
+    some = text(federation("recruiting", devices=1), devices=new[:1])
+    assert "missing joined, not asked for work yet: a" in some
+    assert "missing 1 more device has to join and ask for work" in some
+    every = text(federation("recruiting", devices=0), devices=new)
+    assert "missing joined, not asked for work yet: a, b, c" in every
+    assert "has to join" not in every
     ready = [device(name) for name in "abcde"]
     assert "missing no report yet from a, b, c and 2 more" in text(federation("finished"), [], ready)
     assert "waits for a (seen 0 s ago), b (seen 0 s ago), c (seen 0 s ago) and 7 more" in text(
