@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from coord_server import engine
 from coord_server.live.status import summary
 from coord_server.operator import cli, show
+from coord_server.operator.cli import _say
 from coord_server.operator.client import Operator
 from coord_server.operator.show import Look, bars, overview
 from coord_server.operator.tables import lasting
@@ -103,6 +104,12 @@ def test_a_federation_below_its_start_says_so() -> None:
 def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None:
     assert f"next {said}" in text(found, [closed(1, 0.5, 0.6)])
     assert "next" not in text(federation("running"))
+
+
+def test_no_command_is_broken_where_it_is_printed_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Look(federation("recruiting", devices=0), [], [], "https://fleet.example", NOW)
+    _say(found, overview, as_json=False)
+    assert "`maskfleet join https://fleet.example --token TOKEN --data FILE.npz`" in capsys.readouterr().out
 
 
 def test_who_is_missing_has_a_reason() -> None:
