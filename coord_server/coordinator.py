@@ -35,13 +35,10 @@ from edge_client.errors import (
     first_fault,
 )
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import (
+from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
+from edge_client.protocol.operator import (
     BundleReceipt,
     BundleSummary,
-    Enrol,
-    Enrolled,
-    Federation,
-    FederationConfig,
     JoinToken,
     TokenRequest,
     TokenSummary,
