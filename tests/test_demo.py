@@ -23,6 +23,8 @@ from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
 from edge_bench.report import warnings
 from edge_bench.simulation_file import find_bundle
+from federation import PATIENCE
+from processes import ended
 from rich.console import Console
 
 from edge_client.errors import ConfigError, DataError
@@ -235,20 +237,22 @@ def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None
         env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )
     try:
-        parent, deadline = psutil.Process(running.pid), time.monotonic() + 600
+        parent, deadline = psutil.Process(running.pid), time.monotonic() + PATIENCE
         while len(parent.children()) < 3 and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         family = parent.children(recursive=True)  # with the process in which a device checks its graphs, if it runs
         assert len(parent.children()) == 3
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=120)
+        out, _ = running.communicate(timeout=PATIENCE)
     finally:
         if running.poll() is None:
             running.terminate()
     assert running.returncode == 130
     assert b"every process of the demo has ended" in out
-    psutil.wait_procs(family, timeout=30)  # processes of the devices are reaped by the system, a moment later
-    assert not [p for p in family if p.is_running()]
+    end = time.monotonic() + PATIENCE
+    while not all(map(ended, family)):  # processes of the devices are reaped by the system, a moment later
+        assert time.monotonic() < end, family
+        time.sleep(0.05)
     assert not list(tmp_path.glob("maskfleet-demo-*"))
 
 
@@ -271,7 +275,7 @@ def test_ctrl_c_while_a_process_is_started_ends_that_process_too(
 def test_a_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     with children() as start:
         failing = start("a device", ["join", "nonsense", "--token", "x", "--data", "x.npz"], tmp_path / "log", {})
-        failing.popen.wait(30)
+        failing.popen.wait(PATIENCE)
         with pytest.raises(ProcessError, match=r"a device ended with code [^0][\s\S]*nonsense"):
             failing.check()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from edge_bench import new as command
 from edge_bench import simulate_cli
 from edge_bench.new import new, package, project
+from processes import kept_port
 
 from edge_client.errors import ConfigError
 
@@ -110,7 +110,7 @@ def test_the_method_s_package_passes_its_own_tests_and_runs_beside_others(tmp_pa
     ):
         done = subprocess.run(
             [sys.executable, "-m", *arguments], cwd=tmp_path / "acme", env={**os.environ, "PYTHONPATH": path},
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=1800,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     assert "acme_masks" in done.stdout
@@ -143,9 +143,8 @@ def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path:
     pytest.importorskip("fastapi")
     if shutil.which("bash") is None:
         pytest.skip("the page's commands are for bash")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    number, kept = kept_port()
+    port = str(number)
     lines = [
         "set -e",
         "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT",
@@ -164,9 +163,10 @@ def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path:
         **os.environ, "PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(shell)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
-    )
+    with kept:
+        done = subprocess.run(
+            ["bash", str(shell)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     first = tmp_path / "first"
     assert (first / "result.json").is_file()

@@ -376,7 +376,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> No
         'colour = "grey"\n[methods.standalone]\n'
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
-    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\n'
+    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\nbetween = [0.0, 1.0]\n'
 
 
 def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, t
         said(("a", "b", "c"), class_names=("b", "a", "c"))
     with pytest.raises(ModelError, match=r"2 class names for outputs of shape \(3,\)"):
         said((), class_names=("x", "y"))
+    with pytest.raises(ValueError, match="'x' is the name of two classes"):
+        said((), class_names=("x", "y", "x"))
 
 
 def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Path) -> None:
@@ -179,6 +181,8 @@ def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Pa
         ("class_names = [", "is not TOML"),
         ("class_name = ['a']", r"setting class_name = \['a'\]: .*did you mean 'class_names'"),
         ("normalisation = { mean = [1], std = [0] }", "normalisation.std.0 = 0"),
+        ("class_names = ['a', 'b', 'a']", "'a' is the name of two classes"),
+        ("between = [1, 0]", "the lowest value, then the highest"),
     ],
 )
 def test_a_file_of_class_names_and_normalisation_is_checked(text: str | None, words: str, tmp_path: Path) -> None:

@@ -50,8 +50,11 @@ def method_of(cell: Cell) -> Method:
 
 
 def key(cell: Cell) -> str:
-    """The digest of what the reproduction's file says about a cell; the method's label does not count."""
-    config = cell.config.model_dump(mode="json", exclude_unset=True, exclude={"processes"})
+    """The digest of what the reproduction's file says about a cell; the method's label does not count.
+
+    `personalise` does not either: it is "global" in every cell, because papers score the model of the last downlink.
+    """
+    config = cell.config.model_dump(mode="json", exclude_unset=True, exclude={"processes", "personalise"})
     content = {**config, "methods": list(cell.config.methods.values())}
     return digest(json.dumps(content, sort_keys=True).encode())[:16]
 

@@ -178,6 +178,7 @@ def cells(
                         "cohort": task.cohort,
                         "seed": seed,
                         "guard": r.guard,
+                        "personalise": "global",
                         "final_epochs": r.final_epochs,
                     }
                 )
