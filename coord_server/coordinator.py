@@ -33,18 +33,8 @@ from edge_client.errors import (
     first_fault,
 )
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import (
-    Enrol,
-    Enrolled,
-    Federation,
-    FederationConfig,
-    JoinToken,
-    TokenRequest,
-    TokenSummary,
-    Viewer,
-    ViewerRequest,
-    ViewerToken,
-)
+from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
+from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
 from edge_client.task import Course
 
 log = logging.getLogger("maskfleet")

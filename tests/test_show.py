@@ -20,7 +20,8 @@ from coord_server.operator.client import Operator
 from coord_server.operator.show import Look, bars, overview
 from coord_server.operator.tables import lasting
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
+from edge_client.protocol.operator import Device
 
 NOW = 10_000.0
 

@@ -22,7 +22,8 @@ from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
