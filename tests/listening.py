@@ -19,7 +19,6 @@ from coord_server import serve
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
 
-PATIENCE = 0.5  # seconds that a head may take in these tests
 HEALTH = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
 LIST = f"GET /v1/federations HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OPERATOR}\r\n\r\n".encode()
 SLOW = b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nContent-Type: application/json\r\n\r\n{"
@@ -44,9 +43,9 @@ class Served:
 
     async def busy(self, said: bytes, source: str = "127.0.0.1") -> Streams:
         """A connection whose request is under way."""
-        tasks = len(self.server.server_state.tasks)
+        before = self.server.server_state.tasks.copy()
         streams = await self.connect(said, source)
-        await until(lambda: len(self.server.server_state.tasks) > tasks)
+        await until(lambda: bool(self.server.server_state.tasks - before))
         return streams
 
     async def fleet(self, script: Callable[[Fleet], Awaitable[None]]) -> None:
