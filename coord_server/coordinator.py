@@ -263,7 +263,11 @@ class Coordinator:
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))
             model = load_model(self.store, config.bundle) if derived is None else derived.model
-            return method, method.start(Course(model, config.seed, config.rounds, config.cohort))
+            course = Course(model, config.seed, config.rounds, config.cohort)
+            start = method.start(course)
+            if caution := method.caution(course):
+                log.warning("%s: method %s: %s", config.name, method.name, caution)
+            return method, start
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
 

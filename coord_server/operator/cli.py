@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -46,6 +47,7 @@ URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WIDE = 500  # columns of what is no terminal
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -99,7 +101,8 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
     else:
-        Console(highlight=False).print(*table(found), sep="\n")
+        width = None if sys.stdout.isatty() else WIDE  # lines stay whole, so that commands can be copied
+        Console(highlight=False, width=width).print(*table(found), sep="\n")
 
 
 def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:

@@ -183,12 +183,11 @@ def _subject(
 
 def _of_files(models: Sequence[Path]) -> Subject:
     """Model files side by side. Raises ConfigError."""
-    stems = [m.stem for m in models]
-    names = [m.stem if stems.count(m.stem) == 1 else m.name for m in models]
     for model in models:
         engine_of(model)
+    variants = list(map(Variant, distinct(models), models))
     shape, dtype = sample_of(models[0])
-    return Subject(", ".join(m.name for m in models), list(map(Variant, names, models)), {}, shape, dtype)
+    return Subject(", ".join(m.name for m in models), variants, {}, shape, dtype)
 
 
 def _of_bundle(
@@ -210,6 +209,23 @@ def _of_bundle(
     if not variants:
         raise ConfigError(f"no variant of {folder} can be made: {failed}")
     return Subject(m.name, variants, failed, (1, *m.input.shape), m.input.dtype, bundle, given)
+
+
+def distinct(models: Sequence[Path]) -> list[str]:
+    """A name for each file, the shortest that no other has: its stem, its name, or the end of its path.
+
+    Raises ConfigError for a file that is given twice.
+    """
+    whole = [model.resolve() for model in models]
+    for path in whole:
+        if whole.count(path) > 1:
+            raise ConfigError(f"{path} is given twice; name each file once")
+    ends = [[path.stem, *("/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1))] for path in whole]
+
+    def free(name: str, mine: list[str]) -> bool:
+        return all(name not in others for others in ends if others is not mine)
+
+    return [next(name for name in mine if free(name, mine)) for mine in ends]
 
 
 def _folder(output: Path) -> None:
