@@ -556,7 +556,7 @@ def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.bench.cli._variants", lambda *given: pytest.fail("it measured"))
+    monkeypatch.setattr("edge_client.bench.cli._subject", lambda *given: pytest.fail("it measured"))
     (tmp_path / "file").write_text("")
     result = invoke("bench", DIGITS, "-o", tmp_path / "file" / "o")
     assert "choose another --output" in str(result.exception)

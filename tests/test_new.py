@@ -15,12 +15,8 @@ from edge_bench import simulate_cli
 from edge_bench.new import new, package, project
 from processes import kept_port
 
+from edge_client import toml
 from edge_client.errors import ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytest.importorskip("sklearn")
 PAGE = Path(__file__).parents[1] / "docs" / "first-project.md"
@@ -75,7 +71,7 @@ def test_a_folder_with_files_and_a_bad_name_are_refused_and_nothing_is_written(t
 @pytest.mark.parametrize("template", ["cnn", "lstm", "vit", "mlp"])
 def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(template: command.Template) -> None:
     files = project("mine", template)
-    found, federation = (tomllib.loads(files[f"{name}.toml"]) for name in ("simulate", "federation"))
+    found, federation = (toml.loads(files[f"{name}.toml"]) for name in ("simulate", "federation"))
     rates = {table["lr"] for table in [*found["methods"].values(), federation["method"]]}
     assert rates == {command.RATE[template]}
     assert found["rounds"] == federation["rounds"] == command.ROUNDS[template]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,10 @@ from edge_bench.tune import Plan, Trial, best, open_plan, read_size, search, tun
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_client import toml
 from edge_client.errors import ConfigError
 from edge_client.methods import Range, make_method
 from edge_client.protocol.messages import FederationConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
@@ -82,7 +77,7 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     config, _, _ = open_simulation(out)
     assert config.methods == {"fedavg": {"lr": top["settings"]["lr"], "epochs": top["settings"]["epochs"]}}
     assert config.data.evaluate == "test"
-    federation = tomllib.loads((file.parent / "best.federation.toml").read_text())
+    federation = toml.loads((file.parent / "best.federation.toml").read_text())
     assert federation.pop("bundle") == "digits"
     created = FederationConfig(bundle="0" * 64, **federation)
     assert created.method == {"name": "fedavg", **config.methods["fedavg"]}
@@ -194,7 +189,7 @@ def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path, mo
         out = tmp_path / folder / "best.toml"
         tune(file, trials=1, out=out)
         assert open_simulation(out)[0].data.path == tmp_path / "in" / "mine.npz"
-    assert tomllib.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
+    assert toml.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
     monkeypatch.chdir(tmp_path / "in")
     tune(Path("run.toml"), trials=1, out=Path("../out/from-beside.toml"))
     assert open_simulation(tmp_path / "out" / "from-beside.toml")[0].data.path == tmp_path / "in" / "mine.npz"
@@ -223,7 +218,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
 def test_toml_text_is_read_back_as_it_was(table: dict[str, Any]) -> None:
-    assert tomllib.loads(toml_text.dumps(table)) == table
+    assert toml.loads(toml_text.dumps(table)) == table
 
 
 def test_the_file_itself_is_not_overwritten(file: Path) -> None:

@@ -32,10 +32,10 @@ from edge_client.training import open_trainer
 
 BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
 """The packaged bundle of each data set."""
-# Settings of each method on each data set; other methods run with their defaults. FedMask's on HAR are `chosen` in
-# benchmarks/results/har_fedmask.json, on the validation part. Lattice's, and the rate 0.03 of all three, come from a
-# few trial runs on the digits' test part, not from a search; one run on the validation parts confirmed them. Lattice's
-# small personal models are `_SMALL` alone: without it, it trains the whole network.
+# Settings of each method on each data set; other methods run with their defaults. FedMask's on HAR were chosen on the
+# validation part (`chosen` in benchmarks/results/har_fedmask.json). Lattice's, and the rate 0.03 of all three, come
+# from a few trial runs on the digits' test part; one run on the validation parts confirmed them. Without `_SMALL`
+# Lattice trains the whole network.
 _SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "prune_epochs": 5, "personal_epochs": 3}
 _ALL: Mapping[str, Mapping[str, Any]] = {
     "lattice": {"quantum": 10.0, "lr": 0.03, "epochs": 5, **_SMALL},
@@ -79,19 +79,20 @@ def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[
 
 def choose_data(text: str | None, devices: int) -> DataConfig:
     """`har:PATH`, `har` or `digits`; None takes UCI HAR when it is found and else the digits. Raises ConfigError."""
+    digits = DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
     if text is None:
         try:
             find("har", None)
         except DataError:
-            return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
+            return digits
         return DataConfig(name="har", devices=devices)
+    if text == "digits":
+        return digits
     name, _, path = text.partition(":")
     if name == "har":
         config = DataConfig(name="har", devices=devices, path=Path(path) if path else None)
         find("har", config.path)
         return config
-    if name == "digits" and not path:
-        return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
     raise ConfigError(f"--data {text!r} is not known; give har, har:PATH or digits")
 
 

@@ -108,7 +108,7 @@ def read_simulation(
     return config
 
 
-def find_bundle(name: str, beside: Path = Path()) -> Bundle:
+def find_bundle(name: str) -> Bundle:
     """The bundle `name`: packaged, built on demand (`bundles.NAMES`), else a folder.
 
     Raises BundleError; ConfigError or DataError when it cannot be built.
@@ -118,7 +118,7 @@ def find_bundle(name: str, beside: Path = Path()) -> Bundle:
     file, extension, _ = Path(name).name.partition(".py")
     if extension and not is_place(name):
         raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
-    return Bundle.open(bundle_folder(name, beside, *NAMES))
+    return Bundle.open(bundle_folder(name, Path(), *NAMES))
 
 
 def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:

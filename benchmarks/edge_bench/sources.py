@@ -134,13 +134,13 @@ def read_cifar(path: Path) -> Samples:
     return Samples(flat, y.astype(np.int64), np.arange(len(y)), published=published == 1)
 
 
-def read_femnist(path: Path, complete: bool = True) -> Samples:
+def read_femnist(path: Path) -> Samples:
     """FEMNIST by writer, 28 x 28 values, ink 1 on paper 0, 62 classes, with LEAF's own test samples.
 
-    `complete`: the 105 writers with training samples; else all 184, of whom 79 have only their test share.
+    The file has 184 writers; the 79 without training samples are left out.
     """
     x, y, writer, published, whole = _arrays(path, "FEMNIST", "x", "y", "writer", "is_test", "n_complete")
-    kept = writer < (int(whole) if complete else len(x))
+    kept = writer < int(whole)
     ink = 1 - x[kept].reshape(int(kept.sum()), -1) / np.float32(255)
     owner = writer[kept].astype(np.int64)
     return Samples(ink, y[kept].astype(np.int64), np.arange(len(owner)), owner, published=published[kept] == 1)

@@ -19,16 +19,12 @@ from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator import tables
 from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
+from edge_client import toml
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
 
@@ -72,7 +68,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """A federation's settings from TOML or, when its name ends in .json, JSON. Raises ConfigError."""
     try:
         text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = json.loads(text) if path.suffix == ".json" else toml.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,16 +9,11 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_client import authored
+from edge_client import authored, toml
 from edge_client.bundle import Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme
 from edge_export.writer import export_bundle
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 WHAT = "a function that returns the torch module"
 
@@ -39,10 +33,10 @@ class About(BaseModel):
 def read_about(path: Path) -> About:
     """The file's tables. Raises ConfigError with the setting at fault."""
     try:
-        return About.model_validate(tomllib.loads(path.read_text("utf-8")))
+        return About.model_validate(toml.loads(path.read_text("utf-8")))
     except OSError as error:
         raise ConfigError(f"--about {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--about {path} is not TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"--about {path}: setting {first_fault(error, 'file', About.model_fields)}") from None
