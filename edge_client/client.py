@@ -247,7 +247,7 @@ class _Run:
         cache = self.journal.folder / "bundles"
         return open_session(
             identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters,
-            client.personalise,
+            self.say, client.personalise,
         )  # fmt: skip
 
     # --- work

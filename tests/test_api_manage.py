@@ -32,9 +32,10 @@ from coordination import (
 from test_api_faults import LARGE
 from test_coordinator_process import coordinator
 
+from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
 from coord_server.store.blobs import FolderBlobs
-from coord_server.store.metadata import Rows
+from coord_server.store.rows import Rows
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError
 from edge_client.methods.fedavg import FedAvg
@@ -99,6 +100,8 @@ def test_a_name_can_be_used_again_and_the_new_federation_is_a_new_one(tmp_path: 
             assert await whole(second, "a", "bb") == before
             for fleet in (first, second):
                 await until(fleet, lambda f: f["phase"] == "finished")
+                made = await fleet.operator("POST", f"{FED}/exports", json={"kind": "onnx"})
+                assert (made.status_code, made.json()["round"]) == (202, 2), made.text  # from its own large values
             assert len(shelves(tmp_path)) == 1
 
     asyncio.run(script())
@@ -114,6 +117,33 @@ def test_another_coordinator_forgets_a_deleted_federation(tmp_path: Path) -> Non
             while (await second.operator("GET", FED)).status_code != 404:
                 await asyncio.sleep(0.02)
             refused(await second.operator("POST", f"{FED}/tokens", json={}), "not-found")
+
+    asyncio.run(asyncio.wait_for(script(), LIMIT))
+
+
+def test_a_federation_that_another_coordinator_made_anew_while_this_one_deletes_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, made = LiveFederation.delete, list[LiveFederation]()
+
+    async def script() -> None:
+        async with served(tmp_path) as first, served(tmp_path) as second:
+            here = first.http._transport.app.state.coordinator  # type: ignore[attr-defined]
+
+            async def and_again(live: LiveFederation) -> None:
+                await delete(live)
+                while (await second.operator("GET", FED)).status_code != 404:
+                    await asyncio.sleep(0.02)
+                await second.federation()
+                await here._look()
+                made.append(here.federation("fed"))
+
+            await first.federation("a", min_devices=9)
+            while (await second.operator("GET", FED)).status_code != 200:
+                await asyncio.sleep(0.02)
+            monkeypatch.setattr(LiveFederation, "delete", and_again)
+            assert (await first.operator("DELETE", FED)).status_code == 204
+            assert here.federation("fed") is made[0]
 
     asyncio.run(asyncio.wait_for(script(), LIMIT))
 

@@ -72,6 +72,22 @@ def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp
     play(tmp_path, script)
 
 
+def test_a_downlink_that_led_to_no_update_is_in_its_device_s_total_and_in_no_round(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=1, min_updates=1)
+        work = await fleet.work("bb", LIMIT)
+        wasted = len(await fleet.fetch("bb", work))
+        assert (await fleet.fail("bb", work, "backend")).status_code == 204
+        await fleet.train("a")
+        await fleet.work("a", LIMIT)
+        (traffic,) = (r["traffic"] for r in (await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
+        devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert sum(traffic["down"].values()) == devices[0]["bytes_down"] > 0
+        assert (devices[1]["bytes_down"], devices[1]["bytes_up"]) == (wasted, 0)
+
+    play(tmp_path, script)
+
+
 def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_once(tmp_path: Path) -> None:
     report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
 

@@ -29,7 +29,8 @@ from coord_server.live import commits as live_commits
 from coord_server.live.commits import Commits, Followers
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
-from coord_server.store.metadata import Metadata, Rows
+from coord_server.store.metadata import Metadata
+from coord_server.store.rows import Rows
 from coord_server.store.tables import Head
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError

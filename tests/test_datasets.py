@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench import datasets, histogram, partition, sources
-from edge_bench.datasets import DataConfig, divide, load, read
-from edge_bench.simulate import find_bundle
+from edge_bench.data_table import DataConfig
+from edge_bench.datasets import divide, load, read
+from edge_bench.simulation_file import find_bundle
 from edge_bench.sources import CHARACTERS, Samples
 from hypothesis import given, settings
 from hypothesis import strategies as st

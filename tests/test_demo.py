@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from edge_bench import cli, demo, demo_report
+from edge_bench import demo, demo_report
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
 from edge_bench.report import warnings
-from edge_bench.simulate import find_bundle
+from edge_bench.simulation_file import find_bundle
 from federation import PATIENCE
 from processes import ended
 from rich.console import Console
@@ -48,7 +48,7 @@ FIGURES = {
 def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, folder, plot = tmp_path / "demo.json", tmp_path / "files", tmp_path / "plot.png"
     methods = "lattice,fedavg,standalone"
-    cli.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
+    demo.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
     written = json.loads(out.read_text())
     assert set(written) == {"command", "commit", "machine", "methods", "compaction", "settings"}
     assert set(written["methods"]) == {"lattice", "fedavg", "standalone"}
@@ -118,7 +118,7 @@ def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_
 
 
 def test_the_demo_compares_ours_with_fedavg_and_training_alone() -> None:
-    default = inspect.signature(cli.demo).parameters["methods"].default
+    default = inspect.signature(demo.demo).parameters["methods"].default
     assert default == "lattice,fedavg,standalone"
     assert all(name in CHOICE for name in default.split(","))
 
@@ -293,8 +293,8 @@ def test_a_wrong_path_says_where_it_looked(tmp_path: Path) -> None:
 def test_what_would_fail_late_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(ConfigError, match="not empty"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg", json_file=None, keep_files=tmp_path)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg", json_file=None, keep_files=tmp_path)
     with pytest.raises(ConfigError, match="once"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg,fedavg", json_file=None, keep_files=None)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg,fedavg", json_file=None, keep_files=None)
     with pytest.raises(ConfigError, match="alchemy"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="alchemy", json_file=None, keep_files=None)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="alchemy", json_file=None, keep_files=None)

@@ -29,6 +29,11 @@ def test_the_exponential_minus_one_is_finite_far_below_zero(function: object) ->
     assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
 
 
+def test_the_logarithm_of_one_plus_little_keeps_its_digits() -> None:
+    case = rows(lambda x: 1e6 * torch.log1p(1e-6 * x.abs()) + torch.log1p(x.square()))
+    assert _proved(case.make(), *case.sample).shown.output <= 1e-6
+
+
 def _naive_expm1(w: onnx_operators.Writer, a: object, out: Tensor) -> str:
     half = w.op("Mul", w.tensor(a.self), w.constant(0.5, out.dtype))  # type: ignore[attr-defined]
     return w.op("Mul", w.op("Mul", w.op("Sinh", half), w.op("Exp", half)), w.constant(2.0, out.dtype))

@@ -147,7 +147,7 @@ def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone]
     phone = phone_of(SHAPES["constant"])
     with pytest.raises(MeterError, match="has no power rails"):
         android.find_odpm({})
-    with pytest.raises(MeterError, match="does not tell its battery's current"):
+    with pytest.raises(MeterError, match="does not report its battery's current"):
         android.find_battery({})
     phone.rails(0.0)
     with pytest.raises(MeterError, match="no rail named like XYZ"):

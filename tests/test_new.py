@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from edge_bench import cli
 from edge_bench import new as command
+from edge_bench import simulate_cli
 from edge_bench.new import new, package, project
 from processes import kept_port
 
@@ -35,7 +35,7 @@ def test_every_project_simulates_at_once(
     monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
     new(tmp_path / "mine", template)
     assert "maskfleet simulate simulate.toml\n" in capsys.readouterr().out
-    cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone")
+    simulate_cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone")
     assert "data.py:load on 10 devices, 1437 training" in capsys.readouterr().out
 
 
@@ -51,7 +51,7 @@ def test_without_torch_a_packaged_bundle_runs_and_the_rest_is_named(
     assert "model.py needs torch" in said
     assert "maskfleet[author]" in said
     assert options[1] == "--bundle digits"
-    cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone", bundle="digits")
+    simulate_cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone", bundle="digits")
     assert "digits: 6,570 parameters" in capsys.readouterr().out
 
 

@@ -73,6 +73,11 @@ def test_cells_are_every_task_method_and_seed_with_the_task_s_own_settings() -> 
     }
 
 
+def test_cells_score_the_model_of_the_last_downlink_whatever_validation_samples_there_are() -> None:
+    own = parse(TINY.replace("samples = 150", "samples = 150, validation = 0.2"), "tiny")
+    assert {cell.config.personalise for cell in cells(own, (0,))} == {"global"}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

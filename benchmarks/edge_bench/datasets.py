@@ -21,12 +21,10 @@ from edge_bench import own_data, partition
 from edge_bench.data_table import DataConfig, Shape, source
 from edge_bench.own_data import Fleet
 from edge_bench.partition import FEWEST, Share
-from edge_bench.sources import Samples, find
+from edge_bench.sources import Samples
 from edge_client.bundle import Manifest, Normalisation
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
-
-__all__ = ["DataConfig", "Divided", "divide", "divided", "find", "load", "read", "undivided", "write"]
 
 _SPARE = 1 << 28  # bytes of memory to leave free
 LONGEST = 50_000  # values of a mean that are written: a manifest has at most 4 MB
@@ -34,10 +32,10 @@ LONGEST = 50_000  # values of a mean that are written: a manifest has at most 4 
 
 @dataclass(frozen=True)
 class Divided:
-    """Every device's data by its name, as the model takes them, and what is known of all of it.
+    """Every device's data by its name, in the form that the model takes.
 
-    `classes` are the labels' names, () when they have none. With `normalised` the samples are no raw ones:
-    `normalisation` says what raw ones went through, None when that is unknown or too long to be said.
+    `classes` are the labels' names, () when they have none. With `normalised` the samples are not raw: `normalisation`
+    is what raw ones went through, None when that is unknown or too long for a manifest.
     """
 
     devices: dict[str, DeviceData]
@@ -47,7 +45,7 @@ class Divided:
 
 
 def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
-    """All samples of a data set, of the classes that `labels` keeps, for a model whose input has `shape`.
+    """All samples of a data set whose class is in `labels`, for a model whose input has `shape`.
 
     Raises DataError or ConfigError.
     """
@@ -68,7 +66,7 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
 
 
 def undivided(config: DataConfig) -> Samples:
-    """The same of a data set that is not divided yet. Raises DataError for one with every device's own file."""
+    """`read` for a data set that is not divided yet. Raises DataError for one with a file for each device."""
     found = read(config)
     if isinstance(found, Fleet):
         raise DataError(f"{config.called} is divided over devices already")
@@ -95,7 +93,7 @@ def _classes(config: DataConfig, s: Samples) -> NDArray[np.int64]:
 
 
 def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple[Samples, dict[str, Share]]:
-    """The samples that are used, and by device which of them it holds; `found` are those `read` already.
+    """The samples that are used, and by device which of them it holds; `found` is what `read` gave.
 
     Raises DataError or ConfigError.
     """
@@ -242,7 +240,7 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
 def _said(
     config: DataConfig, scale: Scale | None, sample: tuple[int, ...], shape: tuple[int, ...]
 ) -> Normalisation | None:
-    """What the table makes of raw samples, images in 0..1, for a model that takes samples of `shape`."""
+    """The table's own normalisation of raw samples (images in 0..1), for a model that takes samples of `shape`."""
     mean, deviation = (
         np.broadcast_to(np.array(values or (default,)).reshape(-1, *(1,) * (len(sample) - 1)), sample)
         for values, default in ((config.mean, 0.0), (config.deviation, 1.0))
@@ -263,7 +261,7 @@ def _said(
 
 
 def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> Divided:
-    """What each device makes of its own file, as a real device of a federation with the same seed does."""
+    """Each device's own file, split as a real device of a federation with the same seed splits it."""
     for key in ("split", "samples", "labels", "validation"):
         if key in config.model_fields_set:
             raise ConfigError(

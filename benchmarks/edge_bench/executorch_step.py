@@ -26,7 +26,7 @@ from edge_export.executorch.parts import add_parts
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import known_names, run_module, write_json
 from edge_client.bundle import Bundle
 from edge_client.targets import Classification, Sequence, Target
 from edge_client.training import open_trainer
@@ -108,7 +108,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
-    only: Annotated[list[str] | None, typer.Option(help="A model's name; may be repeated. [default: all]")] = None,
+    only: Annotated[str | None, typer.Option(help="Only these models, comma-separated.")] = None,
     bundles: Annotated[Path | None, typer.Option(help="Folder that keeps the exported bundles.")] = None,
 ) -> None:
     """Measure a training step by ExecuTorch beside PyTorch's and ONNX Runtime's."""
@@ -116,7 +116,7 @@ def main(
     origin = provenance.origin()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in only or MODELS:
+        for name in MODELS if only is None else known_names(only, "--only", MODELS, "there are no models"):
             rows.append(measure(name, (bundles or Path(folder)) / name))
             r = rows[-1]
             typer.echo(f"{name}: {r['milliseconds']} ms, ExecuTorch over PyTorch {r['executorch_over_torch']}")

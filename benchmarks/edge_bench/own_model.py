@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
-from edge_client.bundle import MANIFEST, Bundle, Normalisation
+from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.targets import Classification, Sequence
 
@@ -30,7 +30,7 @@ WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 
 class ExportConfig(BaseModel):
-    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out the data say."""
+    """The table `[export]`, for a `bundle` that is a function of a Python file. The data give what is left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     input: tuple[Annotated[int, Field(ge=1)], ...] | None = None
@@ -47,14 +47,16 @@ class ExportConfig(BaseModel):
     """Draw the weights from this seed at the scale that methods on frozen weights need; None: the module's own."""
     init: Literal["he", "torch", "sign"] = "he"
     """How the seed draws weights."""
-    class_names: tuple[str, ...] = ()
+    class_names: ClassNames = ()
     """What the classes are called, in their order; empty: the data's names, if they have any."""
     normalisation: Normalisation | None = None
     """What raw samples go through before the model; None: nothing."""
+    between: Between | None = None
+    """The lowest and the highest value of samples that go through nothing."""
 
 
 def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
-    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation."""
+    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation, scale."""
     if isinstance(data, Fleet):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
@@ -77,6 +79,7 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         "init": table.init,
         "class_names": table.class_names,
         "normalisation": table.normalisation,
+        "between": table.between,
     }
 
 

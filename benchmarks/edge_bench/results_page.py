@@ -12,8 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from edge_bench import reproduction
+from edge_bench.command_line import run_module
 from edge_bench.curves import amount
-from edge_client.errors import ConfigError
+from edge_client.bench import plots
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -223,10 +224,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
             axes.grid(visible=True, which="both", alpha=0.2)
         if right.lines:
             right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-        try:
-            figure.savefig(folder / f"{task}.png", dpi=110, format="png", metadata={"Software": None})
-        except OSError as error:
-            raise ConfigError(f"{folder / task}.png cannot be written: {error.strerror}") from None
+        plots.save(figure, folder / f"{task}.png", dpi=110)
 
 
 def main() -> None:
@@ -241,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module(main)

@@ -52,7 +52,7 @@ def _executor_runner(adb: Adb, runner: str, model: str, threads: int, runs: int)
         whole = WHOLE.search(said)
         if whole is None:
             raise AdbError(f"{runner} printed no times for {model}: {_last(said)}")
-        # An older runner tells the sum alone.
+        # An older runner prints only the sum.
         times = [float(whole[2]) / int(whole[1])] * int(whole[1])
     return Turn(np.array(times))
 
@@ -170,10 +170,10 @@ def of_runner(runner: str, variants: Sequence[Variant]) -> tuple[list[Variant], 
 
 
 def processors(adb: Adb) -> int:
-    """How many processors the phone has. Raises ConfigError when it does not tell."""
+    """How many processors the phone has. Raises ConfigError when it does not report them."""
     said = _text(adb, "nproc")
     if not said.isdigit():
-        raise ConfigError("the phone does not tell how many processors it has; give --threads numbers")
+        raise ConfigError("the phone does not report how many processors it has; give --threads numbers")
     return int(said)
 
 

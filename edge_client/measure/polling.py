@@ -23,7 +23,7 @@ Wait = Callable[[float], bool]
 
 @dataclass
 class Readings:
-    """Times and values as they come in. `failed` counts readings that gave none, `fault` is the last one's reason."""
+    """Times and values. `failed` counts readings without a value, `fault` is the reason of the last of them."""
 
     times: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
 class Polled:
     """A meter behind `read`, which gives watts, or joules of a counter that only rises.
 
-    `clipped`, if given, tells how many readings so far were at the end of the range. `at_start` prepares the device and
+    `clipped`, if given, counts the readings so far at the end of the range. `at_start` prepares the device and
     `at_end` leaves it as it was; both may raise OSError.
     """
 

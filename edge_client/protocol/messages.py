@@ -142,7 +142,7 @@ class Federation(Message):
 
     id: str
     config: FederationConfig | None
-    """None, as is the next, when the coordinator cannot read it: `fault` says why."""
+    """None, as is `phase`, when the coordinator cannot read it: `fault` says why."""
     phase: Phase | None
     round: int
     """The round under way (or about to start), 0 while recruiting, `rounds` when finished."""
@@ -158,10 +158,10 @@ class Federation(Message):
     deadline_in: float | None = None
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
-    """What keeps the federation from going on by itself (a full disk) or is damaged, None when nothing does or is."""
+    """Why the federation cannot continue by itself (a full disk, a damaged record); None when it can."""
     created_at: float = 0.0
     places: int | None = None
-    """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""
+    """The cohort it was created with, which methods divide by even after a change; None when not readable."""
 
 
 class TokenRequest(Message):
@@ -295,7 +295,7 @@ class Receipt(Message):
     sha256: Sha256
     size: Size
     work: Annotated[Train | Finish | Stopped, Field(discriminator="status")] | None = None
-    """What the device is to do next, when its request had a `wait` and there was something in time; None: ask."""
+    """The device's next work, when its request had a `wait` and work came in time; None: ask for it."""
 
 
 class Report(Message):
@@ -395,7 +395,7 @@ class Round(Message):
     guarded: dict[str, str] = {}
     """By device: an update that was out of line, clipped to the medians of the round or left out, and why."""
     failed: dict[str, Failure] = {}
-    """Why devices that were asked could not do the round."""
+    """By device, why it could not do the round."""
 
 
 DeviceState = Literal["new", "ready", "failed", "removed"]
@@ -424,10 +424,10 @@ class Device(Message):
     """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
     failure: Failure | None = None
-    """Why it could not do the last round it failed in; None once an update of it was taken again."""
+    """Why it failed in its last failed round; None once a later update of it was taken."""
     cost: dict[str, float] = {}
-    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
-    what is left of it in percent."""
+    """The cost of its last update, as far as it was reported: "seconds", "joules", "megabytes", "celsius", and
+    "battery", the charge left in percent."""
     client: str = ""
     """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
     engine: str = ""
@@ -443,10 +443,10 @@ class BundleReceipt(Message):
 
 
 class ExportRequest(Message):
-    """Ask for a model as a file of this kind: the one that all share, or with `device` that device's own.
+    """Ask for a model as a file of this kind: the global one, or with `device` that device's own.
 
-    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so. So it
-    does where the device has reported that it kept a model of its own training.
+    A device's own model may be unknown to the coordinator: a part of it stays on the device, or the device kept a model
+    of its own training. Then the file has the global model, and `source` of the answer says so.
     """
 
     kind: Literal["onnx", "pte"]
@@ -454,10 +454,10 @@ class ExportRequest(Message):
 
 
 class Export(Message):
-    """A model's file: what it is, and how far its making is.
+    """An export: what the file is, and how far it is.
 
-    `detail` is the worker's last line, why it failed, or what was written. `source` says of a file that is ready
-    whether it is the model that all devices share ("global") or the own one of `device` ("personal").
+    `detail` is the worker's last line, why it failed, or what was written. `source` of a ready file is "global" for the
+    model that all devices share, "personal" for that of `device`.
     """
 
     id: Sha256
