@@ -261,7 +261,7 @@ def test_a_running_federation_takes_a_new_deadline_number_of_rounds_and_cohort(t
                 ((chosen, work),) = [(d, w) for d, w in zip("ab", found, strict=True) if w["status"] == "train"]
                 assert work["rounds"] == 3
                 await other.train(chosen if chosen == "a" else "bb")
-            assert (await other.work("a", LIMIT))["status"] == "finish"
+            assert (await other.due("a"))["status"] == "finish"
             assert [r["round"] for r in (await fleet.operator("GET", f"{FED}/rounds")).json()] == [1, 2, 3]
             assert "finished" in refused(await fleet.operator("PATCH", FED, json={"rounds": 9}), "wrong-phase")
 
@@ -335,7 +335,7 @@ def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> N
         for _ in range(5):
             for device in ("a", "bb", "ccc", "dddd"):
                 assert (await fleet.train(device)).status_code == 201
-        await fleet.work("a", LIMIT)
+        await fleet.due("a")
         for name in ("gamma", "alpha", "beta"):
             made = await fleet.operator("POST", "/v1/federations", json=settings(name=name, method={"name": "stc"}))
             assert made.status_code == 201

@@ -75,11 +75,11 @@ def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp
 def test_a_downlink_that_led_to_no_update_is_in_its_device_s_total_and_in_no_round(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", rounds=1, min_updates=1)
-        work = await fleet.work("bb", LIMIT)
+        work = await fleet.due("bb")
         wasted = len(await fleet.fetch("bb", work))
         assert (await fleet.fail("bb", work, "backend")).status_code == 204
         await fleet.train("a")
-        await fleet.work("a", LIMIT)
+        await fleet.due("a")
         (traffic,) = (r["traffic"] for r in (await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
         devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
         assert sum(traffic["down"].values()) == devices[0]["bytes_down"] > 0

@@ -37,7 +37,7 @@ from edge_client.errors import StateError, StorageDamagedError, StorageFullError
 from edge_client.methods import Influence
 from edge_client.protocol.messages import FederationConfig
 
-LIMIT = 60.0  # seconds until a wait is a failure
+LIMIT = 600.0  # seconds until a wait is a failure
 NAMES = ("a", "b", "c")
 
 

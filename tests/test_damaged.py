@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from coordination import LIMIT, Fleet, manifest, play, refused, settings, whole
+from coordination import Fleet, manifest, play, refused, settings, whole
 from test_api_manage import pages
 from test_dashboard import HTML, PAGE, log_in, said
 
@@ -66,7 +66,7 @@ def test_a_damaged_round_is_named_and_everything_else_is_shown(tmp_path: Path) -
         for _ in range(3):
             for device in ("a", "bb"):
                 await fleet.train(device)
-            await fleet.work("a", LIMIT)
+            await fleet.due("a")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
             database.execute("update rounds set record = '{\"x\":1}' where round = 2")
         await log_in(fleet)
@@ -105,7 +105,7 @@ def test_a_damaged_row_of_a_device_is_named_and_everything_else_is_shown(damage:
         await fleet.federation("a", "bb", rounds=4)
         for device in ("a", "bb"):
             await fleet.train(device)
-        await fleet.work("a", LIMIT)
+        await fleet.due("a")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
             rows = database.execute("select rowid, * from devices where device = 'a'").fetchall()
             database.execute(f"update devices set {damage} where device = 'a'")

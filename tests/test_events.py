@@ -97,7 +97,7 @@ def test_a_stream_says_all_that_happens_to_a_federation_and_goes_on_where_its_re
             await fleet.operator("PATCH", FED, json={"rounds": 9, "deadline_seconds": 600.0})
             assert (await fleet.train("a")).status_code == 201  # the only update that round 1 can have
             for device in ("a", "bb"):
-                assert (await fleet.work(device, LIMIT))["round"] == 2
+                assert (await fleet.due(device))["round"] == 2
             await fleet.operator("POST", f"{FED}/pause")
             await fleet.operator("POST", f"{FED}/resume")
             await fleet.operator("POST", f"{FED}/stop")

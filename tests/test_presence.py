@@ -62,7 +62,7 @@ def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tm
             clock.ahead = 90.0
             for device in "bc":
                 assert (await fleet.train(device)).status_code == 201
-            polls = [asyncio.create_task(fleet.work(device, LIMIT)) for device in "bc"]
+            polls = [asyncio.create_task(fleet.due(device)) for device in "bc"]
             while room(fleet)._polls.keys() != {"b", "c"}:  # whose polls are open is there, whatever the clock says
                 await asyncio.sleep(0.001)
             clock.ahead = 4000.0  # the deadline closes round 2 without a, which was last here 4000 s ago

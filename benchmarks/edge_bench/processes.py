@@ -19,7 +19,7 @@ from coord_server.operator.client import Operator
 from edge_client.errors import MaskfleetError
 
 READY = "ready at "
-STARTUP = 60.0  # seconds the coordinator may take to listen
+STARTUP = 300.0  # seconds the coordinator may take to listen
 GRACE = 5.0  # seconds between asking a process to end and ending it
 
 
