@@ -125,11 +125,11 @@ def _extreme(
         both = {k: finite[k] & true[k].isfinite() for k in due}
         true, found = _only(true, both), {k: np.where(both[k].numpy(), found[k], 0) for k in due}
         errors, levels = _errors(found, true, due, FEW), _errors(_only(own, both), true, due, FEW)
-        values, *rest = step
+        values, moved, x, y = step
         for random in (torch.Generator().manual_seed(seed) for seed in range(DRAWS)):
             if all(errors[name] <= limit for name, limit in _limits(levels).items()):
                 break
-            near = witness.step(_nudged(values, random), *rest, wide=False)
+            near = witness.step(_nudged(values, random), moved, x, y, wide=False)
             single = _errors(_only({k: near[k].nan_to_num() for k in due}, both), true, due, FEW)
             levels = {k: max(levels[k], single[k]) for k in due}
         for name, limit in _limits(levels).items():
