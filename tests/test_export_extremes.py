@@ -80,24 +80,26 @@ def test_only_tensors_that_rounding_moves_share_the_noise_of_an_extreme_batch() 
     assert limits == {"still": proof.LOOSE, "moved": proof.FACTOR * 0.2, "most": proof.FACTOR * 0.2}
 
 
-class _Deep(nn.Module):
-    """Norms of which each divides by a deviation near zero when the input is zero."""
+class _Pointwise(nn.Module):
+    """Norms of which each divides by a deviation of zero when the input is zero."""
 
     def __init__(self) -> None:
         super().__init__()
-        parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)) for _ in range(8)]
-        self.first, self.parts, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.ModuleList(parts), nn.Linear(4, 3)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8 if i else 1, 8, 1, bias=False), nn.BatchNorm2d(8)) for i in range(8)
+        )
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
         for part in self.parts:
-            y = functional.relu6(part(y))
-        logits: Tensor = self.head(y.mean((2, 3)))
+            x = functional.relu6(part(x))
+        logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 
 
 def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
-    assert _proved(_Deep(), 1, 9, 9).shown.output <= 1e-5
+    torch.manual_seed(0)
+    assert _proved(_Pointwise(), 1, 7, 7).shown.output <= 1e-5
 
 
 def test_a_root_behind_a_relu_has_pytorchs_gradient_of_zero() -> None:

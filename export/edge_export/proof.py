@@ -10,9 +10,9 @@ close to zero that a ReLU falls the other way, it may reach a few times PyTorch'
 
 Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. There PyTorch's own float32
 is the first witness: what is finite in the module is finite in the graph, and equal within `LOOSE`. Where it is not,
-the error against float64 may be a few times PyTorch's, on these parameters or on some one rounding away: on a batch of
-zeros a deep network's batch-norms divide rounding errors by deviations near zero. Tensors that this moves share the
-largest movement of one.
+the error against float64 may be a few times PyTorch's, on these parameters or on some one rounding away, or a few times
+the movement of float64 itself at such, in float32's units: on a batch of zeros a deep network's batch-norms divide
+rounding errors by deviations near zero. Tensors that this moves share the largest movement of one.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ MOST = 0.1  # an error that no rounding excuses
 LARGE = (10_000.0, 300.0, 10.0)  # an extreme batch is so many times a normal one; less where PyTorch too overflows
 EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
 LOOSE, FEW = 1e-3, 1e-3  # TOLERANCE and ZERO of an extreme batch, in which sums of large terms cancel
+COARSER = float(torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps)
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 KEY = 123_456_789
 
@@ -125,12 +126,14 @@ def _extreme(
         both = {k: finite[k] & true[k].isfinite() for k in due}
         true, found = _only(true, both), {k: np.where(both[k].numpy(), found[k], 0) for k in due}
         errors, levels = _errors(found, true, due, FEW), _errors(_only(own, both), true, due, FEW)
+        values, moved, x, y = step
         for random in (torch.Generator().manual_seed(seed) for seed in range(DRAWS)):
             if all(errors[name] <= limit for name, limit in _limits(levels).items()):
                 break
-            near = witness.step(_nudged(step[0], random), *step[1:], wide=False)
-            single = _errors(_only({k: near[k].nan_to_num() for k in due}, both), true, due, FEW)
-            levels = {k: max(levels[k], single[k]) for k in due}
+            for wide, times in ((False, 1.0), (True, COARSER)):
+                near = witness.step(_nudged(values, random, wide), moved, x, y, wide)
+                off = _errors(_only({k: near[k].nan_to_num() for k in due}, both), true, due, FEW)
+                levels = {k: max(levels[k], times * off[k]) for k in due}
         for name, limit in _limits(levels).items():
             if errors[name] > limit:
                 raise ModelError(_complaint(name, EXTREME, errors[name], f"{what} "))
@@ -143,10 +146,13 @@ def _limits(levels: Mapping[str, float]) -> dict[str, float]:
     return {k: max(LOOSE, FACTOR * (noise if level > LOOSE else level)) for k, level in levels.items()}
 
 
-def _nudged(values: Values, random: torch.Generator) -> Values:
-    """Each value one rounding up or down."""
-    step = torch.finfo(torch.float32).eps
-    return {k: v * (1 + step * (2.0 * torch.randint(0, 2, v.shape, generator=random) - 1)) for k, v in values.items()}
+def _nudged(values: Values, random: torch.Generator, wide: bool) -> Values:
+    """Each value one rounding up or down, of float64 where `wide`."""
+    kind = torch.float64 if wide else torch.float32
+    steps = {
+        k: torch.finfo(kind).eps * (2 * torch.randint(0, 2, v.shape, generator=random) - 1) for k, v in values.items()
+    }
+    return {k: v.to(kind) * (1 + steps[k].to(kind)) for k, v in values.items()}
 
 
 def _only(values: Values, which: Mapping[str, Tensor]) -> Values:
