@@ -198,7 +198,7 @@ def _moving(module: Any, y: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "python state": (Odd(_count), "other outputs when it runs again"),
+    "python state": (Odd(_count), "attribute 'calls' changes in every run"),
     "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only"),
     "large batches": (Odd(lambda _, y: y * 2 if y.shape[0] >= 100 else y), r"number of samples n .* where n < 100;"),
     "one large batch": (Odd(lambda _, y: y * 2 if y.shape[0] == 777 else y), r"number of samples n .* Ne\(n, 777\)"),

@@ -69,8 +69,9 @@ def train_graph(
         def forward(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
             state |= {k: stats[k].clone() for k in fixed_buffers}
+            state |= {**fixed, **dict(zip(trainable, free, strict=True))}
             with Rewriting({**training_table(), **drops.table(), **norms.table()}), slow_paths():
-                outputs = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
+                outputs = functional_call(module, state, (x,))  # puts what forward assigns to a buffer into `state`
             return target.torch_loss(outputs, y), [norms.newest(state[k]) for k in buffers]
 
         free = [p for k, p in zip(parameters, ps, strict=True) if k in trainable]

@@ -63,6 +63,23 @@ def named(path: str) -> str:
     return f"module {path!r}" if path else "the module's own forward"
 
 
+def refuse_parts(module: nn.Module) -> None:
+    """Raise ModelError for a part whose kind or settings no graph can have, and for hooks that change gradients."""
+    advice = "no graph runs it: remove it, and write what it does as tensor operators or requires_grad_(False)"
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(f"{named(path)} is a TorchScript module; give the module itself, without torch.jit")
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ModelError(f"{named(path)} has a backward hook; {advice}")
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.track_running_stats:
+            raise ModelError(f"{named(path)}: batch-norm keeps no running statistics; set track_running_stats=True")
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
+            raise ModelError(f"{named(path)}: batch-norm has momentum=None; give a number, such as momentum=0.1")
+    for name, p in module.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ModelError(f"parameter {name!r} has a gradient hook (register_hook); {advice}")
+
+
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The parts that called each ATen operator."""
 

@@ -26,10 +26,12 @@ from edge_client.targets import Target, target_type
 from edge_export.files import check_free, write_bundle
 from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
-from edge_export.modes import duplicate, evaluating
+from edge_export.kept_state import refuse_state
+from edge_export.modes import duplicate, in_evaluation, slow_paths
 from edge_export.proof import Shown, prove
-from edge_export.refusals import in_a_sentence
+from edge_export.refusals import in_a_sentence, refuse_parts
 from edge_export.tables import InitScheme, Tables, tables, unseeded
+from edge_export.witness import Witness
 
 _TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
 _SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -160,12 +162,14 @@ def proved_graphs(
     trainable: Collection[str] | None = None,
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
+    refuse_parts(module)
     module, prefix = _renamed(_in_float32(module))
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
     found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
+    refuse_state(Witness(module, target, free, buffers), example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
     shown = prove(module, example, target, parameters, buffers, free, train, evaluation)
@@ -211,11 +215,6 @@ def _example(module: nn.Module, batch: Tensor) -> Tensor:
     """A batch for tracing whose size no other axis has, after checks of the module and the batch."""
     if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
         raise ModelError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (
-            not part.track_running_stats or part.momentum is None
-        ):
-            raise ModelError("batch-norm needs track_running_stats=True and a number as momentum")
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point() and value.dtype != torch.float32:
             raise ModelError(f"tensor {name!r} is {value.dtype}; call module.float()")
@@ -227,8 +226,8 @@ def _example(module: nn.Module, batch: Tensor) -> Tensor:
 def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
     """The shape of one sample's outputs. Raises ModelError when the module does not run or gives something else."""
     try:
-        with evaluating(module):
-            outputs = module(batch)
+        with torch.no_grad(), slow_paths():
+            outputs = in_evaluation(duplicate(module))(batch.clone())
     except Exception as error:  # the author's forward may raise anything
         place = authored.place_of(error) or "the module"
         sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
