@@ -561,6 +561,7 @@ def test_thousands_and_fractions_are_told_apart(mark: str, rows: list[str]) -> N
         (["time (s),current (V),voltage (V)", "0,1,1", "1,1,1"], r"'current \(V\)' has a unit"),
         (["time (s),input power (W),output power (W)", "0,1,1", "1,1,1"], "may each be the power; remove all but one"),
         (["date,time,power (W)", "2026-11-22,12:00:00,5", "2026-11-22,12:00:01,5"], "'date' and 'time' may each be"),
+        (["time (s),power (W)", "0,-5", "1,-5"], "the recording reads -5 W, and what a device takes is positive"),
         (["time (s),power factor", "0,1", "1,1"], "no line of column names"),
         (["time (s),power (mW)", '0,"990"', '1,"1,234"', "2,995"], "'1,234' may be a thousand or a fraction"),
         (["time (s),power (W)", "0,1", "1,-", "2,1"], "row 2 of 3 is no numbers: 1, -; remove or mend it"),
