@@ -186,7 +186,7 @@ def test_a_chip_that_converts_nothing_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_a_shunt_wired_the_wrong_way_round_is_an_error_and_never_lowers_a_sum() -> None:
     clock = VirtualClock(1.0)
     back = Chip219(SHAPES["constant"], clock.now, -0.1)
-    with pytest.raises(MeterError, match=r"the shunt reads -4 W, .* is positive; swap the shunt's two wires"):
+    with pytest.raises(MeterError, match=r"the shunt reads -4 W, .* is positive; swap its shunt's wires"):
         record(found_219(EmulatedBus({0x40: back}, clock)), clock)
     one = Chip3221(SHAPES["constant"], clock.now, 0.1, shares=(0.5, 0.8, -0.3))
     bus = EmulatedBus({0x40: one}, clock)

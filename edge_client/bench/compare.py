@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Pair:
     second: float
     ratio: float
     sure: bool
-    """Whether the two medians' intervals do not overlap."""
+    """Whether both medians have intervals and these do not overlap."""
     joules: float | None
     """The first's joules over the second's."""
     memory: float | None
@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         for row in found["rows"]:
             _key(row)
-            figures = [row["wall_ms"]["p50"], *row["wall_ms"]["p50_interval"]]
+            figures = [row["wall_ms"]["p50"], *(row["wall_ms"]["p50_interval"] or [1.0, 1.0])]
             if len(figures) != 3 or not all(isfinite(v) and v > 0 for v in figures):
                 raise ValueError(f"times of {figures} ms")
         for name, kind in PARTS.items():
@@ -78,7 +78,8 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Pair]:
         if other is None:
             continue
         a, b = row["wall_ms"], other["wall_ms"]
-        apart = a["p50_interval"][0] > b["p50_interval"][1] or b["p50_interval"][0] > a["p50_interval"][1]
+        one, two = (times["p50_interval"] or (0.0, inf) for times in (a, b))
+        apart = one[0] > two[1] or two[0] > one[1]
         found.append(
             Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], apart, _ratio(row, other, "joules"),
                  _ratio(row, other, "model_mb"), _alike(first, second, row["variant"]))

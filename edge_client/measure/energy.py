@@ -152,9 +152,7 @@ def added(rails: Iterable[tuple[str, float]], zero: float) -> float:
     total = 0.0
     for name, watts in rails:
         if watts < -zero:
-            raise OSError(
-                f"{name} reads {watts:.3g} W, and what a device takes is positive; swap the shunt's two wires"
-            )
+            raise OSError(f"{name} reads {watts:.3g} W, and what a device takes is positive; swap its shunt's wires")
         total += watts
     return total
 

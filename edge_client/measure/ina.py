@@ -201,7 +201,7 @@ def _meter(name: str, sensor: Ina219 | Ina3221, more: str, accuracy: Accuracy) -
 
 
 def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
-    """An INA219 at `address`, else the first of 0x40 to 0x4F in its state after a reset, or as a measurement left it."""
+    """An INA219 at `address`, else the first of 0x40 to 0x4F in its state after a reset or a measurement."""
     shunt = number(options, "shunt", 0.1, most=OHMS_MOST)
 
     def known(chip: Chip) -> bool:
