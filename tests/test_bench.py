@@ -391,6 +391,18 @@ def test_two_files_of_one_name_are_two_variants_each_with_its_own_size(tmp_path:
     assert "is given twice" in str(invoke("bench", files[0], files[0]).exception)
 
 
+def test_files_that_take_other_inputs_or_do_not_open_are_named(tmp_path: Path) -> None:
+    for width in (12, 5):
+        (tmp_path / str(width)).mkdir()
+        bundle = sequential_bundle(tmp_path / str(width), (width,), (Linear(4), Act(), Linear(3)))
+        write_dense(bundle, random_personal(bundle, 0, 1.0, 1.0), tmp_path / f"{width}.onnx")
+    said = str(invoke("bench", tmp_path / "12.onnx", tmp_path / "5.onnx", *QUICK).exception)
+    assert "5.onnx takes float32[1, 5] and" in said
+    assert "12.onnx float32[1, 12] (a free axis counts as 1)" in said
+    (tmp_path / "wrong.onnx").write_bytes(b"wrong")
+    assert str(invoke("bench", tmp_path / "wrong.onnx").exception).endswith("such as a personal.onnx")
+
+
 def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
     given = [Path("x/a.onnx"), Path("x/a.pte"), Path("x/b.onnx"), Path("c/d/e.onnx"), Path("f/d/e.onnx")]
     assert distinct(given) == ["a.onnx", "a.pte", "b", "c/d/e.onnx", "f/d/e.onnx"]
@@ -400,7 +412,9 @@ def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["missing.onnx"], "cannot open missing.onnx"),
+        (["missing.onnx"], "missing.onnx is not there; name a bundle's folder or model files"),
+        ([__file__.replace(".py", ".pte")], "is not there"),
+        ([DIGITS, "--threads", "100000"], "--threads 100000 is more than 4 times the"),
         (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
         ([DIGITS, DIGITS], "is a bundle; give it alone"),
         ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
@@ -431,12 +445,11 @@ def test_help_lists_the_commands_and_meters_lists_the_meters() -> None:
 def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> None:
     first = compare.read(digits / "report.json")
     second = json.loads((digits / "report.json").read_text())
-    second["machine"]["kernel"] = "other"
+    second["machine"] |= {"kernel": "other", "board": "another Pi", "memory_mb": 1}
     for row in second["rows"]:
         if row["variant"] == "compact":
-            for name in ("p50", "p90", "p99"):
-                row["wall_ms"][name] /= 1e6
-                row["wall_ms"][f"{name}_interval"] = [v / 1e6 for v in row["wall_ms"][f"{name}_interval"]]
+            row["wall_ms"]["p50"] /= 1e6
+            row["wall_ms"]["p50_interval"] = [v / 1e6 for v in row["wall_ms"]["p50_interval"]]
     del second["rows"][0]
     path = tmp_path / "b.json"
     path.write_text(json.dumps(second))
@@ -445,11 +458,14 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     assert found["compact", 1].ratio == pytest.approx(1e6, rel=1e-3)
     assert found["compact", 1].verdict == "faster"
     assert found["masked", 1].verdict == "no difference"
-    assert any(text.startswith("kernel: ") for text in compare.cautions(first, second))
+    said = compare.cautions(first, second)
+    assert all(any(text.startswith(f"{name}: ") for text in said) for name in ("kernel", "board", "memory_mb"))
     result = invoke("bench", "compare", digits / "report.json", path)
     assert result.exit_code == 0, result.output
     assert "caution: kernel" in result.output
     assert "faster" in result.output
+    second["rows"][-1]["wall_ms"]["p50_interval"] = None
+    assert compare.pairs(first, second)[-1].verdict == "too few runs"
     second["variants"]["compact"]["macs"] += 1
     second["settings"]["runs"] += 1
     assert {p.variant: p.verdict for p in compare.pairs(first, second)}["compact"] == "another model"

@@ -143,6 +143,21 @@ def test_a_battery_gives_current_times_voltage(phone_of: Callable[..., Phone], s
     assert joules(record(meter, clock), 2, 38).joules == pytest.approx(truth.energy(2, 38), rel=0.01)
 
 
+def test_a_battery_in_milliamperes_is_seen_and_measured_by_its_unit(
+    phone_of: Callable[..., Phone], tmp_path: Path
+) -> None:
+    phone_of(SHAPES["constant"])
+    (tmp_path / "current").write_text("-350\n")
+    with pytest.raises(MeterError, match=r"a current of 350, too little in uA .*battery:unit=mA"):
+        android.find_battery({})
+    for unit, watts in (("mA", 1.4), ("uA", 1.4e-3)):
+        meter = android.find_battery({"unit": unit})
+        assert isinstance(meter, Polled)
+        assert meter.read() == pytest.approx(watts)
+    with pytest.raises(ConfigError, match="unit=A: one of uA, mA is due"):
+        android.find_battery({"unit": "A"})
+
+
 def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone], tmp_path: Path) -> None:
     phone = phone_of(SHAPES["constant"])
     with pytest.raises(MeterError, match="has no power rails"):
