@@ -124,6 +124,15 @@ def test_a_round_costs_seconds_joules_above_idle_memory_and_perhaps_a_temperatur
     assert again.joules == pytest.approx(3.0 * (again.seconds or 0), rel=1e-6)
 
 
+def test_the_power_at_rest_is_taken_anew_after_its_time() -> None:
+    meter = Flat()
+    meter.watts = [2.0, 5.0, 3.0, 5.0]
+    cost = RoundCost(meter, rest=lambda seconds: None, lasts=0.0)
+    for above in (3.0, 2.0):
+        _, found = cost.of(lambda: None)
+        assert found.joules == pytest.approx(above * (found.seconds or 0), rel=1e-6)
+
+
 def test_the_peak_of_a_round_is_not_that_of_the_round_before() -> None:
     cost = RoundCost(None)
     _, large = cost.of(lambda: np.ones(25_000_000).sum())

@@ -143,6 +143,21 @@ def test_a_battery_gives_current_times_voltage(phone_of: Callable[..., Phone], s
     assert joules(record(meter, clock), 2, 38).joules == pytest.approx(truth.energy(2, 38), rel=0.01)
 
 
+def test_a_battery_in_milliamperes_is_seen_and_measured_by_its_unit(
+    phone_of: Callable[..., Phone], tmp_path: Path
+) -> None:
+    phone_of(SHAPES["constant"])
+    (tmp_path / "current").write_text("-350\n")
+    with pytest.raises(MeterError, match=r"a current of 350, too little in uA .*battery:unit=mA"):
+        android.find_battery({})
+    for unit, watts in (("mA", 1.4), ("uA", 1.4e-3)):
+        meter = android.find_battery({"unit": unit})
+        assert isinstance(meter, Polled)
+        assert meter.read() == pytest.approx(watts)
+    with pytest.raises(ConfigError, match="unit=A: one of uA, mA is due"):
+        android.find_battery({"unit": "A"})
+
+
 def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone], tmp_path: Path) -> None:
     phone = phone_of(SHAPES["constant"])
     with pytest.raises(MeterError, match="has no power rails"):
@@ -561,6 +576,7 @@ def test_thousands_and_fractions_are_told_apart(mark: str, rows: list[str]) -> N
         (["time (s),current (V),voltage (V)", "0,1,1", "1,1,1"], r"'current \(V\)' has a unit"),
         (["time (s),input power (W),output power (W)", "0,1,1", "1,1,1"], "may each be the power; remove all but one"),
         (["date,time,power (W)", "2026-11-22,12:00:00,5", "2026-11-22,12:00:01,5"], "'date' and 'time' may each be"),
+        (["time (s),power (W)", "0,-5", "1,-5"], "the recording reads -5 W, and what a device takes is positive"),
         (["time (s),power factor", "0,1", "1,1"], "no line of column names"),
         (["time (s),power (mW)", '0,"990"', '1,"1,234"', "2,995"], "'1,234' may be a thousand or a fraction"),
         (["time (s),power (W)", "0,1", "1,-", "2,1"], "row 2 of 3 is no numbers: 1, -; remove or mend it"),

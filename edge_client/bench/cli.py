@@ -32,6 +32,7 @@ from edge_client.measure.meters import AUTO, choose
 
 SAMPLES = 320  # of a round whose data are made up
 RUN = "run"
+CROWD = 4  # threads a processor, beyond which nothing is learned and a start may take minutes
 
 
 class _WithDefault(TyperGroup):
@@ -141,6 +142,8 @@ def _threads(text: str, most: int) -> tuple[int, ...]:
         found = {most if word == "all" else int(word) for word in text.split(",")}
     except ValueError:
         found = {0}
+    if max(found) > CROWD * most:
+        raise ConfigError(f"--threads {max(found)} is more than {CROWD} times the {most} processors; give fewer")
     if min(found) < 1:
         raise ConfigError(f"--threads {text}: numbers from 1 up with commas between, or `all`, are due")
     return tuple(sorted(found))
@@ -185,8 +188,17 @@ def _of_files(models: Sequence[Path]) -> Subject:
     """Model files side by side. Raises ConfigError."""
     for model in models:
         engine_of(model)
+        if not model.is_file():
+            raise ConfigError(f"{model} is not there; name a bundle's folder or model files")
     variants = list(map(Variant, distinct(models), models))
     shape, dtype = sample_of(models[0])
+    for model in models[1:]:
+        other, its = sample_of(model)
+        if (other, its) != (shape, dtype):
+            raise ConfigError(
+                f"{model} takes {its}{list(other)} and {models[0]} {dtype}{list(shape)} (a free axis counts as 1); "
+                "measure models of one input side by side, the others apart"
+            )
     return Subject(", ".join(m.name for m in models), variants, {}, shape, dtype)
 
 

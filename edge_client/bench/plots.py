@@ -62,8 +62,5 @@ def save(figure: Figure, path: Path, dpi: int = 120) -> None:
 
 def _around(rows: list[Mapping[str, Any]]) -> list[list[float]]:
     """How far the intervals reach below and above the medians."""
-    walls = [r["wall_ms"] for r in rows]
-    return [
-        [max(w["p50"] - w["p50_interval"][0], 0.0) for w in walls],
-        [max(w["p50_interval"][1] - w["p50"], 0.0) for w in walls],
-    ]
+    walls = [(r["wall_ms"]["p50"], r["wall_ms"]["p50_interval"] or [r["wall_ms"]["p50"]] * 2) for r in rows]
+    return [[max(p50 - low, 0.0) for p50, (low, _) in walls], [max(high - p50, 0.0) for p50, (_, high) in walls]]

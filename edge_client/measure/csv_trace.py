@@ -22,7 +22,7 @@ import numpy as np
 
 from edge_client.errors import ConfigError, MeterError
 from edge_client.measure import sync
-from edge_client.measure.energy import F64, Accuracy, Meter, Trace, lost
+from edge_client.measure.energy import F64, Accuracy, Meter, Trace, added, lost
 from edge_client.measure.meters import Family, Options, number
 
 WORDS = {
@@ -84,7 +84,12 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     fresh = np.concatenate([[True], np.diff(times) > 0])
     if 2 * fresh.sum() < len(times):
         raise MeterError(f"{where}: most rows repeat a time of {names[chosen[0]].strip()!r}; record with finer times")
-    return times[fresh], np.prod(values, axis=0)[fresh]
+    watts = np.prod(values, axis=0)[fresh]
+    try:
+        added([("the recording", float(np.median(watts)))], ACCURACY.offset)
+    except OSError as error:
+        raise MeterError(f"{where}: {error}") from None
+    return times[fresh], watts
 
 
 def _columns(names: Sequence[str]) -> dict[str, list[int]]:
