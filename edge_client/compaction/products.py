@@ -12,6 +12,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
+from edge_client.compaction.moves import REGROUP
 from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Writer, by_axis
@@ -80,6 +81,18 @@ def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
     return value, varies, label
 
 
+def _averages(s: Study, name: str) -> bool:
+    """Whether every row of a value sums to one: it comes from a softmax along its last axis."""
+    while name in s.makers:
+        node = s.makers[name]
+        if node.op_type == "Softmax":
+            return settings(node).get("axis", -1) % len(s.shape(name)) == len(s.shape(name)) - 1
+        if node.op_type not in REGROUP or s.shape(name)[-1:] != s.shape(node.input[0])[-1:]:
+            return False
+        name = node.input[0]
+    return False
+
+
 def _any(a: Bools, b: Bools) -> Bools:
     """The product of marks: whether any pair of them meets."""
     return np.asarray(np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0)
@@ -90,6 +103,9 @@ def _product_forward(s: Study, node: NodeProto) -> None:
     a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
+    if second in s.varies and _averages(s, first):  # the average of one constant is that constant
+        same = ~b[1].any(axis=-2, keepdims=True) & (b[0] == b[0][..., :1, :]).all(axis=-2, keepdims=True)
+        varies, value = varies & ~same, np.where(same, b[0][..., :1, :], value)
     if third:
         value = value + s.net.constants[third]
     out = node.output[0]
@@ -207,6 +223,9 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
         own[summed] = due
         return w.adapted(name, own)
 
+    most = int(need.sum(axis=-1).min())
+    if need.ndim > 1 and most < len(due) and not w.net.moving[first][-1]:
+        w.stays(first, f"sums over {len(due)} entries in all its matrices although one needs only {most}")
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
     a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
+from edge_client.compaction.moves import apart
 from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, some
-from edge_client.compaction.writer import Ids, Writer
-from edge_client.errors import CompactionError
+from edge_client.compaction.writer import Ids, Ragged, Writer, by_axis
 from edge_client.nodes import settings
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -46,6 +46,10 @@ def _links(s: Study, node: NodeProto) -> tuple[Bools, Bools]:
         weight = s.net.constants[node.input[k]] != 0
         found.append(weight.reshape(len(weight), GATES[node.op_type], -1, weight.shape[2]).any(axis=1))
     return found[0], found[1]
+
+
+def _made(node: NodeProto) -> str:
+    return next(o for o in node.output if o)
 
 
 def _starts(s: Study, node: NodeProto) -> list[str]:
@@ -95,7 +99,7 @@ def _backward(s: Study, node: NodeProto) -> None:
     s.mark(node.input[0], np.broadcast_to(read, s.shape(node.input[0])))
     for name in _starts(s, node):
         s.mark(name, np.broadcast_to(live[:, None], s.shape(name)))
-    s.notes["live", node.output[0]] = live
+    s.notes["live", tuple(node.output)] = live
 
 
 def _courses(s: Study, node: NodeProto) -> F64:
@@ -132,7 +136,7 @@ def _basis(courses: F64) -> tuple[Ids, F64]:
 def _rewrite(w: Writer, node: NodeProto) -> None:
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
-    live: Bools = s.notes["live", node.output[0]]
+    live: Bools = s.notes["live", tuple(node.output)]
     weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
     ways, h = live.shape
     has_bias = len(node.input) > 3 and bool(node.input[3])
@@ -173,6 +177,11 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
             )
         units.append(own)
     most = max(1, *map(len, units))
+    for count, own in zip(live.sum(axis=1), units, strict=True):
+        if len(own) > count:
+            w.stays(_made(node), f"keeps {len(own)} units, {len(own) - count} for what dead ones add at each step")
+        if most > len(own):
+            w.stays(_made(node), f"gives both directions {most} units, although one needs only {len(own)}")
     # Where they are as many as there were, each lies at its own entry.
     order = [own if most == h else np.arange(len(own)) for own in units]
     units = [_placed(own, at, most, -1) for own, at in zip(units, order, strict=True)]
@@ -189,6 +198,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
+        w.stays(_made(node), f"reads {own_x.shape[1]} inputs more, for what dead channels add differently at each step")
         course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
         given = w.emit("Concat", [given, course], axis=2)
     stacked = [np.stack(v) for v in (small_w, small_r, small_b)]
@@ -238,11 +248,32 @@ def _start(w: Writer, name: str, units: list[Ids]) -> str:
     """The state or cell that the layer starts from; none where it is zero."""
     value, varies, _ = w.study.facts(name)
     if varies.any():
-        if len(units) > 1:
-            raise CompactionError(f"the start {name!r} of a layer of two directions depends on the input")
-        return w.adapted(name, [np.zeros(1, np.int64), np.zeros(1, np.int64), units[0]])
+        parts = [_start_of(w, name, way, own) for way, own in enumerate(units)]
+        return w.emit("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
     held = np.stack([value[way][:, np.maximum(own, 0)] * (own >= 0) for way, own in enumerate(units)])
     return w._batched(name, held) if held.any() else ""
+
+
+def _start_of(w: Writer, name: str, way: int, own: Ids) -> str:
+    """The units `own` of one direction of a start that depends on the input; -1: any content."""
+    shape, piece = w.study.shape(name), w.pieces[name]
+    if by_axis(piece.ids, shape) is not None or not apart(piece.ids, shape, 0):
+        return w.adapted(name, [np.array([way]), np.zeros(1, np.int64), own])
+    # Each direction of another layer holds units of its own.
+    held = np.where(piece.ids[way, 0] >= 0, piece.ids[way, 0] % shape[2], -1)
+    at = np.full(shape[2] + 1, -1)
+    at[held[held >= 0]] = np.flatnonzero(held >= 0)
+    places = np.where(own >= 0, at[own], 0)
+    absent = places < 0
+    value, varies, _ = w.study.facts(name)
+    if varies[way, 0, own[absent]].any():
+        raise Ragged(name, "one that varies is gone")
+    made, length = w.picked(piece.name, 0, np.array([way]), shape[0]), len(held)
+    if absent.any():
+        made, places, length = w.padded(made, 2, 3, length, places, absent, True)
+    made = w.picked(made, 2, places, length)
+    fill = np.where(absent, value[way, 0, own], 0.0)
+    return w.emit("Add", [made, w.constant(fill)]) if fill.any() else made
 
 
 RECURRENT = Rule(_forward, _backward, _rewrite)
