@@ -351,7 +351,8 @@ def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:
     for tensors in (site.a, site.b):
         varies, reached = _live(tensors, largest)
         live.append(varies & reached)
-        some.append(torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors]).any(0))
+        sizes = torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors])
+        some.append(sizes.any(0) if tensors[0].requires_grad else torch.ones_like(varies))  # zeros of a weight count
     equation = f"{letters_a},{letters_b},{right}->".replace(batch, "")
 
     def triples(a: Tensor, b: Tensor, made: Tensor = out) -> int:
