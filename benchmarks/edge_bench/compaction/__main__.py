@@ -118,7 +118,9 @@ def line(r: Result) -> str:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
-    family: Annotated[str | None, typer.Option(help="Only this family: chains, joins, sequences, known.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Only this family: chains, joins, sequences, hostile, known.")
+    ] = None,
     masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
     kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
     runs: Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no timing.")] = 0,

@@ -150,6 +150,8 @@ class _Watch(TorchFunctionMode):
             return args[0] + self.product(args[1], args[2])
         if name == "einsum":
             return self._einsum(func, *args)
+        if name == "bilinear":
+            return self._bilinear(*args)
         if name == "linear":
             return self.linear(*args, **kwargs)
         if name.startswith("conv") and name[-2:] in ("1d", "2d", "3d"):
@@ -203,6 +205,10 @@ class _Watch(TorchFunctionMode):
             return func(equation, a, b)
         site = self.sites.setdefault(len(self.sites), _Site("einsum", equation=equation))
         return self._note(site, a, b, lambda p, q: func(equation, p, q))
+
+    def _bilinear(self, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        made = self._einsum(torch.einsum, "ni,oij,nj->no", a, weight, b)
+        return made if bias is None else made + bias
 
     def _note(self, site: _Site, a: Tensor, b: Tensor | None, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
         """Run on copies of the operands, whose gradients are those through this contraction alone."""
@@ -345,7 +351,8 @@ def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:
     for tensors in (site.a, site.b):
         varies, reached = _live(tensors, largest)
         live.append(varies & reached)
-        some.append(torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors]).any(0))
+        sizes = torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors])
+        some.append(sizes.any(0) if tensors[0].requires_grad else torch.ones_like(varies))  # zeros of a weight count
     equation = f"{letters_a},{letters_b},{right}->".replace(batch, "")
 
     def triples(a: Tensor, b: Tensor, made: Tensor = out) -> int:
