@@ -251,7 +251,7 @@ def test_a_device_removed_while_its_upload_waits_still_gets_the_receipt(tmp_path
         await fleet.federation("a", "bb")
         work = await fleet.work("a")
         body = trained(await fleet.fetch("a", work), "a")
-        waiting = asyncio.create_task(fleet.upload("a", 1, work["lease"], body, wait=LIMIT))
+        waiting = asyncio.create_task(fleet.upload("a", 1, work["lease"], body, wait=0.5))
         await until(fleet, lambda f: bool(f["updates"] == 1))
         assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
         answer = await waiting
