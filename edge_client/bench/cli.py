@@ -174,7 +174,7 @@ def _variants(
                     f"{model} takes {its}{list(other)} and {models[0]} {dtype}{list(shape)} (a free axis counts as 1); "
                     "measure models of one input side by side, the others apart"
                 )
-        return ", ".join(m.name for m in models), made_, {}, shape, dtype, None, None
+        return ", ".join(v.name for v in made_), made_, {}, shape, dtype, None, None
     if len(models) > 1:
         raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
     if personal is not None and keep is not None:
