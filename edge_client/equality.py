@@ -144,4 +144,5 @@ def spread(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _largest(difference: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:
     """Each column's largest difference in units of its scale; where the scale is 0, any difference is infinite."""
     start = np.where(difference == 0, 0.0, np.inf)
-    return np.divide(difference, scale, out=start, where=scale > 0).max(axis=0)
+    scaled: NDArray[np.float64] = np.divide(difference, scale, out=start, where=scale > 0).max(axis=0)
+    return scaled
