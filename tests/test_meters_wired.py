@@ -590,18 +590,39 @@ def test_a_csv_in_doubt_is_refused(lines: list[str], why: str) -> None:
         csv_trace.parse("\n".join(lines), "x")
 
 
-def test_a_sync_pulse_keeps_its_times_and_makes_load() -> None:
-    spans: list[tuple[float, float]] = []
+class Clock:
+    """Time that passes only when it is used."""
+
+    now = 5.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_sync_pulse_keeps_its_times_whatever_its_bits_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spans = Clock(), list[tuple[float, float]]()
+    monkeypatch.setattr(sync, "time", clock)
 
     def busy(seconds: float) -> None:
-        begin = time.monotonic()
-        sync.load(seconds)
-        spans.append((begin, time.monotonic()))
+        begin = clock.now
+        clock.sleep(seconds + 0.003)  # each bit takes longer than it should
+        spans.append((begin, clock.now))
 
     pulse = sync.emit(busy, chip=0.03)
+    assert pulse.start == 5.0
     assert len(spans) == int(sync.BARKER.sum())
-    for i, bit in enumerate(np.flatnonzero(sync.BARKER)):
-        assert spans[i][1] - pulse.start >= (bit + 1) * 0.03 - 1e-3
+    for (begin, end), bit in zip(spans, np.flatnonzero(sync.BARKER), strict=True):
+        assert begin - pulse.start == pytest.approx(bit * 0.03, abs=0.0031)
+        assert end - pulse.start == pytest.approx((bit + 1) * 0.03 + 0.003)
+
+
+def test_load_lasts_as_long_as_it_should() -> None:
+    begin = time.monotonic()
+    sync.load(0.03, threads=2)
+    assert time.monotonic() - begin >= 0.03
 
 
 # --- choosing
