@@ -2,9 +2,10 @@
 
 Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. Probes are random
 inputs, the samples given, and extreme inputs: zeros, ones, large values of both signs, single spikes. A model of ids
-is probed on the samples given and on ids drawn from the rows of its table. The scale of an
-ordinary probe is the larger of the sample's largest absolute output and the standard deviation of all outputs, that of
-an extreme one the largest of 1, the sample's largest output and the probe's largest input.
+is probed on the samples given and on ids drawn from the rows of its table. The scale of an ordinary probe is the larger
+of the sample's largest distance from the mean of all outputs and their standard deviation, that of an extreme one the
+largest of 1, the sample's largest output and the probe's largest input. Outputs far from zero, such as years, count
+with `FAR` of their size: float32 holds them no better.
 
 Float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the reference
 itself moves when its values are rounded to other floats, the two may differ by a few times that, up to `MOST`.
@@ -25,6 +26,7 @@ TOLERANCE = 1e-5
 ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 MOST = 0.1  # of the scale: an error that no rounding excuses
 SAMPLES = 16  # of each kind of probe
+FAR = 0.05  # of an output's size: `TOLERANCE` of it is four roundings of the output to float32
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 
 
@@ -78,7 +80,8 @@ def probes(
 def prove(
     on: Iterable[Probe], reference: Outputs, found: Outputs, rounded: Outputs, sides: Sides
 ) -> tuple[float, float]:
-    """Largest absolute difference on ordinary probes, largest scaled difference on all.
+    """Largest absolute difference on ordinary probes, largest scaled difference on all (above `TOLERANCE` where the
+    reference's own rounding excuses it).
 
     `rounded` is the reference with its values one rounding away. Raises CompactionError when the two are not equal.
     """
@@ -94,12 +97,14 @@ def prove(
             )
         difference = np.abs(made - expected).max(axis=1)
         floor = float(expected.std()) if probe.ordinary else max(1.0, float(np.abs(probe.x).max()))
-        scale = np.maximum(floor, np.abs(expected).max(axis=1))
-        scaled = _largest(difference, scale)
+        size = np.abs(expected).max(axis=1)
+        centred = np.abs(expected - expected.mean()).max(axis=1) if probe.ordinary else size
+        scale = np.maximum(np.maximum(floor, centred), FAR * size)
+        scaled, allowed = _largest(difference, scale), TOLERANCE
         if not scaled <= TOLERANCE:
             own = _largest(np.abs(_rows(rounded(probe)) - expected).max(axis=1), scale)
-            scaled = TOLERANCE if np.isfinite(scaled) and scaled <= min(ROUNDINGS * own, MOST) else scaled
-        if not scaled <= TOLERANCE:  # so that NaN fails too
+            allowed = max(TOLERANCE, min(ROUNDINGS * own, MOST)) if np.isfinite(scaled) else TOLERANCE
+        if not scaled <= allowed:  # so that NaN fails too
             raise CompactionError(
                 f"on {probe.name} {sides.found}'s outputs differ from {sides.reference}'s by {difference.max():.3g} "
                 f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); {sides.advice}"
