@@ -122,5 +122,5 @@ class Fleet:
 
     def moved(self) -> NDArray[np.float64]:
         """How far the model is from the bundle's."""
-        unit = self.method.unit(self.course, self.state.steps, self.state.halvings)
+        unit = self.method.unit(self.course, self.state.steps)
         return spread(grid(self.m), unit).astype(np.float64) * self.state.counts

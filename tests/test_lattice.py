@@ -20,7 +20,8 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
-from edge_client.methods.lattice_grid import dither, grid, nearest, rms, spans, steps
+from edge_client.methods import lattice_settings as settings_module
+from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, steps
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
@@ -60,7 +61,7 @@ def test_two_devices_by_hand() -> None:
         shifted = (u + np.uint64(place << 31)) % np.uint64(1 << 32) / 2**32
         a = np.zeros(D)
         a[place] = c * n / 16 / fleet.state.steps[0].astype(np.float64)
-        before = before + np.floor(a + shifted).astype(np.int32)
+        before = before + np.floor(a + shifted).astype(np.int32) * 2**MIDDLE
         head, _ = up_head(fleet.local[d].update.arrays[MOVES].tobytes())
         assert head.gain == 0
     assert np.array_equal(fleet.state.counts, before)
@@ -115,6 +116,9 @@ def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     dropped=st.sets(st.integers(1, 9), max_size=3),
     residual=st.booleans(),
     quantum=st.sampled_from([0.5, 5.0]),
+    budget=st.sampled_from([None, 1.0, 20.0, 1e9]),
+    average=st.sampled_from([0.0, 0.5, 1.0]),
+    done=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
 def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
@@ -124,27 +128,41 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     dropped: set[int],
     residual: bool,
     quantum: float,
+    budget: float | None,
+    average: float,
+    done: bool,
 ) -> None:
+    """Steps are doubled and halved meanwhile; after the last round all receive the mean of the same last rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module):
+        for module in (grid_module, method_module, settings_module):
             patch.setattr(module, "HISTORY", 3)
-        fleet = Fleet(Lattice(quantum=quantum, lr=0.1, residual=residual), {d: samples(ord(d) % 3) for d in "abcd"})
+        patch.setattr(settings_module, "LEAST", 0.0)
+        method = Lattice(quantum=quantum, lr=0.1, residual=residual, budget=budget, average=average)
+        rounds = len(pattern) + (not done)
+        fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds)
+        after, levels = [], []
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
                 del fleet.kept[losses[round_]]
             fleet.play(*sorted(devices), gain=1.0 if round_ in bad else -1.0, dropped=round_ in dropped)
+            if round_ not in dropped:
+                after.append(fleet.moved())
+                levels.append(fleet.state.level)
+        mean = after[-min(3, max(1, round(average * rounds))) :] if done else after[-1:]
         for device in "abcd":  # one of them may never have taken part
             received = fleet.receive(device)
-            assert np.array_equal(received.counts, fleet.state.counts)
-            assert received.halvings == fleet.state.halvings
+            assert received.level == fleet.state.level
             moved = received.parameters - fleet.course.model.parameters
-            assert np.allclose(moved, fleet.moved(), atol=1e-4, rtol=1e-4)
-        expected = run_ = 0
-        for round_ in sorted(set(range(1, len(pattern) + 1)) - dropped):
-            run_ = run_ + 1 if round_ in bad else 0
-            if run_ == 2:
-                expected, run_ = expected + 1, 0
-        assert fleet.state.halvings == expected
+            assert np.allclose(moved, np.mean(mean, axis=0) if mean else 0, atol=1e-4, rtol=1e-4)
+        if budget == 1e9 and not bad:
+            assert levels[: rounds - 1] == [MIDDLE + 1 + i for i in range(len(levels[: rounds - 1]))]
+        if budget is None:
+            expected = run_ = 0
+            for round_ in sorted(set(range(1, rounds)) & set(range(1, len(pattern) + 1)) - dropped):
+                run_ = run_ + 1 if round_ in bad else 0
+                if run_ == 2:
+                    expected, run_ = expected + 1, 0
+            assert fleet.state.level == MIDDLE - expected
 
 
 def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:
@@ -186,14 +204,16 @@ def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> Non
     fleet.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=-1.0)
     fleet.play(*"abc", gain=1.0)
-    assert (fleet.state.bad, fleet.state.halvings) == (1, 0)
+    assert (fleet.state.bad, fleet.state.level) == (1, MIDDLE)
     unguarded = Fleet(Lattice(quantum=1, lr=0.1, guard=False), THREE)
     for _ in range(4):
         unguarded.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=1.0)
-    assert (fleet.state.bad, fleet.state.halvings) == (0, 1)
-    assert np.array_equal(fleet.state.counts, 2 * unguarded.state.counts)
-    assert np.array_equal(fleet.moved(), unguarded.moved())
+    assert (fleet.state.bad, fleet.state.level, fleet.state.highest) == (0, MIDDLE - 1, MIDDLE - 1)
+    assert np.array_equal(fleet.state.counts, unguarded.state.counts)
+    assert not (fleet.state.counts % 2**MIDDLE).any()
+    fleet.play(*"abc")
+    assert (fleet.state.counts % 2**MIDDLE).any()
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])
@@ -235,17 +255,17 @@ def test_what_the_variant_does_not_apply_stays_in_the_residual() -> None:
     fleet = Fleet(Lattice(quantum=1, lr=0.1, residual=True), THREE)
     fleet.play(*"abc")
     assert fleet.state.residual is not None
-    before = 2.5 * fleet.state.counts + fleet.state.residual
+    before = 2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual
     fleet.play(*"abc")
     moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc"))
-    assert np.allclose(2.5 * fleet.state.counts + fleet.state.residual, before + moves, atol=1e-4)
+    assert np.allclose(2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual, before + moves, atol=1e-4)
     assert np.abs(fleet.state.residual).max() <= 2.5 * 0.7 + 1e-4
 
 
 def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     """The numbers that a device sent in the last round; the model before it is what the device kept."""
     a = Assignment(fleet.course, fleet.round, device, place)
-    known = lattice.up(dither(a, D), spans(grid(M)), fleet.kept[device].counts)
+    known = lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.kept[device].counts) >> MIDDLE)
     return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
 
 
@@ -355,7 +375,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
     fleet.play(*"abc")
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
-    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), fleet.state.counts))
+    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.state.counts) >> MIDDLE))
     head = UpHead(coupling.checksum([moves]), 0.0).pack()
     with pytest.raises(PayloadError, match="leaves"):
         fleet.method.read_update(
