@@ -39,7 +39,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import ClassVar
 
 import numpy as np
@@ -92,7 +92,8 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8,
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
-SLACK = 2  # times a round's bytes must fit the budget in all rounds left before doubled steps are halved again
+FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
+FALL = 1.2  # a round's bytes times the rounds left, relative to what these will take: bytes fall as training converges
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
@@ -143,7 +144,7 @@ class Lattice(Settings):
         """Nothing in round 1; then how N changed, and the steps for a device that never received them.
 
         While no update has been counted, a later round begins like the first one and its downlink says so. After the
-        last round it is the sum of N over the rounds whose mean is the final model.
+        last round N is its mean over the last rounds.
         """
         state = self.current(course, round_, state)
         if not state.reports:
@@ -151,33 +152,34 @@ class Lattice(Settings):
             return Payload(units, {REPORTS: 0} if round_ > 1 else {})
         net, base = network(course, state.units), self.base(round_, record)
         base = 1 if base <= state.first else base  # N was 0 and without steps
-        rounds = max(1, len(state.recent)) if round_ > course.rounds else 1
-        counts, statistics = state.history.summed(state.counts, rounds), state.statistics
-        low = state.history.lowest(max(state.round + 1 - base, rounds - 1)) if base > 1 else state.lowest
+        counts, statistics, rounds = state.counts, state.statistics, 1
+        if round_ > course.rounds and len(state.recent):
+            rounds = len(state.recent)
+            counts = state.history.mean(counts, rounds)
+            statistics = state.recent.mean(axis=0, dtype=np.float64).astype(np.float32)
+        low = state.history.lowest(max(state.round + 1 - base, rounds)) if base > 1 else state.lowest
         held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
         missed = 0 if base == 1 else round_ - base
-        head = DownHead(coupling.checksum([counts]), missed, state.level, low, rounds, state.samples)
-        known = self.known_down(net, base, round_, head, held)
-        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode((counts - rounds * held) >> low, known))}
+        head = DownHead(coupling.checksum([counts]), missed, state.level, low, state.samples)
+        known = self.known_down(net, base, round_, low, held)
+        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode((counts - held) >> low, known))}
         if base == 1:
             arrays["steps"] = state.steps
         if state.units is not None and base <= self.prune_after:
             arrays[UNITS] = state.units
         if len(statistics):
-            if rounds > 1:
-                statistics = state.recent.mean(axis=0, dtype=np.float64).astype(np.float32)
             arrays["statistics"] = halved(statistics - net.model.buffers)
         return Payload(arrays)
 
-    def known_down(self, net: Network, base: int, round_: int, head: DownHead, held: Counts) -> Known:
+    def known_down(self, net: Network, base: int, round_: int, low: int, held: Counts) -> Known:
         """What both sides know of the change of N from the start of round `base` to that of `round_`.
 
-        A sum over several rounds also changes where N has changed within these.
+        The mean after the last round also differs where N has changed in the rounds that it covers.
         """
         if round_ - base > HISTORY:
             return lattice.whole(spans(net.part))
-        first = max(1, min(base, round_ + 1 - head.rounds))
-        return lattice.down(*net.nearest(first, round_, self.prune_after), spans(net.part), sizes(held, head.low))
+        first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - self.window(net.course)))
+        return lattice.down(*net.nearest(first, round_, self.prune_after), spans(net.part), sizes(held, low))
 
     def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
@@ -202,7 +204,7 @@ class Lattice(Settings):
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
-                step = steps(net.part, each, self.quantum, a.course.cohort)
+                step = self.own_steps(a, net.part, each)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
         statistics = difference(payload, "statistics", self.buffers(net.model))
@@ -239,7 +241,7 @@ class Lattice(Settings):
 
     def own_steps(self, a: Assignment, part: Part, rms: F32) -> F32:
         """The steps of the first round, from the device's own figures."""
-        return steps(part, rms, self.quantum, a.course.cohort)
+        return steps(part, rms, FIRST * self.quantum, a.course.cohort)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
@@ -308,18 +310,17 @@ class Lattice(Settings):
         return self.current(course, round_ + 1, now), {}
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
-        """The state with the level of the next round's moves: lower after bad rounds, else as the budget allows."""
+        """The state with the level of the next round's moves: lower after bad rounds, else higher when the budget needs it."""
         level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
         if self.budget is not None:
-            last = Record(round_ + 1 - max(1, median_low(total.missed)))
-            down = self.downlink(course, round_ + 1, state, last).arrays[CHANGE]
+            late = max(1, round(fmean(total.missed)))
+            down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
             each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
             spent += each
-            due = (course.rounds - round_) * each
-            if spent + due > self.allowed(course):
+            over = (course.rounds - round_) * each > FALL * (self.allowed(course) - spent)
+            settled = (state.history.levels[-1 - late :] == level).all()
+            if over and settled and round_ + self.window(course) < course.rounds:
                 level = min(level + 1, highest)
-            elif level > MIDDLE and spent + SLACK * due < self.allowed(course):
-                level -= 1
         if bad >= BAD_ROUNDS and state.level > 0:
             level = highest = state.level - 1
             bad = 0
@@ -386,12 +387,10 @@ class Lattice(Settings):
                 raise PayloadError("a step of the downlink is not above 0")
         else:
             each, held = self.held(net, a, kept, base)
-        if head.rounds > 1 and a.round <= a.rounds:
-            raise PayloadError(f"the downlink of round {a.round} sums {head.rounds} rounds before the last one")
-        counts = read_counts(a, base, head, data, held, self.known_down(net, base, a.round, head, held))
+        counts = read_counts(a, base, head, data, held, self.known_down(net, base, a.round, head.low, held))
         if self.statistics == "mean":
             own = received_statistics(net.model, difference(downlink, "statistics", self.buffers(net.model)))
-        parameters = net.weights(self.unit(a.course, each, head.rounds), counts)
+        parameters = net.weights(self.unit(a.course, each), counts)
         if not np.isfinite(parameters).all():
             raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
         return Received(net, counts, each, head.level, head.samples, own, parameters)
@@ -429,7 +428,7 @@ class Lattice(Settings):
         arrays: Arrays = {}
         if not received.samples:
             arrays["rms"] = each = rms(part, change)
-            step, share = steps(part, each, self.quantum, a.course.cohort), 1.0
+            step, share = self.own_steps(a, part, each), 1.0
         else:
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - received.level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)

@@ -31,7 +31,7 @@ BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
 NONE = np.zeros(0, np.uint32)
 MIDDLE = 8  # the level of the first round's moves
 HIGHEST = 16  # the level of the coarsest moves
-MOST = 1 << 26  # of a count, so that no sum of HISTORY of them leaves 32 bits
+MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
 def grid(manifest: Manifest) -> Part:
@@ -161,12 +161,13 @@ class History:
     values: Counts
     levels: NDArray[np.int64]
 
-    def summed(self, counts: Counts, rounds: int) -> Counts:
-        """The sum of N over so many rounds, the last one `counts`."""
-        total = counts.copy()
-        for back in range(1, rounds):
-            total += self.before(counts, back)
-        return total
+    def mean(self, counts: Counts, rounds: int) -> Counts:
+        """The mean of N over so many rounds, the last one `counts`, rounded to the nearest whole moves."""
+        level, back = self.lowest(rounds), np.zeros(counts.size, np.int64)
+        for past in range(1, rounds):
+            back += counts - self.before(counts, past)
+        whole = (2 * back + (rounds << level)) // (2 * rounds << level) << level
+        return (counts - whole).astype(np.int32)
 
     def lowest(self, rounds: int) -> int:
         """The lowest level of the last rounds, so many; HIGHEST for none."""

@@ -18,23 +18,23 @@ from edge_client.task import Course
 
 COARSER = 2.5  # the unit of the variant with a residual, in steps / K
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
-LEAST = 512.0  # coded bytes of a device and round that the budget always allows: headers take half as many
+LEAST = 1024.0  # coded bytes of a device and round that the budget always allows: headers alone take 200
 
 
 class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(gt=0, le=10_000)] = 5.0
+    quantum: Annotated[float, Field(gt=0, le=10_000)] = 2.5
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
-    budget: Annotated[float, Field(ge=1)] | None = 130.0
+    budget: Annotated[float, Field(ge=1)] | None = 110.0
     """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled when a run would take more.
     None: they stay as they are."""
-    average: Annotated[float, Field(ge=0, le=1)] = 0.2
+    average: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
@@ -53,9 +53,9 @@ class Settings(LocalSgd):
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model after the last round, at a third of the whole network's rate."""
 
-    def unit(self, course: Course, each: F32, rounds: int = 1) -> F32:
-        """What one count moves a weight of each tensor, float32[tensors]; `rounds` are those that the counts sum."""
-        share = (COARSER if self.residual else 1.0) * 0.5**MIDDLE / course.cohort / rounds
+    def unit(self, course: Course, each: F32) -> F32:
+        """What one count moves a weight of each tensor, float32[tensors]."""
+        share = (COARSER if self.residual else 1.0) * 0.5**MIDDLE / course.cohort
         return (each.astype(np.float64) * share).astype(np.float32)
 
     def window(self, course: Course) -> int:

@@ -74,7 +74,7 @@ class Kept:
 class Received:
     """A downlink decoded: the network, N, the steps of level MIDDLE, the level of the moves, the model float32[d].
 
-    `samples` is 0 while no update has been counted. After the last round `counts` is a sum of N over several rounds.
+    `samples` is 0 while no update has been counted. After the last round `counts` is the mean of N over several rounds.
     """
 
     net: Network
