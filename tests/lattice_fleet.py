@@ -114,7 +114,8 @@ class Fleet:
             if dropped:
                 self.method.influence(t.assignment, self.state, update)
                 continue
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, None)
+            record = self.records.get(d)
+            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, record)
         if dropped:
             return
         self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)

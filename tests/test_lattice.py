@@ -19,8 +19,8 @@ from coord_server import guard
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
-from edge_client.methods.lattice import CHANGE, MOVES, Lattice
 from edge_client.methods import lattice_settings as settings_module
+from edge_client.methods.lattice import CHANGE, MOVES, Lattice
 from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, steps
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
@@ -151,15 +151,17 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
                 levels.append(fleet.state.level)
         mean = after[-min(3, max(1, round(average * rounds))) :] if done else after[-1:]
         due = np.mean(mean, axis=0) if mean else np.zeros(D)
-        unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** min(levels[-1 - len(mean) : -1] or [0])
+        unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** (
+            min(levels[-1 - len(mean) : -1] or [2]) - 2
+        )
         everyone = [fleet.receive(device) for device in "abcd"]  # one of them may never have taken part
         for received in everyone:
             assert received.level == fleet.state.level
             assert np.array_equal(received.counts, everyone[0].counts)
             moved = received.parameters - fleet.course.model.parameters
             assert np.abs(moved - due).max() <= (0.5 * unit if len(mean) > 1 else 0) + 1e-4 * (1 + np.abs(due).max())
-        if budget == 1e9 and not bad:
-            assert levels[:rounds] == [MIDDLE + i for i in range(len(levels[:rounds]))]
+        if not bad:
+            assert levels == sorted(levels)
         if budget is None:
             expected = run_ = 0
             for round_ in sorted(set(range(1, rounds)) & set(range(1, len(pattern) + 1)) - dropped):
@@ -218,6 +220,30 @@ def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> Non
     assert not (fleet.state.counts % 2**MIDDLE).any()
     fleet.play(*"abc")
     assert (fleet.state.counts % 2**MIDDLE).any()
+
+
+def test_steps_are_doubled_once_each_time_the_bytes_show_it_while_a_run_would_exceed_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def levels(budget: float, average: float = 0.0) -> list[int]:
+        fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=budget, average=average), THREE, rounds=8)
+        for _ in range(8):
+            fleet.play(*"abc")
+        return fleet.state.history.levels.tolist()
+
+    assert levels(1e9) == [MIDDLE] * 8  # a network so small always has bytes enough
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    assert levels(1.0) == [MIDDLE] * 8
+    assert [level - MIDDLE for level in levels(1e9)] == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert [level - MIDDLE for level in levels(1e9, average=0.5)] == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_the_budget_never_undoes_what_the_guard_has_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    for round_ in range(1, 7):
+        fleet.play(*"abc", gain=1.0 if round_ < 3 else -1.0)
+    assert fleet.state.level == fleet.state.highest == MIDDLE  # doubled after round 1, halved after round 2
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])

@@ -93,7 +93,6 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
 FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
-FALL = 1.2  # a round's bytes times the rounds left, relative to what these will take: bytes fall as training converges
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
@@ -157,7 +156,9 @@ class Lattice(Settings):
             rounds = len(state.recent)
             counts = state.history.mean(counts, rounds)
             statistics = state.recent.mean(axis=0, dtype=np.float64).astype(np.float32)
-        low = state.history.lowest(max(state.round + 1 - base, rounds)) if base > 1 else state.lowest
+        low = state.history.lowest(state.round + 1 - base) if base > 1 else state.lowest
+        if rounds > 1:
+            low = min(low, state.history.fine(rounds))
         held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
         missed = 0 if base == 1 else round_ - base
         head = DownHead(coupling.checksum([counts]), missed, state.level, low, state.samples)
@@ -310,14 +311,14 @@ class Lattice(Settings):
         return self.current(course, round_ + 1, now), {}
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
-        """The state with the level of the next round's moves: lower after bad rounds, else higher when the budget needs it."""
+        """The state with the level of the next round's moves: lower after bad rounds, higher to keep to the budget."""
         level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
         if self.budget is not None:
             late = max(1, round(fmean(total.missed)))
             down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
             each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
             spent += each
-            over = (course.rounds - round_) * each > FALL * (self.allowed(course) - spent)
+            over = (course.rounds - round_) * each > self.allowed(course) - spent
             settled = (state.history.levels[-1 - late :] == level).all()
             if over and settled and round_ + self.window(course) < course.rounds:
                 level = min(level + 1, highest)

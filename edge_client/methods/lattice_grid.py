@@ -1,8 +1,8 @@
 """What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, past changes.
 
 The weights are ``w0 + step / K / 2**MIDDLE * count``: an integer count for each trainable parameter, one step for each
-tensor, K the federation's cohort. A move at *level* j adds 2**j to a count, so at MIDDLE one step / K. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
-machines agree.
+tensor, K the federation's cohort. A move at *level* j adds 2**j to a count, so at MIDDLE one step / K. Everything here
+is integers, or float64 with nothing but +, -, *, / and square roots, so that machines agree.
 """
 
 from __future__ import annotations
@@ -162,12 +162,16 @@ class History:
     levels: NDArray[np.int64]
 
     def mean(self, counts: Counts, rounds: int) -> Counts:
-        """The mean of N over so many rounds, the last one `counts`, rounded to the nearest whole moves."""
-        level, back = self.lowest(rounds), np.zeros(counts.size, np.int64)
+        """The mean of N over so many rounds, the last one `counts`, rounded to the level `fine`."""
+        level, back = self.fine(rounds), np.zeros(counts.size, np.int64)
         for past in range(1, rounds):
             back += counts - self.before(counts, past)
         whole = (2 * back + (rounds << level)) // (2 * rounds << level) << level
         return (counts - whole).astype(np.int32)
+
+    def fine(self, rounds: int) -> int:
+        """The level of the mean of N over so many rounds: quarters of their moves, since halves would be much noise."""
+        return max(0, self.lowest(rounds) - 2)
 
     def lowest(self, rounds: int) -> int:
         """The lowest level of the last rounds, so many; HIGHEST for none."""

@@ -18,7 +18,7 @@ from edge_client.task import Course
 
 COARSER = 2.5  # the unit of the variant with a residual, in steps / K
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
-LEAST = 1024.0  # coded bytes of a device and round that the budget always allows: headers alone take 200
+LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
 class Settings(LocalSgd):
@@ -32,9 +32,9 @@ class Settings(LocalSgd):
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] | None = 110.0
-    """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled when a run would take more.
-    None: they stay as they are."""
-    average: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled where a run would take
+    more. None: they stay as they are."""
+    average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
