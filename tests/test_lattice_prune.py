@@ -292,7 +292,7 @@ def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
     m = grouped(20, 64, 32, 3)
     sizes = []
     for prune in (None, 0.4):
-        fleet = Fleet(pruning(prune=prune, prune_epochs=1, budget=None), THREE, m=m, trainer=pull(m))
+        fleet = Fleet(pruning(prune=prune, prune_epochs=1, budget=1.0), THREE, m=m, trainer=pull(m))
         for _ in range(4):
             fleet.play(*"abc")
         down = fleet.method.downlink(fleet.course, 5, fleet.state, fleet.records["a"])

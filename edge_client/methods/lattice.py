@@ -1,23 +1,34 @@
 """Lattice: federated averaging on a grid of whole numbers, exact both ways, at a small fraction of the bits. Our own.
 
-The model is ``w0 + step / K * N``: the bundle's weights w0, an integer N for each trainable parameter, a step for each
-tensor, the federation's cohort K. Whole numbers merge without error, so a device that missed rounds receives one sum.
+The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an integer N for each trainable parameter, a
+step for each tensor, the federation's cohort K. Whole numbers merge without error, so a device that missed rounds
+receives one sum.
 
 - **Steps.** In round 1 a device's steps follow from the root mean square of its own local change (`rms`, a float for
-  each tensor, travels once). From then on all use the steps of the cohort's median rms. `quantum` is step / K in units
-  of the rms of all parameters.
+  each tensor, travels once); they are a quarter of what `quantum` says, because devices do not share them. From then on
+  all use the steps of the cohort's median rms. `quantum` is step / K in units of the rms of all parameters.
+- **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one level more doubles the step, one less
+  halves it. N itself stays what it is, so nothing is rounded and late devices need not know when the level changed.
+- **Budget.** After each round the server has the bytes that a device sends and receives in it: moves, statistics, and
+  the change for a device that missed as many rounds as this cohort's devices did. When those, times the rounds left,
+  exceed what is left of 1 / `budget` of FedAvg's bytes, the level rises by one. It may rise again once the devices'
+  changes are all of the new level. It stays in the rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
-- **Server.** ``N += sum of m``; with S < K reports N += floor(K / S * sum + u'), u' with the key (seed, "rounding",
-  round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is counted,
+- **Server.** ``N += 2**level * sum of m``; with S < K reports the sum is floor(K / S * sum + u'), u' with the key
+  (seed, "rounding", round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is counted,
   the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
 - **Guard.** An update says by how much the received model's loss on the device's first batch exceeds that of the
-  bundle's model. When the cohort's median is above 0 in two successive rounds the steps are halved and N is doubled.
+  bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one, and the budget
+  does not raise it again.
+- **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
+  rounded to quarters of a move. It differs little from round to round, so the noise of rounding and of uneven data
+  largely cancels. Statistics are averaged over the same rounds.
 - **Statistics** of batch-norm travel as float16 differences, up from the received ones, down from the bundle's, and
   are averaged by samples; or they stay local.
 
@@ -27,10 +38,11 @@ tensor, the federation's cohort K. Whole numbers merge without error, so a devic
 - **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
 
 With `residual` the server keeps what is left: R += K / S * sum of m; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
-N += q, with a unit of 2.5 step / K. That sends fewer bits down, and is safe only when few devices of many take part.
+N += 2**level * q, with a unit of 2.5 step / K / 2**MIDDLE. That sends fewer bits down, and is safe only when few
+devices of many take part.
 
-The cohort's figures (rms, loss) enter by their median, so that no single device sets
-them; the mean number of samples is that of all reports so far.
+The cohort's figures (rms, loss, bytes) enter by their median, so that no single device sets them; the mean number of
+samples is that of all reports so far.
 """
 
 from __future__ import annotations
@@ -313,15 +325,14 @@ class Lattice(Settings):
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the level of the next round's moves: lower after bad rounds, higher to keep to the budget."""
         level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
-        if self.budget is not None:
-            late = max(1, round(fmean(total.missed)))
-            down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
-            each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
-            spent += each
-            over = (course.rounds - round_) * each > self.allowed(course) - spent
-            settled = (state.history.levels[-1 - late :] == level).all()
-            if over and settled and round_ + self.window(course) < course.rounds:
-                level = min(level + 1, highest)
+        late = max(1, round(fmean(total.missed)))
+        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
+        each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
+        spent += each
+        over = (course.rounds - round_) * each > self.allowed(course) - spent
+        settled = (state.history.levels[-1 - late :] == level).all()
+        if over and settled and round_ + self.window(course) < course.rounds:
+            level = min(level + 1, highest)
         if bad >= BAD_ROUNDS and state.level > 0:
             level = highest = state.level - 1
             bad = 0

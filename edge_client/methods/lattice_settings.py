@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -31,9 +30,9 @@ class Settings(LocalSgd):
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
-    budget: Annotated[float, Field(ge=1)] | None = 110.0
+    budget: Annotated[float, Field(ge=1)] = 110.0
     """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled where a run would take
-    more. None: they stay as they are."""
+    more. 1: they stay as they are."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
@@ -64,8 +63,6 @@ class Settings(LocalSgd):
 
     def allowed(self, course: Course) -> float:
         """Coded bytes that a device may send and receive in all rounds."""
-        if self.budget is None:
-            return math.inf
         each = 8 * (grid(course.model.manifest).size + self.buffers(course.model)) / self.budget
         return course.rounds * max(each, LEAST)
 
