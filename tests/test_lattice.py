@@ -21,7 +21,7 @@ from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
-from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, steps
+from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
@@ -152,6 +152,8 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
             after.append(fleet.moved())
             levels.append(fleet.state.level)
             seen = round_
+        if not dropped:
+            assert {device for _, device in fleet.lost} <= set(losses.values())
         covered = len(fleet.state.recent)
         assert covered == min(3, max(1, round(average * rounds)), len(levels) - 1)
         mean = after[-covered:] if done else after[-1:]
@@ -239,6 +241,36 @@ def test_steps_are_doubled_once_each_time_the_bytes_show_it_while_a_run_would_ex
     assert levels(1.0) == [MIDDLE] * 8
     assert [level - MIDDLE for level in levels(1e9)] == [0, 1, 1, 2, 2, 3, 3, 3]
     assert [level - MIDDLE for level in levels(1e9, average=0.5)] == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet.play(*"abc", gain=-1.0)
+    fleet.play(*"abc", gain=-1.0)
+    for round_ in range(3, 9):
+        fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
+    assert {MIDDLE + 1, MIDDLE + 2} < {*fleet.state.history.levels.tolist(), fleet.state.level}
+    assert fleet.state.level < fleet.state.history.levels.max()
+    assert np.array_equal(fleet.receive("c").counts, fleet.receive("a").counts)
+    assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
+    assert not fleet.lost
+
+
+def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move() -> None:
+    fleet, after = Fleet(Lattice(quantum=0.5, lr=0.1, average=0.5), THREE, rounds=8), []
+    for round_ in range(8):
+        fleet.play(*("abc" if round_ < 5 else "ab"))
+        after.append(fleet.moved())
+    due = np.mean(after[-4:], axis=0)
+    quarter = spread(grid(M), fleet.method.unit(fleet.course, fleet.state.steps)).astype(np.float64) * 2 ** (MIDDLE - 2)
+    for device in "abcx":
+        moved = fleet.receive(device).parameters - fleet.course.model.parameters
+        assert np.allclose(np.round(due / quarter) * quarter, moved, atol=1e-4)
+    assert not np.allclose(due, after[-1], atol=1e-2)
+    assert not fleet.lost
 
 
 def test_the_budget_never_undoes_what_the_guard_has_halved(monkeypatch: pytest.MonkeyPatch) -> None:
