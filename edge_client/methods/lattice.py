@@ -18,8 +18,8 @@ receives one sum.
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
 - **Server.** ``N += 2**level * sum of m``; with S < K reports the sum is floor(K / S * sum + u'), u' with the key
-  (seed, "rounding", round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is counted,
-  the next round is played like the first one.
+  (seed, "rounding", round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of
+  it is counted, the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
