@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -186,13 +185,6 @@ async def served(folder: Path, clock: Callable[[], float] = time.time, patience:
         yield Fleet(http)
     await coordinator.close()
     store.close()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def play(folder: Path, script: Callable[[Fleet], Awaitable[Any]]) -> Any:

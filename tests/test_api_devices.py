@@ -196,7 +196,7 @@ def test_what_one_coordinator_does_is_seen_through_another_on_the_same_folder(tm
         async with served(tmp_path) as one, served(tmp_path) as other:
             await one.federation("a")
             other.join = one.join
-            assert (await other.operator("GET", "/v1/federations/fed")).json()["devices"] == 1
+            await until(other, lambda f: f.get("devices") == 1)
             assert (await other.enrol("b")).status_code == 200
             assert (await other.work("b", LIMIT))["status"] == "train"  # neither saw two devices arrive
             assert (await one.work("a", LIMIT))["status"] == "train"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def samples(n: int = 200) -> np.ndarray:
 class Copy:
     """A writer whose artifact is the model with its last bias moved by `off`."""
 
-    exact, version, off, written = True, "1", 0.0, 0
+    exact, native, version, off, written = True, False, "1", 0.0, 0
 
     def write(self, model: bytes, samples: Any, progress: Any) -> bytes:
         type(self).written += 1
@@ -117,6 +119,97 @@ def test_an_exact_artifact_that_differs_is_refused_with_or_without_samples(tmp_p
         with pytest.raises(CompactionError, match="copy artifact's outputs differ"):
             make(personal(), "copy", tmp_path / "bad", given)
     assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+def test_an_exact_artifact_that_differs_at_large_inputs_only_is_refused(tmp_path: Path, copies: type[Copy]) -> None:
+    def clipped(self: Copy, model: bytes, samples: Any, progress: Any) -> bytes:
+        made = onnx.load_from_string(model)
+        made.graph.node[0].input[0] = "clipped"
+        bounds = [numpy_helper.from_array(np.float32(v), k) for k, v in (("low", -50), ("high", 50))]
+        made.graph.initializer.extend(bounds)
+        made.graph.node.insert(0, helper.make_node("Clip", ["x", "low", "high"], ["clipped"]))
+        return bytes(made.SerializeToString())
+
+    copies.write = clipped  # type: ignore[method-assign]
+    for given in (None, samples()):
+        with pytest.raises(CompactionError, match="on large inputs the copy artifact's outputs differ"):
+            make(personal(), "copy", tmp_path / "bad", given)
+
+
+def test_a_model_that_overflows_at_extreme_inputs_has_artifacts(tmp_path: Path, copies: type[Copy]) -> None:
+    copies.write = lambda self, data, samples, progress: data  # type: ignore[assignment, method-assign]
+    model = _model(["n", 3], helper.make_node("Exp", ["x"], ["out"]))
+    assert make(model, "copy", tmp_path / "out").error_std == 0.0
+
+
+ENGINE = """
+import os
+import numpy as np
+
+
+class Engine:
+    exact, native, version = True, True, "1"
+
+    def write(self, model, samples, progress):
+        return {data!r}
+
+    def open(self, data):
+        def run(x):
+            print("an engine's own line")
+            if data == b"crash":
+                os.abort()
+            raise RuntimeError("operator aten::odd is not known")
+        if data == b"closed":
+            raise ValueError("no such format")
+        return run
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"crash", "its engine crashed with SIGABRT"),
+        (b"odd", "RuntimeError: operator aten::odd is not known"),
+        (b"closed", "ValueError: no such format"),
+    ],
+)
+def test_an_engine_that_crashes_or_fails_ends_in_a_sentence(
+    data: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_engine.py").write_text(ENGINE.format(data=data))
+    (tmp_path / "odd-1.dist-info").mkdir()
+    (tmp_path / "odd-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (tmp_path / "odd-1.dist-info" / "entry_points.txt").write_text("[maskfleet.artifacts]\nodd = odd_engine:Engine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "odd_engine", raising=False)
+    with pytest.raises(CompactionError, match=f"the odd artifact does not run: {said}; keep the ONNX model"):
+        make(personal(), "odd", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_product_with_a_matrix_for_each_channel_stays_float(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    stored = {"w": (4, 3, 3, 3), "m": (1, 4, 8, 5), "v": (160, 5)}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("MatMul", ["a", "m"], ["b"]),
+        helper.make_node("Flatten", ["b"], ["c"]),
+        helper.make_node("MatMul", ["c", "v"], ["logits"]),
+    ]
+    ends = [("x", ["n", 3, 8, 8]), ("logits", ["n", 5])]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        *([helper.make_tensor_value_info(k, TensorProto.FLOAT, shape)] for k, shape in ends),
+        [numpy_helper.from_array(0.3 * rng.standard_normal(v).astype(np.float32), k) for k, v in stored.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
+    x, out = rng.standard_normal((64, 3, 8, 8)).astype(np.float32), tmp_path / "int8.onnx"
+    assert make(model, "int8", out, x).error_rms < 0.1
+    kept = {t.name: t.data_type for t in onnx.load(out).graph.initializer}
+    assert kept["m"] == TensorProto.FLOAT
+    assert kept["v_quantized"] == TensorProto.INT8
 
 
 def test_an_artifact_made_before_comes_from_the_cache_and_is_proved_again(tmp_path: Path, copies: type[Copy]) -> None:

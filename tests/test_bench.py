@@ -20,7 +20,9 @@ from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
 from edge_client.bench import android, child, compare, measure, plots, report, variants
+from edge_client.bench.cli import distinct
 from edge_client.bundle import Bundle
+from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
 from edge_client.measure import engines, machine
 from edge_client.measure.adb import connect
@@ -78,9 +80,9 @@ def test_each_calls_times_are_its_own_and_sleep_takes_no_processor() -> None:
 
     times = in_turns([lambda: time.sleep(0.004), spin, lambda: None], 12, 0)
     assert np.median(times.wall[0]) >= 4
-    assert np.median(times.cpu[0]) < 2
     assert np.median(times.cpu[1]) >= 2
-    assert np.median(times.wall[2]) < 1
+    assert np.median(times.cpu[0]) < np.median(times.cpu[1])
+    assert np.median(times.wall[2]) < min(np.median(times.wall[0]), np.median(times.wall[1]))
 
 
 def test_turns_end_with_their_seconds_but_not_before_the_fewest() -> None:
@@ -357,6 +359,27 @@ def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
     assert [r["variant"] for r in rows] == ["dense", "compact"]
 
 
+def test_two_files_of_one_name_are_two_variants_each_with_its_own_size(tmp_path: Path) -> None:
+    for name, width in (("old", 64), ("new", 4)):
+        (tmp_path / name).mkdir()
+        bundle = sequential_bundle(tmp_path / name, (12,), (Linear(width), Act(), Linear(3)))
+        write_dense(bundle, random_personal(bundle, 0, 1.0, 1.0), tmp_path / name / "personal.onnx")
+    files = [tmp_path / name / "personal.onnx" for name in ("old", "new")]
+    result = invoke("bench", *files, *QUICK, "--threads", "1", "--meter", "none", "-o", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o" / "report.json").read_text())
+    sizes = {name: about["macs"] for name, about in found["variants"].items()}
+    assert sizes == {"old/personal.onnx": 12 * 64 + 64 * 3, "new/personal.onnx": 12 * 4 + 4 * 3}
+    assert [r["variant"] for r in found["rows"]] == list(sizes)
+    assert "is given twice" in str(invoke("bench", files[0], files[0]).exception)
+
+
+def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
+    given = [Path("x/a.onnx"), Path("x/a.pte"), Path("x/b.onnx"), Path("c/d/e.onnx"), Path("f/d/e.onnx")]
+    assert distinct(given) == ["a.onnx", "a.pte", "b", "c/d/e.onnx", "f/d/e.onnx"]
+    assert len(set(distinct([Path("a.onnx"), Path("y/a.onnx.onnx"), Path("y/a.onnx")]))) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -395,14 +418,14 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     for row in second["rows"]:
         if row["variant"] == "compact":
             for name in ("p50", "p90", "p99"):
-                row["wall_ms"][name] /= 10
-                row["wall_ms"][f"{name}_interval"] = [v / 10 for v in row["wall_ms"][f"{name}_interval"]]
+                row["wall_ms"][name] /= 1e6
+                row["wall_ms"][f"{name}_interval"] = [v / 1e6 for v in row["wall_ms"][f"{name}_interval"]]
     del second["rows"][0]
     path = tmp_path / "b.json"
     path.write_text(json.dumps(second))
     found = {(p.variant, p.threads): p for p in compare.pairs(first, compare.read(path))}
     assert len(found) == 9
-    assert found["compact", 1].ratio == pytest.approx(10, rel=1e-3)
+    assert found["compact", 1].ratio == pytest.approx(1e6, rel=1e-3)
     assert found["compact", 1].verdict == "faster"
     assert found["masked", 1].verdict == "no difference"
     assert any(text.startswith("kernel: ") for text in compare.cautions(first, second))
@@ -512,6 +535,12 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
     assert (phone / "phone" / "libonnxruntime.so").exists()
     missing = invoke("bench", found[0].file, "--adb", "PIXEL8", "--runner", phone / "nowhere", "--meter", "none")
     assert "is not there; name the runner" in str(missing.exception)
+
+
+def test_two_files_of_one_name_are_refused_on_a_phone(phone: Path) -> None:
+    twins = [variants.Variant(name, phone / name / "personal.pte") for name in ("old", "new")]
+    with pytest.raises(ConfigError, match=r"old/personal\.pte have one name"):
+        android.push(connect("PIXEL8"), [phone / "executor_runner"], twins)
 
 
 def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(phone: Path) -> None:

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from client_rig import Coordinator, device, numpy_trainer
-from coordination import D, Fleet, play, update
+from coordination import LIMIT, D, Fleet, play, update
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -210,10 +210,10 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
         await fleet.federation("a", "b")
         for round_ in (1, 2):
             for name, header in (("a", f"{round_},10,,"), ("b", f"{2 + round_},,200,50")):
-                work = await fleet.work(name, 5.0)
+                work = await fleet.work(name, LIMIT)
                 answer = await fleet.upload(name, round_, work["lease"], update(np.ones(D)), {COST_HEADER: header})
                 assert answer.status_code == 201, answer.text
-        assert (await fleet.work("a", 5.0))["status"] == "finish"
+        assert (await fleet.work("a", LIMIT))["status"] == "finish"
 
     async def look(fleet: Fleet) -> list[Any]:
         return list((await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
@@ -236,7 +236,7 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
 def test_a_cost_out_of_range_is_a_bad_message_and_the_update_may_be_sent_again(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", rounds=1, cohort=1, min_devices=1)
-        work = await fleet.work("a", 5.0)
+        work = await fleet.work("a", LIMIT)
         bad = await fleet.upload("a", 1, work["lease"], update(np.ones(D)), {COST_HEADER: "1,2,3,9999"})
         assert (bad.status_code, bad.json()["type"].rpartition("/")[2]) == (422, "bad-message")
         assert (await fleet.upload("a", 1, work["lease"], update(np.ones(D)))).status_code == 201

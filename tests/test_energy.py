@@ -176,6 +176,17 @@ def test_a_meter_in_its_thread_covers_the_time_between_start_and_stop() -> None:
     assert found.lost + len(found.times) >= 10
 
 
+def test_a_meter_has_read_once_when_start_returns_however_late_its_thread_is() -> None:
+    def read() -> float:
+        time.sleep(0.1)
+        return 2.0
+
+    meter = Polled("test", "nothing", read, "W", 0.01)
+    meter.start()
+    begin = time.monotonic()
+    assert meter.stop().times[0] <= begin
+
+
 def test_a_load_that_repeats_in_step_with_the_readings_does_not_deceive_them() -> None:
     """Ten readings a cycle. At even intervals the load's edges would always fall between the same two."""
     for duty in (0.43, 0.47, 0.55):

@@ -82,6 +82,26 @@ def test_only_what_a_step_moves_is_a_buffer_of_the_bundle() -> None:
     ]
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x * self.scale)
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_buffers_of_other_floats_become_float32_where_that_changes_no_value(dtype: torch.dtype) -> None:
+    module = Scaled(torch.tensor([0.5, 2, -3, 1, 0.25], dtype=dtype))
+    assert proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION).shown.output <= 1e-6
+    assert module.scale.dtype == dtype  # the author's own stays
+    with pytest.raises(ModelError, match=r"tensor 'scale' is torch\.float64; call module\.float\(\)"):
+        proved_graphs(Scaled(torch.full((5,), 0.1, dtype=torch.float64)), torch.zeros(2, 5), CLASSIFICATION)
+
+
 def test_names_of_the_graphs_own_get_a_prefix() -> None:
     made = proved_graphs(Unused(), torch.zeros(2, 5), CLASSIFICATION)
     names = [r.name for r in made.tables.parameters]

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from coordination import bearer, credential, refused, served, until
+from coordination import LIMIT, bearer, credential, refused, served, until
 from test_api_manage import pages
 from typer.testing import CliRunner
 
@@ -193,8 +193,8 @@ def test_a_federation_that_another_coordinator_made_is_served_here(tmp_path: Pat
             assert (await second.work("b"))["status"] == "train"
             assert (await second.train("a")).status_code == 201  # so was this credential
             assert (await first.train("b")).status_code == 201
-            assert (await first.work("a", 30))["round"] == 2
-            assert (await second.work("b", 30))["round"] == 2
+            assert (await first.work("a", LIMIT))["round"] == 2
+            assert (await second.work("b", LIMIT))["round"] == 2
 
     asyncio.run(main())
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import cli, own_model
+from edge_bench import own_model, simulate_cli
 from edge_bench.own_data import Fleet
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
-from edge_bench.simulate import find_bundle, read_config
+from edge_bench.simulation_file import find_bundle, read_config
 from edge_bench.sources import Samples
 from typer import Typer
 from typer.testing import CliRunner
@@ -143,6 +143,8 @@ def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, t
         said(("a", "b", "c"), class_names=("b", "a", "c"))
     with pytest.raises(ModelError, match=r"2 class names for outputs of shape \(3,\)"):
         said((), class_names=("x", "y"))
+    with pytest.raises(ValueError, match="'x' is the name of two classes"):
+        said((), class_names=("x", "y", "x"))
 
 
 def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Path) -> None:
@@ -179,6 +181,8 @@ def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Pa
         ("class_names = [", "is not TOML"),
         ("class_name = ['a']", r"setting class_name = \['a'\]: .*did you mean 'class_names'"),
         ("normalisation = { mean = [1], std = [0] }", "normalisation.std.0 = 0"),
+        ("class_names = ['a', 'b', 'a']", "'a' is the name of two classes"),
+        ("between = [1, 0]", "the lowest value, then the highest"),
     ],
 )
 def test_a_file_of_class_names_and_normalisation_is_checked(text: str | None, words: str, tmp_path: Path) -> None:
@@ -253,9 +257,9 @@ def test_one_file_simulates_an_own_model_on_own_data(
         'bundle = "model.py:build"\nrounds = 2\ncohort = 3\n[export]\nseed = 1\n'
         '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\nlr = 0.1\n'
     )
-    cli.simulate(tmp_path / "run.toml")
+    simulate_cli.simulate(tmp_path / "run.toml")
     said = capsys.readouterr().out
     assert "model: 163 parameters; data.py:load on 3 devices" in said
-    cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
+    simulate_cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
     assert "exporting" not in capsys.readouterr().err
     assert "model" not in sys.modules  # the user's module has a name of its own

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench import datasets, toml_text
-from edge_bench.cli import open_simulation
 from edge_bench.simulate import RoundRow
+from edge_bench.simulation_file import open_simulation
 from edge_bench.tune import Plan, Trial, best, open_plan, read_size, search, tune
 from hypothesis import given
 from hypothesis import strategies as st

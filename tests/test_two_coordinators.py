@@ -41,7 +41,8 @@ from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
 from edge_client import methods
 from edge_client.methods import fedavg
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
 
@@ -431,7 +432,8 @@ def test_two_processes_killed_in_turn_lose_no_update_and_count_none_twice(tmp_pa
             token = operator.token("fed", TokenRequest()).token
         for i, name in enumerate(DEVICES):
             body = {"token": token, "device": name, "credential": credential(name)}
-            httpx.post(f"{site.urls[i % 2]}/v1/enrol", json=body, trust_env=False).raise_for_status()
+            enrol = f"{site.urls[i % 2]}/v1/enrol"
+            httpx.post(enrol, json=body, timeout=LIMIT, trust_env=False).raise_for_status()
         threads = [
             threading.Thread(target=_device, args=(n, site, random.Random(f"{d}{n}"), receipts), daemon=True)
             for n in DEVICES
@@ -463,6 +465,7 @@ def test_two_processes_killed_in_turn_lose_no_update_and_count_none_twice(tmp_pa
 
 def _answers(urls: Sequence[str]) -> bool:
     try:
-        return all(httpx.get(f"{url}/v1/health", trust_env=False).status_code == 200 for url in urls)
+        asked = [httpx.get(f"{url}/v1/health", timeout=LIMIT, trust_env=False) for url in urls]
+        return all(answer.status_code == 200 for answer in asked)
     except httpx.RequestError:
         return False

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.bench import plots
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 
@@ -54,10 +55,10 @@ def table(devices: Mapping[str, DeviceData], classes: int, most: int = 20) -> st
 
 
 def unevenness(held: NDArray[np.int64]) -> float:
-    """Mean distance in total variation of a device's labels from everybody's: 0 alike, near 1 nothing in common."""
+    """Mean distance in total variation of a device's labels from the pooled ones: 0 alike, near 1 nothing in common."""
     shares = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
-    everybody = held.sum(axis=0) / max(int(held.sum()), 1)
-    return float(np.abs(shares - everybody).sum(axis=1).mean() / 2)
+    pooled = held.sum(axis=0) / max(int(held.sum()), 1)
+    return float(np.abs(shares - pooled).sum(axis=1).mean() / 2)
 
 
 def record(devices: Mapping[str, DeviceData], classes: int) -> dict[str, Any]:
@@ -105,7 +106,4 @@ def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str
         image = axes.imshow(held.T, aspect="auto", interpolation="nearest", origin="lower")
         figure.colorbar(image, label="training labels")
         axes.set(xlabel="device", ylabel="label", title=title)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    plots.save(figure, path)

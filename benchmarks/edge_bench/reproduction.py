@@ -7,14 +7,14 @@ table `[full]` holds what is different at the paper's own scale. Nothing runs he
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_bench.simulate import SimulationConfig, read_config
+from edge_bench.simulation_file import SimulationConfig, read_config
 from edge_client.errors import ConfigError, first_fault, suggestion
 
 if sys.version_info >= (3, 11):
@@ -159,7 +159,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def cells(
     r: Reproduction,
     seeds: tuple[int, ...],
-    only: frozenset[str] | None = None,
+    only: Collection[str] | None = None,
     evaluate: Literal["validation", "test"] = "test",
 ) -> Iterator[Cell]:
     """The cells, seed by seed, so that the first seed of every method is done first. Raises ConfigError."""
@@ -178,6 +178,7 @@ def cells(
                         "cohort": task.cohort,
                         "seed": seed,
                         "guard": r.guard,
+                        "personalise": "global",
                         "final_epochs": r.final_epochs,
                     }
                 )

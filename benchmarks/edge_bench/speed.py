@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import known_names, run_module, write_json
 from edge_bench.models import DIGITS, HAR, mlp, small_cnn
 from edge_bench.simulate import Simulated, run
 from edge_bench.workers import cores
@@ -205,15 +205,15 @@ def main(
         print("Flower is not installed (pip install 'flwr[simulation]'), so it is not measured")
         content["flower"] = None
     content["cases"] = []
+    cases = {case.name: case for case in CASES}
+    chosen = cases if only is None else known_names(only, "--only", cases, "there are no cases")
     with TemporaryDirectory(prefix="maskfleet-speed-") as folder:
-        for case in CASES:
-            if only is None or case.name in only.split(","):
-                found = measure(case, Path(folder), flower)
-                content["cases"].append(found)
-                print(case.name, found["device_rounds_per_second"], flush=True)
-                if json_file is not None:  # after each case: all of them take a while
-                    json_file.parent.mkdir(parents=True, exist_ok=True)
-                    write_json(json_file, content)
+        for name in chosen:
+            found = measure(cases[name], Path(folder), flower)
+            content["cases"].append(found)
+            print(name, found["device_rounds_per_second"], flush=True)
+            if json_file is not None:  # after each case: all of them take a while
+                write_json(json_file, content)
 
 
 if __name__ == "__main__":

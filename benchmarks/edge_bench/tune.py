@@ -23,10 +23,11 @@ from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
-from edge_bench.cli import check_writable, method_names, plain_console, read_toml, write_json
+from edge_bench.command_line import check_writable, names_of, plain_console, read_toml, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.progress import PAUSE, Steps
-from edge_bench.simulate import RoundRow, SimulationConfig, prepare, read_config, run_all
+from edge_bench.simulate import RoundRow, run_all
+from edge_bench.simulation_file import SimulationConfig, prepare, read_config
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -212,14 +213,15 @@ def open_plan(
     content = read_toml(file)
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, Mapping):
-        content["methods"] = {label: tables.get(label, {}) for label in method_names(methods, "--method")}
+        content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
     data = content.get("data", {})
     if not isinstance(data, Mapping):
         raise ConfigError(f"{file} has no table [data]")
     config = read_config({**content, "data": {**data, "evaluate": "validation"}}, file.parent)
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
-    return Plan(config, *prepare(config), trials, config.seed if seed is None else seed, most_bytes), content
+    bundle, data = prepare(config)
+    return Plan(config, bundle, data.devices, trials, config.seed if seed is None else seed, most_bytes), content
 
 
 def read_size(text: str | None) -> float | None:

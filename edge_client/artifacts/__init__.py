@@ -2,13 +2,15 @@
 
 A writer is an entry point of the group `maskfleet.artifacts`. It turns the bytes of `personal.onnx` into an artifact's
 and opens an artifact to run it. `make` runs what was written beside `personal.onnx`, which was itself shown equal to
-the masked model, before anything is called good: an exact artifact has the same outputs to rounding; the error of an
-int8 one is measured on samples that its calibration did not see, and limited.
+the masked model, before anything is called good. An exact artifact has the same outputs as `edge_client.equality`
+compares them, extreme inputs among them, and on the device's samples within `TOLERANCE` standard deviations. The error
+of an int8 one is measured on samples that its calibration did not see, and limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import digest
+from edge_client.equality import TOLERANCE, Probe, Sides, nudged, probes, prove
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
 
-TOLERANCE = 1e-5
-"""Largest error of an exact artifact's outputs, in standard deviations of the model's outputs."""
+ADVICE = "keep the ONNX model and report it"
 SAMPLES = 256  # of the device's own, at most, for calibration and again for the proof
 BATCH = 16  # samples of one call while proving
 Run = Callable[[NDArray[Any]], NDArray[Any]]
@@ -34,6 +36,8 @@ class Writer(Protocol):
 
     exact: bool
     """Whether its outputs are the model's to rounding."""
+    native: bool
+    """Whether its engine may crash: it is then proved in a process of its own."""
     version: str
     """Of what writes it: another version writes other bytes."""
 
@@ -105,7 +109,7 @@ def make(
     own = _fitting(samples, shape, dtype)
     if own is None and (not chosen.exact or dtype != np.float32):
         raise DataError(f"artifact {kind!r} of this model needs samples of the device; name its data with --data")
-    calibration, probes = _probes(own, shape)
+    calibration, own_probes = _halves(own, shape)
     key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _bytes(calibration)]))
     stored = cache / f"{key}.{kind}" if cache is not None else None
     if stored is not None and stored.is_file():
@@ -113,12 +117,15 @@ def make(
         data = stored.read_bytes()
     else:
         data = chosen.write(model, None if chosen.exact else calibration, progress)
-    proof = _prove(reference, chosen.open(data), probes, len(model), len(data))
+    with _opened(chosen, kind, data) as found:
+        proof = _measured(reference, found, own_probes, len(model), len(data))
+        if chosen.exact:
+            _prove(reference, found, probes(shape, dtype.name, samples=own_probes), kind)
     progress(f"proved on {proof.samples} samples")
     if chosen.exact and not proof.error_std <= TOLERANCE:  # so that NaN fails too
         raise CompactionError(
             f"the {kind} artifact's outputs differ from the model's by {proof.error_std:.3g} of their standard "
-            f"deviation, {TOLERANCE:g} allowed; keep the ONNX model and report it"
+            f"deviation, {TOLERANCE:g} allowed; {ADVICE}"
         )
     if not (chosen.exact or (proof.agreement >= limits.agreement and proof.error_rms <= limits.error)):
         raise CompactionError(
@@ -176,7 +183,7 @@ def _fitting(samples: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dty
     return made
 
 
-def _probes(own: NDArray[Any] | None, shape: tuple[int, ...]) -> tuple[NDArray[Any] | None, NDArray[Any]]:
+def _halves(own: NDArray[Any] | None, shape: tuple[int, ...]) -> tuple[NDArray[Any] | None, NDArray[Any]]:
     """Samples to calibrate with, and others to prove on: every other one, spread over the file."""
     if own is None:
         return None, np.random.default_rng(0).standard_normal((4 * BATCH + 1, *shape), np.float32)
@@ -188,13 +195,46 @@ def _bytes(samples: NDArray[Any] | None) -> bytes:
     return b"" if samples is None else samples.tobytes()
 
 
-def _prove(reference: Run, found: Run, probes: NDArray[Any], bytes_model: int, bytes_artifact: int) -> Proof:
-    batches = [probes[i : i + BATCH] for i in range(0, len(probes), BATCH)]
-    expected = np.concatenate([reference(b) for b in batches]).astype(np.float64)
-    made = np.concatenate([found(b) for b in batches]).astype(np.float64)
+@contextmanager
+def _opened(chosen: Writer, kind: str, data: bytes) -> Iterator[Run]:
+    """The artifact as a call. Raises CompactionError when it does not run."""
+    if chosen.native:
+        from edge_client.artifacts import apart
+
+        with apart.opened(kind, data) as found:
+            yield found
+        return
+    made = chosen.open(data)
+
+    def run(x: NDArray[Any]) -> NDArray[Any]:
+        try:
+            return made(x)
+        except Exception as error:  # engines' errors share no base class
+            raise CompactionError(f"the {kind} artifact does not run: {str(error).strip()}; {ADVICE}") from None
+
+    yield run
+
+
+def _by_batch(run: Run, x: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([run(x[i : i + BATCH]) for i in range(0, len(x), BATCH)])
+
+
+def _prove(reference: Run, found: Run, on: Iterable[Probe], kind: str) -> None:
+    """Raise CompactionError unless the two are equal. An extreme probe on which the model overflows shows nothing."""
+    prove(
+        [p for p in on if p.ordinary or np.isfinite(reference(p.x)).all()],
+        lambda p: _by_batch(reference, p.x),
+        lambda p: _by_batch(found, p.x),
+        lambda p: _by_batch(reference, nudged(p)[0]),
+        Sides(f"the {kind} artifact", "the model", ADVICE, "so the artifact cannot be proved; train again"),
+    )
+
+
+def _measured(reference: Run, found: Run, x: NDArray[Any], bytes_model: int, bytes_artifact: int) -> Proof:
+    expected, made = (np.asarray(_by_batch(run, x), np.float64) for run in (reference, found))
     if made.shape != expected.shape:
         raise CompactionError(f"the artifact's outputs are {made.shape}, the model's {expected.shape}; report it")
     scale, error = max(float(expected.std()), 1e-30), np.abs(made - expected)
     agreement = float((made.argmax(-1) == expected.argmax(-1)).mean())
     rms = float(np.sqrt((error**2).mean()) / scale)
-    return Proof(len(probes), agreement, float(error.max() / scale), rms, bytes_model, bytes_artifact)
+    return Proof(len(x), agreement, float(error.max() / scale), rms, bytes_model, bytes_artifact)

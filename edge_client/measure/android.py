@@ -100,7 +100,7 @@ class Rails:
 
 
 def battery_watts(adb: Adb) -> Callable[[], float]:
-    """A reading of the battery's power. Raises MeterError when the phone does not tell its current or is charged."""
+    """A reading of the battery's power. Raises MeterError when the phone hides the current or is being charged."""
     state = dict(re.findall(r"^\s*([\w ]+): (\S+)", adb.shell("dumpsys battery"), re.MULTILINE))
     powered = [name for name in PLUGS if state.get(name) == "true"]
     if powered:
@@ -116,7 +116,7 @@ def battery_watts(adb: Adb) -> Callable[[], float]:
         except (AdbError, ValueError):
             continue
     else:
-        raise MeterError(f"phone {adb.serial} does not tell its battery's current (Android 15 and newer do)")
+        raise MeterError(f"phone {adb.serial} does not report its battery's current (Android 15 and newer do)")
 
     def watts() -> float:
         try:
@@ -126,7 +126,7 @@ def battery_watts(adb: Adb) -> Callable[[], float]:
         first, _, rest = text.partition("\n")
         volts = re.search(r"^\s*voltage: (\d+)", rest, re.MULTILINE)
         if volts is None:
-            raise OSError("the phone does not tell its battery's voltage")
+            raise OSError("the phone does not report its battery's voltage")
         return abs(float(first)) / 1e6 * float(volts[1]) / 1e3
 
     return watts

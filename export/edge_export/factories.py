@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client import authored
-from edge_client.bundle import Bundle, Normalisation
+from edge_client.bundle import Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme
 from edge_export.writer import export_bundle
@@ -28,10 +28,12 @@ class About(BaseModel):
     """What a bundle says of its samples beside their shape; `--about` names a TOML file with it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    class_names: tuple[str, ...] = ()
+    class_names: ClassNames = ()
     """What the classes are called, in their order."""
     normalisation: Normalisation | None = None
     """What raw samples go through before the module."""
+    between: Between | None = None
+    """The lowest and the highest value of samples that go through nothing."""
 
 
 def read_about(path: Path) -> About:
@@ -59,6 +61,7 @@ def export_factory(
     torch_part: bool = True,
     class_names: Sequence[str] = (),
     normalisation: Normalisation | None = None,
+    between: tuple[float, float] | None = None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
@@ -84,4 +87,5 @@ def export_factory(
         torch_part=torch_part,
         class_names=class_names,
         normalisation=normalisation,
+        between=between,
     )

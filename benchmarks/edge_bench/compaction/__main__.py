@@ -20,7 +20,7 @@ import torch
 import typer
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed

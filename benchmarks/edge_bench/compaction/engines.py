@@ -24,7 +24,7 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.__main__ import chosen
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
