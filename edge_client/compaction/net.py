@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Net:
 
     def layer(self, node: NodeProto) -> str:
         """The name of the weight of a layer; empty for a node that has none."""
-        if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"):
+        if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"):
             return ""
         weights = [v for v in node.input[:2] if v in self.constants and self.constants[v].ndim > 1]
         return self.origins.get(weights[0], "") if weights else ""
@@ -136,6 +137,7 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
     _plain_forms(net)
     _measure(net, probe)
     _split_splits(net)
+    _plain_matrices(net)
     drop_unused(net)
     return net
 
@@ -335,6 +337,22 @@ def _repeats(one: Array, two: Array) -> bool:
     """Whether `two` is twice `one` along one axis."""
     longer = [a for a, (n, m) in enumerate(zip(one.shape, two.shape, strict=True)) if n != m]
     return len(longer) == 1 and np.array_equal(np.concatenate([one, one], longer[0]), two)
+
+
+def _plain_matrices(net: Net) -> None:
+    """A constant second factor of one matrix is written with two axes, as `einsum` does not."""
+    for node in net.nodes:
+        weight = node.input[1] if node.op_type == "MatMul" else ""
+        size = net.shapes.get(weight, ())
+        if weight not in net.constants or not 2 < len(size) <= len(net.shapes[node.input[0]]) or prod(size[:-2]) != 1:
+            continue
+        name = f"{node.output[0]}.matrix"
+        net.constants[name] = net.constants[weight].reshape(size[-2:])
+        net.shapes[name], net.kinds[name], net.moving[name] = size[-2:], net.kinds[weight], (False, False)
+        if weight in net.ids:
+            net.ids[name] = net.ids[weight].reshape(size[-2:])
+        net.origins[name] = net.origins.get(weight, "")
+        node.input[1] = name
 
 
 def _split_splits(net: Net) -> None:

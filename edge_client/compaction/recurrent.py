@@ -20,7 +20,7 @@ from edge_client.compaction.writer import Ids, Writer
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
 
-GATES = {"LSTM": 4, "GRU": 3}
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _Number = TypeVar("_Number", np.int64, np.float64)
 SPAN = 1e-7
 """How far, relative to the largest, a course may lie from those that stand for it."""
@@ -34,7 +34,7 @@ def is_recurrent(s: Study, node: NodeProto) -> bool:
     names = list(node.input) + [""] * 8
     constant = all(names[k] in net.constants for k in (1, 2)) and (not names[3] or names[3] in net.constants)
     plain = not given.get("layout", 0) and not names[4] and not names[7] and not given.get("input_forget", 0)
-    resets = node.op_type == "LSTM" or given.get("linear_before_reset", 0) == 1
+    resets = node.op_type != "GRU" or given.get("linear_before_reset", 0) == 1
     moving = net.moving[names[0]]
     return constant and plain and resets and moving == (False, True, False) and s.shape(names[0])[1] == 1
 
