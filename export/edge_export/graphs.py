@@ -184,8 +184,9 @@ def _in_place(module: nn.Module) -> Iterator[None]:
     before = [(part, k, b) for part in module.modules() for k, b in part._buffers.items() if b is not None]
     yield
     for part, name, buffer in before:
-        if part._buffers[name] is not buffer:
-            part._buffers[name] = buffer.copy_(part._buffers[name])
+        now = part._buffers[name]
+        if now is not None and now is not buffer:
+            part._buffers[name] = buffer.copy_(now)
 
 
 def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]) -> bytes:

@@ -225,7 +225,7 @@ class _Graphs:
         feeds = {k: step.values[k].numpy() for k in self.parameters}
         feeds |= {k: step.buffers[k].numpy() for k in self.buffers} | {"x": step.x.numpy()}
         more = {"y": step.y.numpy()} | ({"key": np.array([KEY], np.int64)} if self.draws else {})
-        found = {}
+        found: dict[str, Any] = {}
         try:
             for session, given in ((self.train, feeds | more), (self.evaluation, feeds)):
                 found |= dict(zip([o.name for o in session.get_outputs()], session.run(None, given), strict=True))

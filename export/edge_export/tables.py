@@ -108,7 +108,7 @@ def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collecti
 
 def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
     copy = in_evaluation(duplicate(module))
-    names = {
+    names: dict[nn.Module, str] = {
         m: n
         for n, m in copy.named_modules()
         if isinstance(m, nn.MultiheadAttention) or (isinstance(m, _MASKABLE) and _weighted(m))
