@@ -429,7 +429,7 @@ def test_an_operator_without_a_form_in_onnx_is_refused_in_one_plain_line(tmp_pat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
 
-    with pytest.raises(ModelError, match=r"forward: operator .linalg_qr. has no ONNX form; write it") as refusal:
+    with pytest.raises(ModelError, match=r"forward: operator .linalg_qr. has no ONNX form; compute it") as refusal:
         export_bundle(
             Orthogonal(),
             torch.randn(2, 4),

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from edge_client.errors import ModelError
+from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
-from edge_export import cli  # noqa: E402
+from edge_export import cli, export_bundle  # noqa: E402
 from edge_export.writer import Graphs, proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -119,6 +120,22 @@ def test_a_buffer_that_training_moves_is_a_statistic_though_the_example_of_zeros
     assert made.shown.statistic <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["assignment", "in place", "a step late"])
+def test_both_backends_move_a_buffer_alike(name: str, tmp_path: Path) -> None:
+    body, held = MOVED[name]
+    bundle = export_bundle(
+        Input(body, **held), torch.zeros(2, 6), tmp_path / "b", name="b", target={"kind": "classification"}
+    )
+    rng, model = np.random.default_rng(0), bundle.model()
+    x, y = rng.standard_normal((5, 6)).astype(np.float32), np.arange(5) % 3
+    one, two = (
+        open_trainer(e, bundle).gradient(model.parameters, model.buffers, x, y) for e in ("onnxruntime", "torch")
+    )
+    assert not np.array_equal(one.buffers, model.buffers)
+    np.testing.assert_allclose(one.buffers, two.buffers, atol=1e-6)
+    np.testing.assert_allclose(one.parameters, two.parameters, atol=1e-6)
+
+
 def test_the_command_exports_a_running_mean_of_the_inputs(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(
@@ -213,6 +230,21 @@ def _in_evaluation_too(m: Any, y: Tensor) -> Tensor:
     return y - m.buffer_m
 
 
+def _only_in_evaluation(m: Any, y: Tensor) -> Tensor:
+    if not m.training:
+        m.buffer_m += 1
+    return y - m.buffer_m
+
+
+def _by_default(m: Any, y: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    return y
+
+
+def _afresh(m: Any, y: Tensor) -> Tensor:
+    return y * float(np.random.default_rng().random())
+
+
 def _closure() -> Body:
     n = 0
 
@@ -231,6 +263,10 @@ REFUSED = {
     "a count of the class": (Net(_class_count), "attribute 'part.Part.total' changes in every run"),
     "a count of the file": (Net(_global_count), r"attribute '.*STEPS' changes in every run"),
     "a count of a function": (Net(_closure()), "attribute 'part.body' changes in every run"),
+    "a default that grows": (Net(_by_default), "attribute 'part.body' changes in every run"),
+    "a new generator": (Net(_afresh), "draws random numbers or reads .* a clock"),
+    "a buffer in evaluation alone": (Net(_only_in_evaluation, buffer_m=torch.zeros(6)), "'part.buffer_m' changes in"),
+    "a hidden layer": (Net(lambda m, y: m.n[0](y), n=[nn.Linear(6, 6)]), "attribute 'part.n' holds a.*ModuleList"),
     "an iterator": (Net(lambda m, y: y * (next(m.n) < 99), n=itertools.count()), "attribute 'part.n' changes"),
     "a mean in a plain tensor": (Net(_plain_mean, n=torch.zeros(6)), "attribute 'part.n' changes in every run.*buffer"),
     "a generator": (Net(_own_generator, n=np.random.default_rng(1)), "attribute 'part.n' draws random.*Dropout"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import onnx
@@ -167,16 +167,26 @@ def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], d
     """
     training, evaluation = in_training(duplicate(module)), in_evaluation(duplicate(module))
     inputs: tuple[Tensor, ...] = (example, torch.zeros(1, dtype=torch.int64)) if draws else (example,)
-    if draws:
-        author = training.forward
+    author = training.forward
 
-        def forward(x: Tensor, key: Tensor) -> Tensor:
-            with Rewriting(repeatable(Drops(key))):
-                made: Tensor = author(x)
-            return made
+    def forward(x: Tensor, key: Tensor | None = None) -> Tensor:
+        with Rewriting({} if key is None else repeatable(Drops(key))), _in_place(training):
+            made: Tensor = author(x)
+        return made
 
-        training.forward = forward
+    training.forward = forward
     return {"model.pt2": _saved(training, inputs, given), "model-eval.pt2": _saved(evaluation, (example,), given)}
+
+
+@contextlib.contextmanager
+def _in_place(module: nn.Module) -> Iterator[None]:
+    """A buffer that forward assigns anew is changed in place: a program drops an assignment."""
+    before = [(part, k, b) for part in module.modules() for k, b in part._buffers.items() if b is not None]
+    yield
+    for part, name, buffer in before:
+        now = part._buffers[name]
+        if now is not None and now is not buffer:
+            part._buffers[name] = buffer.copy_(now)
 
 
 def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]) -> bytes:

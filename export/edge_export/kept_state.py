@@ -67,11 +67,14 @@ def refuse_state(witness: Witness, example: Tensor) -> None:
     if not torch.equal(torchs, torch.get_rng_state()):
         return  # tracing names the operator that draws
     if not _same(again, witness.step(step)):
-        found = _differing(fresh, once)
-        what = "the module gives" if found is None else f"{_place(found)} is set in the first run, which gives"
+        if (found := _differing(fresh, once)) is None:
+            raise ModelError(
+                "the module gives other results when it runs again on the same values: it draws random numbers or "
+                f"reads what changes by itself, such as a clock; {_DROPOUT}"
+            )
         raise ModelError(
-            f"{what} other results when it runs again on the same values; set it in __init__, or keep it in a float32 "
-            "buffer that tensor operators change"
+            f"{_place(found)} is set in the first run, and later runs give other results; set it in __init__, or "
+            "keep it in a float32 buffer that tensor operators change"
         )
 
 
@@ -142,7 +145,7 @@ def _attributes(path: str, part: nn.Module, given: tuple[Values, ...]) -> Iterat
         if cls.__module__.split(".")[0] in _LIBRARIES:
             continue
         for name, value in vars(cls).items():
-            if not name.startswith("__") and not callable(value):
+            if not name.startswith("__"):
                 yield f"{cls.__name__}.{name}", value
         for name, value in vars(sys.modules.get(cls.__module__, ModuleType(""))).items():
             if isinstance(value, (bool, int, float, *_GENERATORS)):
@@ -178,7 +181,7 @@ def _print(value: Any, seen: set[int], deep: int) -> Any:
     if isinstance(value, MethodType):
         return printed([value.__self__, value.__func__])
     if isinstance(value, FunctionType):
-        return printed(map(_contents, value.__closure__ or ()))
+        return printed([*map(_contents, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__])
     return printed(getattr(value, "__dict__", {}).values())
 
 

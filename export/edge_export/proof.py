@@ -190,8 +190,8 @@ def _named(name: str) -> str:
 def _complaint(name: str, n: int, error: float, kind: str = "") -> str:
     return (
         f"the exported graph computes {_named(name)} differently from the module (relative error {error:.1e} on {n} "
-        f"{kind}samples); look for Python state, randomness, branches on the batch or its size, or buffers set in "
-        "forward, and write them as tensor operators"
+        f"{kind}samples); look for values that the batch or its size decides in Python, and write them as tensor "
+        "operators; where there are none, report the module"
     )
 
 

@@ -92,7 +92,15 @@ def named(path: str) -> str:
 def refuse_parts(module: nn.Module) -> None:
     """Raise ModelError for a part whose kind or settings no graph can have, and for hooks that change gradients."""
     advice = "no graph runs it: remove it, and write what it does as tensor operators or requires_grad_(False)"
+    known = set(module.modules())
     for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if name != "_modules" and any(isinstance(v, nn.Module) and v not in known for v in held):
+                raise ModelError(
+                    f"attribute {'.'.join(filter(None, (path, name)))!r} holds a layer that the module does not know; "
+                    "keep it in a torch.nn.ModuleList or ModuleDict"
+                )
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(f"{named(path)} is a TorchScript module; give the module itself, without torch.jit")
         if hasattr(part, "_orig_mod"):

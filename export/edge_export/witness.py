@@ -67,9 +67,9 @@ class Witness:
             raise
         except Exception as error:  # the author's forward may raise anything
             place = authored.place_of(error) or "the module"
+            advice = "; write forward so that it takes any number of samples" if len(step.x) == 1 else ""
             raise ModelError(
-                f"the module does not run on {len(step.x)} samples: {place}: {authored.described(error)}; write the "
-                "forward pass so that it takes any number of samples"
+                f"the module does not run on {len(step.x)} samples: {place}: {authored.described(error)}{advice}"
             ) from error
 
     def _step(self, step: Step, wide: bool, copies: Copies) -> Values:
@@ -86,7 +86,7 @@ class Witness:
             state = started(copies.evaluation)
             with torch.no_grad():
                 found["logits"] = functional_call(copies.evaluation, state, (cast(step.x),))
-            self._check_kept(step, state, ())
+            self._check_kept(step, state, evaluating=True)
             state = started(copies.training)
             free = {k: state[k].requires_grad_() for k in self.trainable}
             with Rewriting(repeatable(Drops(torch.tensor([KEY])))), torch.enable_grad():
@@ -98,25 +98,25 @@ class Witness:
                         return found  # PyTorch refuses one value per channel; the graph is defined there
                     raise
             gradients = torch.autograd.grad(loss, list(free.values()), allow_unused=True)
-        self._check_kept(step, state, self.statistics)
+        self._check_kept(step, state, evaluating=False)
         found["loss"] = loss.detach()
         for (name, value), g in zip(free.items(), gradients, strict=True):
             found[f"grad:{name}"] = torch.zeros_like(value) if g is None else g.to_dense()
         return found | {f"new:{k}": state[k].detach() for k in self.statistics}
 
-    def _check_kept(self, step: Step, state: Values, free: Sequence[str]) -> None:
-        """Raise ModelError for a tensor beside `free` that a run changed."""
+    def _check_kept(self, step: Step, state: Values, evaluating: bool) -> None:
+        """Raise ModelError for a tensor that a run changed, but for statistics in training."""
         for name, before in (step.values | step.buffers).items():
             after = state[name].detach()
-            if name in free or same_values(after, before):
+            if (name in self.statistics and not evaluating) or same_values(after, before):
                 continue
             if name in step.values:
                 raise ModelError(
                     f"parameter {name!r} changes in forward; compute a new tensor from it, such as w.clamp(-1, 1)"
                 )
-            if name in self.statistics:
+            if evaluating:
                 raise ModelError(
-                    f"buffer {name!r} changes in evaluation mode too, where devices keep no change; change it only "
+                    f"buffer {name!r} changes in evaluation mode, where devices keep no change; change it only "
                     "`if self.training`"
                 )
             raise ModelError(
