@@ -309,6 +309,10 @@ def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
         if len(way.own) > count:
             more = len(way.own) - count
             w.stays(_made(node), f"keeps {len(way.own)} units, {more} for what dead ones add at each step")
+        kept = way.own[way.own >= 0]
+        idle = int((~(way.weight.any((0, 2)) | way.recurrent.any((0, 2)))[: len(kept)]).sum())
+        if idle and any(w.study.facts(v)[1].any() for v in _starts(w.study, node)):
+            w.stays(_made(node), f"keeps {idle} units without weights, which carry their start on")
         if most > len(way.own):
             w.stays(_made(node), f"gives both directions {most} units, although one needs only {len(way.own)}")
 
