@@ -57,8 +57,8 @@ sequence), the part up to the reshape that undoes it is written with the batch i
 differs within a merged axis, such as a position of a frame, counts as varying elsewhere.
 
 A file has no more parameters than are not zero in the dense model, where pruned channels emit zero and no heads or
-steps are padded or unrolled. Where they emit a constant it may have more: the maps of these constants are parameters. It has fewer than the dense model, except for
-constants of the graph that no bundle counts, such as a causal mask.
+steps are padded or unrolled. Where they emit a constant it may have more: the maps of these constants are parameters.
+It has fewer than the dense model, except for constants of the graph that no bundle counts, such as a causal mask.
 
 `personal.onnx` is refused, and the masked dense model written instead, when the two models' outputs differ.
 
