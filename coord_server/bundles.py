@@ -14,7 +14,7 @@ from coord_server.store import Store
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, StorageDamagedError
-from edge_client.protocol.messages import BundleReceipt, BundleSummary
+from edge_client.protocol.operator import BundleReceipt, BundleSummary
 
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 

@@ -33,18 +33,8 @@ from edge_client.errors import (
     first_fault,
 )
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import (
-    Enrol,
-    Enrolled,
-    Federation,
-    FederationConfig,
-    JoinToken,
-    TokenRequest,
-    TokenSummary,
-    Viewer,
-    ViewerRequest,
-    ViewerToken,
-)
+from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
+from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
 from edge_client.task import Course
 
 log = logging.getLogger("maskfleet")
@@ -273,7 +263,11 @@ class Coordinator:
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))
             model = load_model(self.store, config.bundle) if derived is None else derived.model
-            return method, method.start(Course(model, config.seed, config.rounds, config.cohort))
+            course = Course(model, config.seed, config.rounds, config.cohort)
+            start = method.start(course)
+            if caution := method.caution(course):
+                log.warning("%s: method %s: %s", config.name, method.name, caution)
+            return method, start
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
 

@@ -33,7 +33,8 @@ from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
 from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, write_whole
-from edge_client.protocol.messages import Export, FederationConfig, Report, Source
+from edge_client.protocol.messages import FederationConfig, Report, Source
+from edge_client.protocol.operator import Export
 
 # A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
 # a sentence.

@@ -20,7 +20,9 @@ from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
 from edge_client.bench import android, child, compare, measure, plots, report, variants
+from edge_client.bench.cli import distinct
 from edge_client.bundle import Bundle
+from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
 from edge_client.measure import engines, machine
 from edge_client.measure.adb import connect
@@ -357,6 +359,27 @@ def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
     assert [r["variant"] for r in rows] == ["dense", "compact"]
 
 
+def test_two_files_of_one_name_are_two_variants_each_with_its_own_size(tmp_path: Path) -> None:
+    for name, width in (("old", 64), ("new", 4)):
+        (tmp_path / name).mkdir()
+        bundle = sequential_bundle(tmp_path / name, (12,), (Linear(width), Act(), Linear(3)))
+        write_dense(bundle, random_personal(bundle, 0, 1.0, 1.0), tmp_path / name / "personal.onnx")
+    files = [tmp_path / name / "personal.onnx" for name in ("old", "new")]
+    result = invoke("bench", *files, *QUICK, "--threads", "1", "--meter", "none", "-o", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o" / "report.json").read_text())
+    sizes = {name: about["macs"] for name, about in found["variants"].items()}
+    assert sizes == {"old/personal.onnx": 12 * 64 + 64 * 3, "new/personal.onnx": 12 * 4 + 4 * 3}
+    assert [r["variant"] for r in found["rows"]] == list(sizes)
+    assert "is given twice" in str(invoke("bench", files[0], files[0]).exception)
+
+
+def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
+    given = [Path("x/a.onnx"), Path("x/a.pte"), Path("x/b.onnx"), Path("c/d/e.onnx"), Path("f/d/e.onnx")]
+    assert distinct(given) == ["a.onnx", "a.pte", "b", "c/d/e.onnx", "f/d/e.onnx"]
+    assert len(set(distinct([Path("a.onnx"), Path("y/a.onnx.onnx"), Path("y/a.onnx")]))) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -512,6 +535,12 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
     assert (phone / "phone" / "libonnxruntime.so").exists()
     missing = invoke("bench", found[0].file, "--adb", "PIXEL8", "--runner", phone / "nowhere", "--meter", "none")
     assert "is not there; name the runner" in str(missing.exception)
+
+
+def test_two_files_of_one_name_are_refused_on_a_phone(phone: Path) -> None:
+    twins = [variants.Variant(name, phone / name / "personal.pte") for name in ("old", "new")]
+    with pytest.raises(ConfigError, match=r"old/personal\.pte have one name"):
+        android.push(connect("PIXEL8"), [phone / "executor_runner"], twins)
 
 
 def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(phone: Path) -> None:

@@ -38,16 +38,8 @@ from coord_server.operator import cli as operator_cli
 from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import (
-    Device,
-    Failure,
-    Federation,
-    FederationConfig,
-    Round,
-    Scores,
-    TokenRequest,
-    Traffic,
-)
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Round, Scores, Traffic
+from edge_client.protocol.operator import Device, TokenRequest
 
 SERVE = [sys.executable, "-c", "from coord_server.serve import serve; import typer; typer.run(serve)"]
 IDLE_LIMIT = 120e6  # bytes

@@ -12,7 +12,7 @@ from test_dashboard import HTML, PAGE, log_in, said
 
 from coord_server.operator import manage
 from edge_client.bundle import digest
-from edge_client.protocol.messages import BundleSummary
+from edge_client.protocol.operator import BundleSummary
 
 
 def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import datasets, histogram, partition, sources
+from edge_bench import datasets, histogram, partition, scaling, sources
 from edge_bench.data_table import DataConfig
 from edge_bench.datasets import divide, load, read
 from edge_bench.simulation_file import find_bundle
@@ -417,7 +417,7 @@ def test_devices_hold_a_validation_part_only_when_asked_and_the_test_part_stays(
 
 def test_images_get_a_margin_where_the_model_takes_larger_ones() -> None:
     x = np.arange(2 * 784, dtype=np.float32).reshape(2, 784)
-    wide = datasets._shaped(x, (1, 32, 32))
+    wide = scaling.shaped(x, (1, 32, 32))
     assert np.array_equal(wide[:, 0, 2:30, 2:30], x.reshape(2, 28, 28))
     assert wide.sum() == x.sum()
 

@@ -30,7 +30,8 @@ from rich.console import Console
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
-from edge_client.protocol.messages import Device, Report, Round, Scores, Traffic
+from edge_client.protocol.messages import Report, Round, Scores, Traffic
+from edge_client.protocol.operator import Device
 
 pytest.importorskip("sklearn")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "demo"

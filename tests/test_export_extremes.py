@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from edge_bench.export_cases import rows  # noqa: E402
-from edge_export import onnx_operators  # noqa: E402
+from edge_export import onnx_operators, proof  # noqa: E402
 from edge_export.writer import Graphs, proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -73,6 +73,31 @@ def test_a_model_of_integers_has_large_embeddings(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(onnx_operators, "_expm1", _naive_expm1)
     with pytest.raises(ModelError, match="on a large batch"):
         proved_graphs(_OfIntegers(), example, {"kind": "classification"})
+
+
+def test_only_tensors_that_rounding_moves_share_the_noise_of_an_extreme_batch() -> None:
+    limits = proof._limits({"still": 1e-6, "moved": 0.01, "most": 0.2})
+    assert limits == {"still": proof.LOOSE, "moved": proof.FACTOR * 0.2, "most": proof.FACTOR * 0.2}
+
+
+class _Deep(nn.Module):
+    """Norms of which each divides by a deviation near zero when the input is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)) for _ in range(8)]
+        self.first, self.parts, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.ModuleList(parts), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for part in self.parts:
+            y = functional.relu6(part(y))
+        logits: Tensor = self.head(y.mean((2, 3)))
+        return logits
+
+
+def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
+    assert _proved(_Deep(), 1, 9, 9).shown.output <= 1e-5
 
 
 def test_a_root_behind_a_relu_has_pytorchs_gradient_of_zero() -> None:

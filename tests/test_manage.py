@@ -15,7 +15,8 @@ from coord_server.http import pages
 from coord_server.operator import manage
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, ServerError
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 
 
 def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:

@@ -300,10 +300,21 @@ def test_the_page_has_each_result_and_names_what_was_not_run(tmp_path: Path) -> 
     assert "## tiny: Digits" in page
     assert "![tiny, digits](../benchmarks/results/tiny/digits.png)" in page
     assert "A note." in page
+    (tmp_path / "reproductions" / "tiny.toml").write_text(TINY.replace("A note.", "A newer note."))
+    assert "A newer note." in results_page.page(tmp_path / "results")
     table = (tmp_path / "results" / "tiny" / "table.md").read_text()
     assert table.rstrip() in page
     fedavg = next(line for line in table.splitlines() if line.startswith("| fedavg |"))
     assert "| 1x |" in fedavg
+
+
+def test_a_table_says_which_methods_were_not_run_and_which_have_other_seeds(tmp_path: Path) -> None:
+    reproduce("tiny", seeds=2, only="fedavg")
+    assert "| fast | 12.5 ± 0.5; 3 bits | not run |" in (tmp_path / "results" / "tiny" / "table.md").read_text()
+    reproduce("tiny", seeds=1, only="fast")
+    table = (tmp_path / "results" / "tiny" / "table.md").read_text()
+    assert "| fast (seed 0) |" in table
+    assert "| fedavg |" in table
 
 
 def test_the_page_says_that_settings_were_chosen_only_where_several_were_tried(tmp_path: Path) -> None:

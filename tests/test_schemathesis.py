@@ -20,7 +20,8 @@ from schemathesis import GenerationMode, checks
 from test_coordinator_process import coordinator
 
 from coord_server.operator.client import Operator
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import MEDIA_TYPE
 
 EXAMPLES = 4  # of each operation and role

@@ -214,6 +214,7 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     file.write_text(
         'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
         '[methods.idle]\nname = "fedavg"\nlr = 1e-9\nepochs = 1\n[methods.standalone]\nlr = 0.05\n'
+        "[methods.lgfedavg]\nnum_layers = 1\n"
     )
     simulate_cli.simulate(file, json_file=out)
     said, written = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())["methods"]
@@ -222,6 +223,7 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     assert f"warning: idle ends at {start:.3f}, below training alone (" in said
     assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
+    assert said.index("warning: lgfedavg: global_rounds = 10 covers all 2 rounds") < said.index("idle ends at")
 
 
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
 from edge_client import methods
 from edge_client.methods import fedavg
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
 

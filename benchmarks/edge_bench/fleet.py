@@ -19,7 +19,8 @@ from edge_bench.datasets import write
 from edge_bench.processes import Process, ProcessError, Start, children, coordinator
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.protocol.messages import Device, FederationConfig, Report, Round, Scores, TokenRequest
+from edge_client.protocol.messages import FederationConfig, Report, Round, Scores
+from edge_client.protocol.operator import Device, TokenRequest
 
 GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
 POLL = 0.25  # seconds between two looks at a federation

@@ -16,7 +16,8 @@ import psutil
 
 from coord_server.operator.client import Operator
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Tensor
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.targets import Classification
 
 PATIENCE = 60.0  # seconds a server may take to start, or a request to be answered

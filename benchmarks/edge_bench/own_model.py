@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
 from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, DataError, ModelError
+from edge_client.measure.machine import installed
 from edge_client.targets import Classification, Sequence
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
@@ -99,7 +99,7 @@ def open_module(
         raise ConfigError(f"[export] class_names: the data number their classes {', '.join(in_data)}; leave it out")
     function = place.rpartition(":")[2]
     known = () if table.class_names else in_data
-    address = sha256(repr((function, arguments, known, recipe(), _version("torch"))).encode())
+    address = sha256(repr((function, arguments, known, recipe(), installed(("torch",)).get("torch", ""))).encode())
     for source in sources(file):
         address.update(source.read_bytes())
     for weights in sorted(f for f in file.parent.iterdir() if f.suffix in WEIGHTS):
@@ -154,13 +154,6 @@ def command(place: str, table: ExportConfig, bundle: Bundle, about: Path | None)
     if about is not None:
         options["--about"] = about
     return ["maskfleet", "export", place, *(str(word) for pair in options.items() for word in pair), "-o", "bundle"]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def sources(file: Path) -> list[Path]:

@@ -182,7 +182,6 @@ def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried:
         "title": r.title,
         "reference": r.reference,
         "full": full,
-        "notes": r.notes,
         "command": command,
         "commit": provenance.commit(),
         "machine": provenance.machine(),

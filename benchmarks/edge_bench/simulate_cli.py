@@ -23,6 +23,7 @@ from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode
 from edge_client.methods import make_method
 from edge_client.targets import Classification, Sequence
+from edge_client.task import Course
 
 
 def _labels(
@@ -116,6 +117,10 @@ def simulate(
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
         return
+    methods = {label: make_method({"name": label, **table}) for label, table in checked.methods.items()}
+    course = Course(opened.model(), checked.seed, checked.rounds, checked.cohort)
+    cautions = {label: method.caution(course) for label, method in methods.items()}
+    report.warn(console, [f"{label}: {caution}" for label, caution in cautions.items() if caution])
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
 
@@ -135,7 +140,7 @@ def simulate(
     if not results:
         raise ConfigError(failed)
     model = opened.model()
-    made = {label: make_method({"name": label, **checked.methods[label]}) for label in results}
+    made = {label: methods[label] for label in results}
     records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")

@@ -13,7 +13,8 @@ from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import BundleReceipt, BundleSummary, MethodSummary, Name
+from edge_client.protocol.messages import Name
+from edge_client.protocol.operator import BundleReceipt, BundleSummary, MethodSummary
 from edge_client.protocol.payload import MEDIA_TYPE as PAYLOAD
 
 MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters

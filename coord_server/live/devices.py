@@ -26,7 +26,8 @@ from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
 from edge_client.errors import PayloadError, StateError, StorageDamagedError, first_fault
 from edge_client.protocol.cost import from_header
-from edge_client.protocol.messages import Device, DeviceState, Enrol, Failure, FederationConfig, Report
+from edge_client.protocol.messages import Enrol, Failure, FederationConfig, Report
+from edge_client.protocol.operator import Device, DeviceState
 
 log = logging.getLogger("maskfleet")
 

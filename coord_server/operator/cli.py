@@ -22,7 +22,8 @@ from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,6 +51,7 @@ URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WIDE = 500  # columns of what is no terminal
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -103,7 +105,8 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
     else:
-        Console(highlight=False).print(*table(found), sep="\n")
+        width = None if sys.stdout.isatty() else WIDE  # lines stay whole, so that commands can be copied
+        Console(highlight=False, width=width).print(*table(found), sep="\n")
 
 
 def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:

@@ -51,7 +51,8 @@ from coord_server.store.tables import (
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
-from edge_client.protocol.messages import MAX_ROUNDS, DeviceState
+from edge_client.protocol.messages import MAX_ROUNDS
+from edge_client.protocol.operator import DeviceState
 
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 

@@ -134,8 +134,12 @@ def state(adb: Adb) -> dict[str, Any]:
 
 
 def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
-    """Bring everything onto the phone. Raises ConfigError for a missing file."""
+    """Bring everything onto the phone, into one folder. Raises ConfigError for a missing file or two of one name."""
     files = [*runner, *(v.file for v in variants)]
+    names = [f.name for f in files]
+    twice = sorted({str(f) for f in files if names.count(f.name) > 1})
+    if twice:
+        raise ConfigError(f"{' and '.join(twice)} have one name, and the phone has one folder for them; rename one")
     missing = [str(f) for f in files if not f.is_file()]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not there; name the runner that you built for Android")

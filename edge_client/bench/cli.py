@@ -158,11 +158,11 @@ def _variants(
     if not folders:
         if personal is not None or keep is not None or data is not None:
             raise ConfigError("--personal, --keep and --data go with a bundle's folder; these are model files")
-        names = [m.stem if [o.stem for o in models].count(m.stem) == 1 else m.name for m in models]
         for model in models:
             engine_of(model)
+        made_ = list(map(Variant, distinct(models), models))
         shape, dtype = sample_of(models[0])
-        return ", ".join(m.name for m in models), list(map(Variant, names, models)), {}, shape, dtype, None, None
+        return ", ".join(m.name for m in models), made_, {}, shape, dtype, None, None
     if len(models) > 1:
         raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
     if personal is not None and keep is not None:
@@ -181,6 +181,23 @@ def _variants(
     if not variants:
         raise ConfigError(f"no variant of {folders[0]} can be made: {failed}")
     return manifest.name, variants, failed, shape, manifest.input.dtype, bundle, given
+
+
+def distinct(models: Sequence[Path]) -> list[str]:
+    """A name for each file, the shortest that no other has: its stem, its name, or the end of its path.
+
+    Raises ConfigError for a file that is given twice.
+    """
+    whole = [model.resolve() for model in models]
+    for path in whole:
+        if whole.count(path) > 1:
+            raise ConfigError(f"{path} is given twice; name each file once")
+    ends = [[path.stem, *("/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1))] for path in whole]
+
+    def free(name: str, mine: list[str]) -> bool:
+        return all(name not in others for others in ends if others is not mine)
+
+    return [next(name for name in mine if free(name, mine)) for mine in ends]
 
 
 def _folder(output: Path) -> None:

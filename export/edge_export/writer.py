@@ -7,10 +7,7 @@ exports to the same bytes.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +20,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from edge_client import authored
-from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
+from edge_client.bundle import WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
-from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
+from edge_export.files import check_free, write_bundle
 from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
 from edge_export.modes import duplicate, evaluating
@@ -37,9 +34,6 @@ from edge_export.tables import InitScheme, Tables, tables, unseeded
 _TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
 _SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _WHOLE = (TensorProto.INT32, TensorProto.INT64)
-_FILES = frozenset(
-    {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
-)
 
 
 def export_bundle(
@@ -91,8 +85,7 @@ def export_bundle(
         The module cannot be a bundle: what is wrong with it, and what to change.
     """
     folder = Path(folder)
-    if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
-        raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
+    check_free(folder)
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
     module, example, target, found = made.module, made.example, made.target, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
@@ -125,7 +118,7 @@ def export_bundle(
         )
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
-    return _write(with_groups(manifest, graphs), parts, folder)
+    return write_bundle(with_groups(manifest, graphs), parts, folder)
 
 
 def _ids(graph: ModelProto, found: Tables) -> int | None:
@@ -281,24 +274,3 @@ def _shape(output: tuple[int, ...]) -> str:
 def _stored(module: nn.Module, found: Tables) -> dict[str, Tensor]:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {r.name: state[r.name].detach().contiguous() for r in (*found.parameters, *found.buffers)}
-
-
-def _write(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
-    """All files or none: written beside `folder`, then moved there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
-            (fresh / part).write_bytes(data)
-            if part.endswith(".onnx"):
-                try:
-                    check_file(fresh / part, manifest.input.shape)
-                except ValueError as error:
-                    raise ModelError(f"devices would refuse {part}: {error}; use other layers or settings") from None
-        fresh.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return Bundle.open(folder)
