@@ -55,6 +55,7 @@ class Net:
     """The sizes that the batch enters."""
     repeated: set[str] = field(default_factory=set)
     """Those that are the same for every sample, one sample behind the other along one axis."""
+    _makers: tuple[int, int, dict[str, NodeProto]] | None = None
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""
@@ -71,9 +72,15 @@ class Net:
         weights = [v for v in node.input[:2] if v in self.constants and self.constants[v].ndim > 1]
         return self.origins.get(weights[0], "") if weights else ""
 
+    def makers(self) -> dict[str, NodeProto]:
+        """The node that makes each value."""
+        if self._makers is None or self._makers[:2] != (id(self.nodes), len(self.nodes)):
+            self._makers = id(self.nodes), len(self.nodes), {o: n for n in self.nodes for o in n.output if o}
+        return self._makers[2]
+
     def maker(self, name: str) -> str:
         """The weight of the last layer that `name` comes from, or `name` itself."""
-        makers = {o: n for n in self.nodes for o in n.output}
+        makers = self.makers()
         at = name
         while at in makers:
             if found := self.layer(makers[at]):
@@ -86,7 +93,7 @@ class Net:
 
     def above(self, name: str) -> set[str]:
         """`name` and the values it is made of, up to the layers that make their channels."""
-        makers = {o: n for n in self.nodes for o in n.output}
+        makers = self.makers()
         found, pending = {name}, [name]
         while pending:
             node = makers.get(pending.pop())

@@ -91,16 +91,16 @@ def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
 
 def _averages(s: Study, name: str) -> bool:
     """Whether every row of a value sums to one: it is a row of a softmax, perhaps moved."""
-    chain: list[NodeProto] = []
-    while name in s.makers and s.makers[name].op_type != "Softmax":
-        chain.append(s.makers[name])
+    chain, makers = list[NodeProto](), s.net.makers()
+    while name in makers and makers[name].op_type != "Softmax":
+        chain.append(makers[name])
         if not is_move(s.net, chain[-1]) or s.net.data(chain[-1]) != [0]:
             return False
         name = chain[-1].input[0]
-    if name not in s.makers:
+    if name not in makers:
         return False
     shape = s.shape(name)
-    axis = settings(s.makers[name]).get("axis", -1) % len(shape)
+    axis = settings(makers[name]).get("axis", -1) % len(shape)
     entry = np.broadcast_to(np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
     row = np.broadcast_to(np.take(np.arange(prod(shape)).reshape(shape), [0], axis), shape)
     for node in chain[::-1]:

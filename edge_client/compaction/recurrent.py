@@ -54,7 +54,7 @@ def _links(s: Study, node: NodeProto) -> tuple[Bools, Bools]:
 
 
 def _made(node: NodeProto) -> str:
-    return next(o for o in node.output if o)
+    return str(next(o for o in node.output if o))
 
 
 def _starts(s: Study, node: NodeProto) -> list[str]:
@@ -272,13 +272,13 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     maps = np.stack([_placed(way.maps, at, most, 0.0) for way, at in zip(made, order, strict=True)])
     own_x, extra = _spanned(maps)
     small_w, small_r, small_b = [], [], []
-    for k, (way, at) in enumerate(zip(made, order, strict=True)):
-        part = way.weight[:, :, np.maximum(columns, 0)] * (columns >= 0)
+    for k, (kept, at) in enumerate(zip(made, order, strict=True)):
+        part = kept.weight[:, :, np.maximum(columns, 0)] * (columns >= 0)
         part = _placed(part.swapaxes(1, 2), at, most, 0.0).swapaxes(1, 2)
         small_w.append(np.concatenate([part, extra[k]], axis=2).reshape(gates * most, -1))
-        rows = _placed(way.recurrent, at, most, 0.0).swapaxes(1, 2)
+        rows = _placed(kept.recurrent, at, most, 0.0).swapaxes(1, 2)
         small_r.append(_placed(rows, at, most, 0.0).swapaxes(1, 2).reshape(gates * most, most))
-        both = _placed(way.biases, at, most, 0.0)
+        both = _placed(kept.biases, at, most, 0.0)
         both[0] += maps[k].mean(axis=0)
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
@@ -309,6 +309,11 @@ def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
         if len(way.own) > count:
             more = len(way.own) - count
             w.stays(_made(node), f"keeps {len(way.own)} units, {more} for what dead ones add at each step")
+        kept = way.own[way.own >= 0]
+        used = some(way.weight != 0, (0, 2)) | some(way.recurrent != 0, (0, 2))
+        idle = int((~used[: len(kept)]).sum())
+        if idle and any(w.study.facts(v)[1].any() for v in _starts(w.study, node)):
+            w.stays(_made(node), f"keeps {idle} units without weights, which carry their start on")
         if most > len(way.own):
             w.stays(_made(node), f"gives both directions {most} units, although one needs only {len(way.own)}")
 

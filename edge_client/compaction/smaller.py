@@ -116,7 +116,12 @@ def _kept(found: Study, node: NodeProto | None, error: Exception) -> dict[str, s
     values = set().union(*(net.above(v) for v in values if v)) - found.whole.keys()
     values = {v for v in values if v in found.varies and found.varies[v].any()}
     if node is None or not values:
-        raise CompactionError(f"compaction does not handle this graph ({error}); {REPORT}") from error
+        if not isinstance(error, Ragged):
+            raise error
+        raise CompactionError(
+            f"{net.maker(error.value)}: what reads its channels cannot take those that the mask leaves ({error}); "
+            f"{REPORT}"
+        ) from None
     why = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"
     makers = list(dict.fromkeys(net.maker(v) for v in reads))
     return dict.fromkeys(values, f"{', '.join(makers)}: {node.op_type} cannot be written on fewer channels ({why})")

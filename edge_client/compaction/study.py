@@ -55,11 +55,6 @@ class Study:
     """The same study with other values whole."""
 
     @cached_property
-    def makers(self) -> dict[str, NodeProto]:
-        """The node that makes each value."""
-        return {o: n for n in self.net.nodes for o in n.output if o}
-
-    @cached_property
     def users(self) -> dict[str, list[NodeProto]]:
         """The nodes that read each value."""
         return self.net.users()

@@ -222,7 +222,7 @@ class Writer:
 
     def _size(self, name: str) -> str:
         """A size that the batch enters: of whole values, whose pieces here may be smaller."""
-        node = next(n for n in self.net.nodes if name in n.output)
+        node = self.net.makers()[name]
         if node.op_type in ("Shape", "Size") and node.input[0] not in self.net.sizes:
             return self._extent(node)
         made = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))

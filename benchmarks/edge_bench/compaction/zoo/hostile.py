@@ -247,7 +247,7 @@ def _selective() -> nn.Module:
 
 ROWS = (STEPS, 16)
 CASES = (
-    Case("quotient of branches", _quotient, IMAGE, ("head.2",), quick=True, needs="a dead dividend"),
+    Case("quotient of branches", _quotient, IMAGE, ("head.2",), needs="a dead dividend"),
     Case("local response norm", _local_response, IMAGE, ("4.2",), needs="a dead dividend"),
     Case("cosine classifier", _cosine, (16,), (), needs="a dead dividend"),
     Case("capsules", _capsules, (16,), ("head",), needs="a dead dividend"),
