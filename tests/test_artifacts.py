@@ -392,7 +392,7 @@ def test_the_command_writes_the_file_and_prints_its_size_and_error(tmp_path: Pat
         assert done.exit_code == 0, done.output
         size = (tmp_path / "small.onnx").stat().st_size
         assert f"small.onnx: {size:,} bytes" in done.output
-        assert "error of the worst output" in done.output
+        assert "the worst output is off by" in done.output
         missing = CliRunner().invoke(app, ["absent.onnx", *options])
         assert isinstance(missing.exception, BundleError)
 

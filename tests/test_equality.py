@@ -20,7 +20,7 @@ def outputs(scales: list[float], off: list[float], cancels: bool = False) -> Cal
     """Outputs of these scales, each moved by `off`; the last is what is left of two large numbers if it `cancels`."""
 
     def run(probe: Probe) -> F64:
-        made = probe.x[:, :1].astype(np.float64) * np.array(scales) + np.array(off)
+        made: F64 = probe.x[:, :1].astype(np.float64) * np.array(scales) + np.array(off)
         if cancels:
             made[:, -1] = 1e-6 * np.sin(1e6 * (probe.x[:, 0] + off[-1]))
         return made

@@ -172,7 +172,9 @@ def test_a_program_is_measured_on_one_sample_whatever_its_largest_batch(bundle: 
 def test_a_personal_model_becomes_a_program_that_says_the_same(bundle: Bundle, kind: str, tmp_path: Path) -> None:
     start, (x, _) = bundle.model(), batch(bundle, 200)
     write_personal(bundle, Personal(start.parameters, start.buffers, None), tmp_path / "personal.onnx", x)
-    proof = make((tmp_path / "personal.onnx").read_bytes(), kind, tmp_path / "out.pte", x)
+    proof = make(
+        (tmp_path / "personal.onnx").read_bytes(), kind, tmp_path / "out.pte", x, target=bundle.manifest.target
+    )
     assert (tmp_path / "out.pte").read_bytes()[4:8] == b"ET12"
     if kind == "pte":
         assert proof.agreement == 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -102,6 +104,19 @@ def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
     assert _proved(_Pointwise(), 1, 7, 7).shown.output <= 1e-5
 
 
-def test_a_root_behind_a_relu_has_pytorchs_gradient_of_zero() -> None:
-    case = rows(lambda x: functional.relu(x).sqrt())
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.relu(x).sqrt(),
+        lambda x: functional.relu(x).log().clamp(min=-5),
+        lambda x: (1 / functional.relu(x)).clamp(max=5),
+        lambda x: (x.detach().tanh() / functional.relu(x)).clamp(-5, 5),
+        lambda x: functional.relu(x).rsqrt().clamp(max=5),
+        lambda x: functional.relu(x).pow(-0.5).clamp(max=5),
+    ],
+)
+def test_what_is_endless_at_zero_behind_a_relu_has_pytorchs_gradient_of_zero(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    case = rows(function)
     assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5

@@ -28,23 +28,29 @@ def within_one_per_cent(trace: Trace, truth: Truth) -> None:
 
 @dataclass
 class Conversions:
-    """Results of `seconds` each: the watts of the last complete one, before the first those of the setting before."""
+    """Results of `seconds` each: the watts of the last complete one, before the first those of the setting before.
+
+    With them whether one was completed since the flag was cleared last; a new setting leaves the flag as it was.
+    """
 
     seconds: float
     start: float = -1.0
     before: float = 0.0
     on: bool = True
+    cleared: int = -1
 
-    def at(self, t: float, truth: Truth) -> tuple[float, bool]:
+    def at(self, t: float, truth: Truth, clear: bool = False) -> tuple[float, bool]:
         done = int((t - self.start) / self.seconds) if self.on else 0
+        ready = done > self.cleared
+        self.cleared = done if clear else self.cleared
         if not done:
-            return self.before, False
+            return self.before, ready
         end = self.start + done * self.seconds
-        return truth.energy(end - self.seconds, end) / self.seconds, True
+        return truth.energy(end - self.seconds, end) / self.seconds, ready
 
     def begin(self, t: float, truth: Truth, seconds: float, on: bool) -> None:
         self.before = self.at(t, truth)[0]
-        self.seconds, self.start, self.on = seconds, t, on
+        self.seconds, self.start, self.on, self.cleared = seconds, t, on, -1
 
 
 @dataclass
@@ -63,7 +69,7 @@ class Chip219:
             self.config = 0x399F if value & 0x8000 else value
 
     def read(self, register: int) -> int:
-        power, ready = self.conversions.at(self.now(), self.truth)
+        power, ready = self.conversions.at(self.now(), self.truth, clear=register == 0x03)
         most = 4000 << (self.config >> 11 & 3)
         shunt = max(-most, min(most, round(power / VOLTS * self.shunt / 10e-6)))
         return {0: self.config, 1: shunt & 0xFFFF, 2: round(VOLTS / 4e-3) << 3 | 2 * ready}.get(register, 0)
@@ -86,7 +92,7 @@ class Chip3221:
             self.config = 0x7127 if value & 0x8000 else value
 
     def read(self, register: int) -> int:
-        power, ready = self.conversions.at(self.now(), self.truth)
+        power, ready = self.conversions.at(self.now(), self.truth, clear=register == 0x0F)
         marks = {0xFE: 0x5449, 0xFF: 0x3220, 0x00: self.config, 0x0F: int(ready)}
         if register in marks:
             return marks[register]
@@ -177,7 +183,7 @@ def test_the_first_sample_is_of_a_conversion_after_the_set_up(kind: type[Chip219
 
 def test_a_chip_that_converts_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     bus = bus_with(SHAPES["constant"])
-    monkeypatch.setattr(Conversions, "at", lambda self, t, truth: (0.0, False))
+    monkeypatch.setattr(Conversions, "at", lambda self, t, truth, clear=False: (0.0, False))
     meter = ina.find_ina219({}, lambda number: bus)
     with pytest.raises(MeterError, match="does not start: the chip at 0x40 finishes no conversion"):
         meter.start()
@@ -186,7 +192,7 @@ def test_a_chip_that_converts_nothing_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_a_shunt_wired_the_wrong_way_round_is_an_error_and_never_lowers_a_sum() -> None:
     clock = VirtualClock(1.0)
     back = Chip219(SHAPES["constant"], clock.now, -0.1)
-    with pytest.raises(MeterError, match=r"the shunt reads -4 W, .* is positive; swap its shunt's wires"):
+    with pytest.raises(MeterError, match=r"the chip reads -4 W, .* is positive; swap the two wires"):
         record(found_219(EmulatedBus({0x40: back}, clock)), clock)
     one = Chip3221(SHAPES["constant"], clock.now, 0.1, shares=(0.5, 0.8, -0.3))
     bus = EmulatedBus({0x40: one}, clock)

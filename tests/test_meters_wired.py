@@ -537,6 +537,7 @@ UNITS = {
     "time (s),sample,current (A),voltage (V)": "0,77,1,5",
     "time (s),ambient temp,power factor,voltage (V),current (A)": "0,1,0.5,5,1",
     "time (s),power factor,max power (W),power (W)": "0,1,9,5",
+    "time (s),max power (W),main voltage (V),main current (A)": "0,9,1,5",
     "Timestamp,Main current - A,Main voltage - V": "0,1,5",
     "Time(s),Voltage(V),Current(A),D+(V),D-(V),Energy(Wh),Capacity(mAh)": "0,5,1,2,3,7,8",
     "t,U,I": "0,5,1",

@@ -282,6 +282,9 @@ CASES: dict[str, Case] = {
     "glu": rows(_part, nn.GLU(), features=3),
     "softmax, log_softmax": rows(lambda x: x.softmax(1) + x.log_softmax(1)),
     "multi-head attention": steps(_self_attention, 40, nn.MultiheadAttention(8, 2, batch_first=True)),
+    "attention with biases as keys": steps(
+        _self_attention, 40, nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    ),
     "masked multi-head attention": steps(_causal, 40, nn.MultiheadAttention(8, 2, batch_first=True)),
     "transformer encoder layer": steps(_part, 40, nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
     "transformer encoder": steps(

@@ -54,7 +54,7 @@ def artifact(
     same = "" if proof.agreement is None else f"the same label for {proof.agreement:.1%}, "
     typer.echo(
         f"{out}: {proof.bytes_artifact:,} bytes, of a model of {proof.bytes_model:,}; on {proof.samples} samples {same}"
-        f"error of the worst output {proof.error_rms:.2g} of its standard deviations (largest {proof.error_std:.2g})"
+        f"the worst output is off by {proof.error_rms:.2g} of its standard deviations (at most {proof.error_std:.2g})"
     )
 
 

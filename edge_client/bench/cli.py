@@ -199,7 +199,7 @@ def _of_files(models: Sequence[Path]) -> Subject:
                 f"{model} takes {its}{list(other)} and {models[0]} {dtype}{list(shape)} (a free axis counts as 1); "
                 "measure models of one input side by side, the others apart"
             )
-    return Subject(", ".join(m.name for m in models), variants, {}, shape, dtype)
+    return Subject(", ".join(v.name for v in variants), variants, {}, shape, dtype)
 
 
 def _of_bundle(

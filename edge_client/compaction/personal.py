@@ -54,7 +54,8 @@ class PersonalReport:
     for each weight how many outputs its layer had and how many it has left. `stopped` has a line for each operator that
     reads channels although they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
-    probes, divided by the scale.
+    probes, divided by the scale; above `equality.TOLERANCE` where the masked model itself moves as much when its values
+    are rounded.
     """
 
     parameters_dense: int

@@ -152,7 +152,8 @@ def added(rails: Iterable[tuple[str, float]], zero: float) -> float:
     total = 0.0
     for name, watts in rails:
         if watts < -zero:
-            raise OSError(f"{name} reads {watts:.3g} W, and what a device takes is positive; swap its shunt's wires")
+            said = "what a device takes is positive; swap the two wires of its shunt"
+            raise OSError(f"{name} reads {watts:.3g} W, and {said}")
         total += watts
     return total
 

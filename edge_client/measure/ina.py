@@ -53,9 +53,13 @@ class Chip:
     def write(self, register: int, value: int) -> None:
         self.bus.write_i2c_block_data(self.address, register, [value >> 8, value & 0xFF])
 
-    def convert(self, config: int, flags: int, ready: int) -> None:
-        """Set the configuration, and wait until its first result replaces the one before. Raises OSError."""
+    def convert(self, config: int, clears: int, flags: int, ready: int) -> None:
+        """Set the configuration, and wait until its first result replaces the one before. Raises OSError.
+
+        Reading register `clears` clears the bit `ready` of `flags`, which the end of a conversion sets.
+        """
         self.write(CONFIG, config)
+        self.unsigned(clears)
         for _ in range(MOST_READS):
             if self.unsigned(flags) & ready:
                 return
@@ -64,7 +68,7 @@ class Chip:
 
 # --- INA219
 
-SHUNT, BUS, READY = 0x01, 0x02, 0x0002
+SHUNT, BUS, POWER, READY = 0x01, 0x02, 0x03, 0x0002
 AT_RESET = 0x399F  # the configuration after a reset: the chip has no other mark
 SHUNT_STEP, BUS_STEP = 10e-6, 4e-3  # volts
 FULL = 32_000  # steps of the widest range, 320 mV; a step is the same in all ranges
@@ -82,14 +86,14 @@ class Ina219:
 
     def set_up(self) -> None:
         """Measure without end. Raises OSError."""
-        self.chip.convert(CONFIGURATION, BUS, READY)
+        self.chip.convert(CONFIGURATION, POWER, BUS, READY)
 
     def watts(self) -> float:
         """Power now. Raises OSError when it is negative."""
         shunt = self.chip.signed(SHUNT)
         self.clipped += abs(shunt) >= FULL - 1
         volts = (self.chip.unsigned(BUS) >> 3) * BUS_STEP
-        return added([("the shunt", shunt * SHUNT_STEP / self.shunt * volts)], self.zero)
+        return added([("the chip", shunt * SHUNT_STEP / self.shunt * volts)], self.zero)
 
 
 # --- INA3221
@@ -113,7 +117,7 @@ class Ina3221:
 
     def set_up(self) -> None:
         """Measure all channels without end. Raises OSError."""
-        self.chip.convert(CONFIGURATION3, FLAGS, READY3)
+        self.chip.convert(CONFIGURATION3, FLAGS, FLAGS, READY3)
 
     def watts(self) -> float:
         """Power now, of all channels. Raises OSError when one is negative."""

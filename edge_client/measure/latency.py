@@ -114,15 +114,14 @@ def summary(times: F64) -> Summary:
     again = np.percentile(times[chosen], PERCENTILES, axis=1)
     ends = np.percentile(again, [50 * (1 - SURE), 50 * (1 + SURE)], axis=1)
     p50, p90, p99 = (float(v) for v in np.percentile(times, PERCENTILES))
-    intervals: list[tuple[float, float] | None] = []
-    for percent, (low, high) in zip(PERCENTILES, ends.T, strict=True):
+
+    def interval(percent: int, low: float, high: float) -> tuple[float, float] | None:
         places = ranks(n, percent / 100)
-        if places is None:
-            intervals.append(None)
-        else:
-            intervals.append((float(min(low, rising[places[0]])), float(max(high, rising[places[1]]))))
+        return None if places is None else (float(min(low, rising[places[0]])), float(max(high, rising[places[1]])))
+
+    i50, i90, i99 = (interval(percent, *both) for percent, both in zip(PERCENTILES, ends.T, strict=True))
     mean = float(times.mean())
-    return Summary(p50, p90, p99, *intervals, mean, float(times.std() / mean) if mean else 0.0, n)
+    return Summary(p50, p90, p99, i50, i90, i99, mean, float(times.std() / mean) if mean else 0.0, n)
 
 
 def ranks(n: int, share: float) -> tuple[int, int] | None:

@@ -120,8 +120,8 @@ def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProt
     batch = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder" and n.meta["val"].ndim]
     if not any(isinstance(v.shape[0], torch.SymInt) and not v.shape[0].node.expr.is_number for v in batch):
         raise ModelError(
-            "the forward pass holds for one number of samples only; take it from x.shape[0] and let no other size or "
-            "branch depend on it"
+            "the forward pass holds for one number of samples only: int(), len(), range() or a list makes a Python "
+            "number of the batch's size; use x.shape[0] itself, -1 in reshape, and operators on the whole batch"
         )
     table: dict[str, Handler] = {**operators(), **moves(), **layers()}
     return to_onnx(traced, table)

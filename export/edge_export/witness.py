@@ -101,7 +101,7 @@ class Witness:
         self._check_kept(step, state, self.statistics)
         found["loss"] = loss.detach()
         for (name, value), g in zip(free.items(), gradients, strict=True):
-            found[f"grad:{name}"] = torch.zeros_like(value) if g is None else g
+            found[f"grad:{name}"] = torch.zeros_like(value) if g is None else g.to_dense()
         return found | {f"new:{k}": state[k].detach() for k in self.statistics}
 
     def _check_kept(self, step: Step, state: Values, free: Sequence[str]) -> None:

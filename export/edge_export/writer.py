@@ -7,7 +7,6 @@ exports to the same bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from onnx import ModelProto, TensorProto
 from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from edge_client import authored
 from edge_client.bundle import WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
@@ -27,13 +27,13 @@ from edge_export.files import check_free, write_bundle
 from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
 from edge_export.kept_state import refuse_state
-from edge_export.modes import duplicate, in_evaluation, slow_paths
+from edge_export.modes import duplicate, evaluating
+from edge_export.onnx_passes import OWN_NAMES
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence, refuse_parts
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
 
-_TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
 _SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _WHOLE = (TensorProto.INT32, TensorProto.INT64)
 
@@ -163,6 +163,8 @@ def proved_graphs(
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
     refuse_parts(module)
+    if any(map(is_lazy, module.parameters())):  # as PyTorch does in the first run
+        _run(module, example_batch)
     module, prefix = _renamed(_in_float32(module))
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
@@ -192,7 +194,7 @@ class _Named(nn.Module):
 def _renamed(module: nn.Module) -> tuple[nn.Module, str]:
     """`module`, and the prefix of its tensors' names: none, unless a graph uses one of the names itself."""
     names = [n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
-    if any(_TAKEN.match(name) for name in names):
+    if any(map(OWN_NAMES.match, names)):
         return _Named(module), "model."
     return module, ""
 
@@ -225,13 +227,7 @@ def _example(module: nn.Module, batch: Tensor) -> Tensor:
 
 def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
     """The shape of one sample's outputs. Raises ModelError when the module does not run or gives something else."""
-    try:
-        with torch.no_grad(), slow_paths():
-            outputs = in_evaluation(duplicate(module))(batch.clone())
-    except Exception as error:  # the author's forward may raise anything
-        place = authored.place_of(error) or "the module"
-        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
-        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
+    outputs = _run(duplicate(module), batch)
     if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
         found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ModelError(f"the module returns {found}; it must return one float32 tensor")
@@ -241,6 +237,17 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
             "axis must be the samples, and another must hold each sample's outputs"
         )
     return tuple(outputs.shape[1:])
+
+
+def _run(module: nn.Module, batch: Tensor) -> Any:
+    """What `module` gives in evaluation mode. Raises ModelError when it does not run."""
+    try:
+        with evaluating(module):
+            return module(batch.clone())
+    except Exception as error:  # the author's forward may raise anything
+        place = authored.place_of(error) or "the module"
+        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
+        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
 
 
 def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Target:

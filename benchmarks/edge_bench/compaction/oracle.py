@@ -283,6 +283,7 @@ def _recurrent(
     """`torch.lstm`, `torch.gru` or a plain recurrence by its definition."""
     x = x.transpose(0, 1) if batch_first else x
     each, place, last = 4 if biased else 2, 0, []
+    call = len(watch.sites)
     for layer in range(layers):
         made = []
         for direction in range(1 + both):
@@ -294,7 +295,7 @@ def _recurrent(
             c = state[1][layer * (1 + both) + direction] if kind == "lstm" else h
             from_x = watch.linear(x, w_in, b_in)
             outputs: list[Tensor] = []
-            key = (id(x), layer, direction)
+            key = (call, layer, direction)
             for t in range(len(x)) if not direction else reversed(range(len(x))):
                 h, c = _step(watch, kind, from_x[t], (h, c), w_state, b_state, key)
                 outputs.append(h)
