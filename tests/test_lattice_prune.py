@@ -352,7 +352,7 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="no channel groups"):
         start(pruning(), mlp(6, 5, 3))
-    with pytest.raises(ConfigError, match="at least one of its own"):
+    with pytest.raises(ConfigError, match="at least one of its own: raise rounds, or lower prune_after"):
         start(pruning(prune_after=9))
     with pytest.raises(ConfigError, match="'conv9'"):
         start(pruning(prune_keep={"conv9": 0.5}))

@@ -99,6 +99,50 @@ def test_a_module_is_exported_again_only_when_its_content_changes(
         open_module(place, ExportConfig(seed=3), data, cache=cache)
 
 
+BODY = """
+import torch
+from torch import nn
+def build():
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "words"),
+    [
+        ("", "the weights are drawn anew each time build() runs and count as trained; if they are random, pass --seed"),
+        (
+            "    for v in net.parameters():\n        v.data = torch.arange(v.numel()).reshape(v.shape) / 9\n",
+            "",
+        ),
+        (
+            "    net[0].load_state_dict({'weight': torch.eye(5, 4), 'bias': torch.zeros(5)})\n",
+            "the weights of 3 are drawn anew each time build() runs and count as trained; for a new head, set head = ",
+        ),
+    ],
+)
+def test_weights_that_are_drawn_and_count_as_trained_are_named(
+    loads: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text(f"{BODY}{loads}    return net\n")
+    place, table = f"{tmp_path}/model.py:build", ExportConfig()
+    made = open_module(place, table, samples(4), cache=tmp_path / "cache")
+    err = capsys.readouterr().err
+    assert (f"warning: {words}" in err, "warning" in err) == (bool(words), bool(words))
+    if not loads:
+        open_module(place, ExportConfig(seed=1), samples(4), cache=tmp_path / "cache")
+        assert "warning" not in capsys.readouterr().err
+    from edge_export.cli import export
+
+    app = Typer()
+    app.command()(export)
+    done = CliRunner().invoke(app, [*command(place, table, made, None)[2:-1], str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert ("drawn anew" in done.output, words in done.output) == (bool(words), True)
+    assert np.array_equal(Bundle.open(tmp_path / "bundle").model().parameters, made.model().parameters)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

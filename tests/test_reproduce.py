@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +161,44 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
     assert ran == ["digits/fast/0"]
     rows = json.loads((out / "result.json").read_text())["summary"]
     assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
+
+
+KILLED = """
+import os, pathlib, signal
+from edge_bench import reproduce, reproduction
+from edge_client import files
+
+def half(path, chunks, mode, write=files._write):
+    data = b"".join(chunks)
+    write(path, [data[: len(data) // 2]] if path.name.startswith("result.json") else [data], mode)
+    if path.name.startswith("result.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+files._write = half
+reproduction.FOLDER, out = pathlib.Path("reproductions"), pathlib.Path("out")
+reproduce.RESULTS = pathlib.Path("results")
+reproduce.reproduce("tiny", out=out)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_start_that_is_killed_while_it_writes_the_result_leaves_none_or_the_old_one(
+    before: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1)
+    whole = (out / "result.json").read_bytes()
+    if not before:
+        (out / "result.json").unlink()
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (out / "result.json").exists() == before
+    assert not before or (out / "result.json").read_bytes() == whole
+    assert len(known(out)) == 4  # the other seed's cells stand
+    reproduce("tiny", out=out)
+    after = json.loads((out / "result.json").read_text())
+    assert {k: v for k, v in after["runs"].items() if k.endswith("/0")} == json.loads(whole)["runs"]
+    assert len(after["runs"]) == 4
 
 
 def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_ones_there_are(

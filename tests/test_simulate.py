@@ -226,6 +226,25 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     assert said.index("warning: lgfedavg: global_rounds = 10 covers all 2 rounds") < said.index("idle ends at")
 
 
+@pytest.mark.parametrize(("high", "devices"), [((1, 1), 0), ((255, 1), 1), ((255, 255), 2)])
+def test_samples_far_from_the_model_s_scale_are_named_before_the_first_round(
+    high: tuple[int, int], devices: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.py").write_text(
+        "import numpy as np\ndef load():\n    y, owner = np.arange(80) % 10, np.arange(80) // 40\n"
+        f"    x = np.random.default_rng(0).random((80, 64)) * np.array({high})[owner][:, None]\n"
+        "    return {'x': x.astype(np.float32), 'y': y, 'owner': owner}\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 1\n'
+        '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\n'
+    )
+    simulate_cli.simulate(tmp_path / "run.toml", labels=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("as the model takes them, samples lie between") == bool(devices)
+    assert not devices or f"divided by 255 ({devices} of 2 devices)" in said
+
+
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there

@@ -91,6 +91,12 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
 
 
+@pytest.mark.parametrize("name", ["run.toml", "best.toml", "best.trials", "best.federation.toml"])
+def test_a_record_that_would_overwrite_what_the_search_reads_or_writes_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--json .*{name} would overwrite"):
+        tune(file, trials=1, out=file.parent / "best.toml", json_file=file.parent / name)
+
+
 def test_no_trial_sees_a_test_sample(file: Path) -> None:
     config, bundle, tested = open_simulation(file)
     assert config.data.evaluate == "test"

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bench import plots
-from edge_client.data import DeviceData
+from edge_client.bundle import Input
+from edge_client.data import DeviceData, doubts
 from edge_client.errors import ConfigError
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -84,6 +85,13 @@ def untested(devices: Mapping[str, DeviceData], part: str) -> list[str]:
         f"{len(without)} of {len(devices)} devices ({named}) have no {part} samples: they train, but no score counts "
         "them; give them more samples (three of a class or more), or leave them out"
     ]
+
+
+def off_scale(devices: Mapping[str, DeviceData], takes: Input) -> list[str]:
+    """A sentence when devices' training samples are far from what the model is made for."""
+    found = [said for name, d in devices.items() for said in doubts({}, d.x, takes, name)]
+    others = f" ({len(found)} of {len(devices)} devices)" if len(devices) > 1 else ""
+    return [found[0] + others] if found else []
 
 
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:

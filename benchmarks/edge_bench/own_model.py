@@ -106,12 +106,15 @@ def open_module(
         about = weights.stat()
         address.update(repr((weights.name, about.st_size, about.st_mtime_ns)).encode())
 
+    def said(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
     def build(folder: Path) -> None:
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
         try:
-            _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
+            _named(export_factory(place, out=folder, name=file.stem, note=said, **arguments), known)
         except ModelError as error:
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 

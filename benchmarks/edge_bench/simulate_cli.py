@@ -114,6 +114,7 @@ def simulate(
         f"rounds: {checked.rounds} of {checked.cohort} devices"
     )
     report.warn(console, histogram.untested(devices, checked.data.evaluate))
+    report.warn(console, histogram.off_scale(devices, opened.manifest.input))
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
         return

@@ -284,14 +284,17 @@ def tune(
     """
     if out is None:
         out = config.with_suffix(".tuned.toml")
+    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
     check_writable(out, "--out", source=config)
     if json_file is not None:
         check_writable(json_file, source=config)
+        if json_file.resolve() in (written := [file.resolve() for file in (out, database, federation)]):
+            named = ", ".join(file.name for file in written)
+            raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
     bound = read_size(most_bytes)
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    database = out.with_suffix(".trials")
     storage = optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
     console = plain_console()
     count, validated = len(plan.devices), sum(len(d.y_test) for d in plan.devices.values())
@@ -324,7 +327,6 @@ def tune(
     found = {label: best(done, bound) for label, done in results.items()}
     out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
     label = max(found, key=lambda k: found[k].score or 0.0)
-    federation = out.with_suffix(".federation.toml")
     federation.write_text(federation_toml(out.name.partition(".")[0], plan, label, found[label]), "utf-8")
     console.print("", *_lines(results, found), sep="\n")
     console.print(f"\nwrote {out}; its test score: maskfleet simulate {out}")

@@ -57,6 +57,7 @@ def export(
     said = About() if about is None else read_about(about)
     if executorch:
         check_installed()
+    notes: list[str] = []
     try:
         bundle = export_factory(
             factory,
@@ -71,6 +72,7 @@ def export(
             class_names=said.class_names,
             normalisation=said.normalisation,
             between=said.between,
+            note=notes.append,
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
@@ -91,3 +93,5 @@ def export(
         typer.echo(
             f"no method masks or prunes {', '.join(whole)}: only linear, convolution and LSTM layers are maskable"
         )
+    for line in notes:
+        typer.echo(line)

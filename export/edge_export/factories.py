@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,11 +57,13 @@ def export_factory(
     class_names: Sequence[str] = (),
     normalisation: Normalisation | None = None,
     between: tuple[float, float] | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
     The other arguments are those of `export_bundle`. PyTorch's generator starts from `seed`, or 0, so the same file
-    gives the same weights. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
+    gives the same weights. `note` gets a sentence when weights that will count as trained are not the same when they
+    are built again. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
     module cannot be a bundle.
     """
     build = authored.load(place, WHAT)
@@ -69,6 +72,8 @@ def export_factory(
         module = build()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{place} returned a {type(module).__name__}; it must return a torch.nn.Module")
+    if seed is None and (found := drawn(build, module)):
+        note(found)
     example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     return export_bundle(
         module,
@@ -83,3 +88,32 @@ def export_factory(
         normalisation=normalisation,
         between=between,
     )
+
+
+def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
+    """What to say of the layers of `module` whose weights differ when it is built again; nothing when none do.
+
+    Weights of one value, such as those of a new batch-norm, speak for neither.
+    """
+    other, layers, trained = None, dict[str, None](), False
+    torch.manual_seed(1)
+    with suppress(Exception):  # a function that can run only once
+        other = build()
+    again = dict(other.named_parameters()) if isinstance(other, torch.nn.Module) else {}
+    for name, weights in module.named_parameters():
+        if name not in again or weights.shape != again[name].shape:
+            continue
+        if not torch.equal(weights, again[name]):
+            layers[name.rpartition(".")[0] or name] = None
+        elif weights.numel() and not torch.equal(weights, weights.flatten()[0].expand_as(weights)):
+            trained = True
+    if not layers:
+        return ""
+    function = getattr(build, "__name__", "the function")
+    count = f"drawn anew each time {function}() runs and count as trained"
+    if trained:
+        return (
+            f"the weights of {', '.join(layers)} are {count}; "
+            'for a new head, set head = "probe" where coupled, deltamask or fedpm is the method'
+        )
+    return f"the weights are {count}; if they are random, pass --seed 1 (in a simulation's [export]: seed = 1)"
