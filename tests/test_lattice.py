@@ -86,6 +86,22 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
 
 
 @pytest.mark.usefixtures("uncoded")
+@pytest.mark.parametrize("cohort", ["ac", "ab"])
+def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more(cohort: str) -> None:
+    data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, 40)}
+    trainer, runs, total = pull(), 150, np.zeros(D)
+    for seed in range(runs):
+        fleet = Fleet(Lattice(quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
+        fleet.play(*"abc")
+        before = fleet.moved()
+        fleet.play(*cohort)
+        total += fleet.moved() - before
+    due = -0.1 * np.average(trainer.directions[["abc".index(d) for d in cohort]], axis=0,
+                            weights=[len(data[d].y) for d in cohort])  # fmt: skip
+    assert total @ due / runs / (due @ due) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.usefixtures("uncoded")
 def test_a_federation_of_one_device_equals_local_training_in_expectation() -> None:
     data = {"a": clusters(M, 1)}
     total, runs = np.zeros(D), 200

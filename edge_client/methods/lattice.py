@@ -17,9 +17,10 @@ receives one sum.
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
-- **Server.** ``N += 2**level * sum of m``; with S < K reports the sum is floor(K / S * sum + u'), u' with the key
-  (seed, "rounding", round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of
-  it is counted, the next round is played like the first one.
+- **Server.** ``N += 2**level * floor(K * mean samples / samples of the round * sum of m + u')``, u' with the key (seed,
+  "rounding", round): a round weighs its devices as federated averaging does, and the factor is 1 for K devices of the
+  mean samples. In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is
+  counted, the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
@@ -37,7 +38,7 @@ receives one sum.
   with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
 - **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
 
-With `residual` the server keeps what is left: R += K / S * sum of m; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
+With `residual` the server keeps what is left: R += that product; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
 N += 2**level * q, with a unit of 2.5 step / K / 2**MIDDLE. That sends fewer bits down, and is safe only when few
 devices of many take part.
 
@@ -286,7 +287,7 @@ class Lattice(Settings):
             each = steps(net.part, middle, self.quantum, course.cohort)
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
-            moved = total.moves * (course.cohort / reports)
+            moved = total.moves * (course.cohort * state.samples / weight)
         change, residual = self.rounded(course, round_, state, moved)
         top = MOST >> state.level << state.level
         counts = np.clip(state.counts + (change.astype(np.int64) << state.level), -top, top).astype(np.int32)
