@@ -1,14 +1,22 @@
-"""Bundles in the blob store: where their manifests and parts lie, and how they are read back."""
+"""Bundles in the blob store: received part by part, read back, listed, derived from one another, deleted."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from coord_server import warm
+from coord_server.problems import Refusal
 from coord_server.store import Store
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
+from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, StorageDamagedError
+from edge_client.protocol.operator import BundleReceipt, BundleSummary
+
+MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 
 
 def bundle_shelf(digest: str) -> str:
@@ -40,3 +48,138 @@ def load_model(store: Store, digest: str) -> Model:
             stored = store.blobs.read(bundle_shelf(digest), manifest.parts[WEIGHTS].sha256)
             (Path(folder) / WEIGHTS).write_bytes(stored)
         return Bundle(manifest, Path(folder)).model()
+
+
+class Bundles:
+    """The bundles of one data folder."""
+
+    def __init__(self, store: Store, clock: Callable[[], float], most: int) -> None:
+        """A bundle of more than `most` parameters and statistics is refused."""
+        self._store, self._clock, self.most = store, clock, most
+
+    async def add(self, manifest: bytes) -> BundleReceipt:
+        """Store a manifest; repeating this is harmless. Raises Refusal, StateError."""
+        try:
+            parsed = parse_manifest(manifest)
+        except BundleError as error:
+            raise Refusal("bad-bundle", str(error)) from None
+        values = parsed.d + parsed.buffers_d
+        if values > self.most:
+            raise Refusal(
+                "bad-bundle",
+                f"the model has {values} parameters and statistics, this coordinator takes at most "
+                f"{self.most}; raise it with `maskfleet serve --max-parameters`",
+            )
+        digest, blobs = sha256_of(manifest), self._store.blobs
+
+        def store() -> None:
+            try:
+                blobs.read(bundle_shelf(digest), digest)
+            except StorageDamagedError:  # or not there
+                blobs.put(bundle_shelf(digest), manifest)
+
+        await asyncio.to_thread(self._record, digest, store)
+        return await self.receipt(digest)
+
+    def _record(self, digest: str, store: Callable[[], None]) -> None:
+        """Record a bundle whose blobs `store` writes. Blocks. Raises StateError."""
+
+        def put(left: bool) -> None:
+            if left:
+                self._store.blobs.drop(bundle_shelf(digest))
+            store()
+
+        self._store.metadata.add_bundle(digest, self._clock(), put)
+
+    async def receipt(self, digest: str) -> BundleReceipt:
+        """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
+        return await asyncio.to_thread(self._receipt, digest)
+
+    async def part(self, digest: str, name: str) -> tuple[str, str, int]:
+        """Shelf, SHA-256 and size of a part, here or still to come. Raises Refusal."""
+        manifest = await asyncio.to_thread(self._manifest, digest)
+        part = manifest.parts.get(name)
+        if part is None:
+            raise Refusal("not-found", f"bundle {manifest.name!r} has no part {name!r}; its manifest lists them")
+        return bundle_shelf(digest), part.sha256, part.size
+
+    async def listed(self, after: tuple[float, str] | None, limit: int) -> list[BundleSummary]:
+        """The bundles beyond the one stored at a time with a digest, `after`, oldest first. Raises StateError."""
+        rows = await asyncio.to_thread(self._store.metadata.bundles, after, limit)
+        return [await asyncio.to_thread(self._summary, row.digest, row.added_at) for row in rows]
+
+    async def summary(self, digest: str) -> BundleSummary:
+        """A bundle in figures. Raises Refusal, StateError."""
+        added_at = await asyncio.to_thread(self._store.metadata.added_at, digest)
+        return await asyncio.to_thread(self._summary, digest, added_at or 0.0)
+
+    async def derive(self, digest: str, weights: bytes) -> BundleReceipt:
+        """A bundle with the graphs of another one and the values of a safetensors file. Raises Refusal, StateError."""
+        receipt = await self.receipt(digest)
+        if receipt.missing:
+            raise Refusal("bundle-incomplete", f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them first")
+        try:
+            values = await asyncio.to_thread(warm.read_values, weights)
+            made = await asyncio.to_thread(self.derived, digest, values)
+        except BundleError as error:
+            raise Refusal("bad-bundle", str(error)) from None
+        await asyncio.to_thread(self.keep, digest, made)
+        return await self.receipt(made.digest)
+
+    def derived(self, digest: str, values: warm.Values) -> warm.Derived:
+        """A bundle with other values, not stored yet. Blocks. Raises BundleError, StateError."""
+        return warm.derive(read_manifest(self._store, digest), values)
+
+    def keep(self, source: str, made: warm.Derived) -> None:
+        """Store a bundle that was derived from `source`; repeating this is harmless. Blocks. Raises StateError."""
+        blobs, shelf = self._store.blobs, bundle_shelf(made.digest)
+
+        def store() -> None:
+            blobs.put(shelf, made.content)
+            blobs.put(shelf, made.weights)
+            for name, part in made.model.manifest.parts.items():
+                if name != WEIGHTS and blobs.size(shelf, part.sha256) != part.size:
+                    blobs.put(shelf, blobs.read(bundle_shelf(source), part.sha256))
+
+        self._record(made.digest, store)
+
+    async def values_limit(self, digest: str) -> int:
+        """The most bytes that the values of a bundle take as a file. Raises Refusal, StateError."""
+        return warm.limit(await asyncio.to_thread(self._manifest, digest))
+
+    async def delete(self, digest: str) -> None:
+        """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
+        used = await asyncio.to_thread(self._store.metadata.delete_bundle, digest)
+        if used is None:
+            raise Refusal("not-found", f"there is no bundle {digest}; GET /v1/bundles lists them")
+        if used:
+            raise Refusal("bundle-in-use", f"federations {used} use bundle {digest}; delete them first")
+        await asyncio.to_thread(self.sweep, digest)
+
+    def sweep(self, digest: str, _: int = 0) -> None:
+        """Drop the blobs of a deleted bundle. Blocks. Raises StateError."""
+        self._store.metadata.sweep_bundle(digest, lambda: self._store.blobs.drop(bundle_shelf(digest)))
+
+    def _manifest(self, digest: str) -> Manifest:
+        if not self._store.metadata.has_bundle(digest):
+            raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
+        return read_manifest(self._store, digest)
+
+    def _receipt(self, digest: str) -> BundleReceipt:
+        manifest, shelf = self._manifest(digest), bundle_shelf(digest)
+        missing = [n for n, p in manifest.parts.items() if self._store.blobs.size(shelf, p.sha256) != p.size]
+        return BundleReceipt(digest=digest, name=manifest.name, missing=sorted(missing))
+
+    def _summary(self, digest: str, added_at: float) -> BundleSummary:
+        users = self._store.metadata.users(digest)
+        try:
+            receipt, manifest = self._receipt(digest), self._manifest(digest)
+        except StorageDamagedError as error:  # the others are listed
+            return BundleSummary(digest=digest, added_at=added_at, federations=users, fault=str(error))
+        return BundleSummary(
+            digest=digest, name=manifest.name, added_at=added_at, missing=receipt.missing,
+            federations=users, input=list(manifest.input.shape),
+            target=manifest.target.kind, parameters=manifest.d, statistics=manifest.buffers_d,
+            layers=len(manifest.layers), groups=len(manifest.groups), seed=manifest.seed,
+            parts={name: part.size for name, part in manifest.parts.items()},
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from edge_client.methods import Method
-from edge_client.protocol.messages import MethodSummary
+from edge_client.protocol.operator import MethodSummary
 
 log = logging.getLogger("maskfleet")
 

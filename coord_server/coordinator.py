@@ -1,4 +1,4 @@
-"""The coordinator without HTTP: bundles, join tokens and the federations that are alive.
+"""The coordinator without HTTP: federations that are alive, join tokens, viewers. Bundles are in `bundles`.
 
 Several coordinators may share one data folder: each watches the versions of the federations in the database. HTTP
 checks who may call what; `live` holds what one federation does.
@@ -15,43 +15,28 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from coord_server import aggregation, auth, engine, events, warm
-from coord_server.bundles import bundle_shelf, load_model, read_manifest
+from coord_server import aggregation, auth, engine, events
+from coord_server.bundles import MAX_PARAMETERS, Bundles, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import summary
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import federation_shelf, owner
 from coord_server.store.values import put
+from coord_server.warm import Derived
 from edge_client.backends import check_parts, installed
-from edge_client.bundle import Manifest, parse_manifest
-from edge_client.bundle import digest as sha256_of
 from edge_client.errors import (
     BundleError,
     ConfigError,
     MaskfleetError,
     StateError,
-    StorageDamagedError,
     first_fault,
 )
 from edge_client.methods import Method, make_method
-from edge_client.protocol.messages import (
-    BundleReceipt,
-    BundleSummary,
-    Enrol,
-    Enrolled,
-    Federation,
-    FederationConfig,
-    JoinToken,
-    TokenRequest,
-    TokenSummary,
-    Viewer,
-    ViewerRequest,
-    ViewerToken,
-)
+from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
+from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
 from edge_client.task import Course
 
-MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 log = logging.getLogger("maskfleet")
 
 Role = Literal["operator", "viewer"]
@@ -73,8 +58,7 @@ class Coordinator:
 
         A bundle of more than `max_parameters` parameters and statistics is refused.
         """
-        self._max_parameters = max_parameters
-        self.store = store
+        self.store, self.bundles = store, Bundles(store, clock, max_parameters)
         self._operator = auth.hashed(operator)
         self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
         self._clock = clock
@@ -155,7 +139,7 @@ class Coordinator:
         try:
             for what, version in (await asyncio.to_thread(self.store.metadata.deleted)).items():
                 kind, _, digest = what.rpartition("/")
-                await asyncio.to_thread(self._sweep_bundle if kind else self._sweep_federation, digest, version)
+                await asyncio.to_thread(self.bundles.sweep if kind else self._sweep_federation, digest, version)
         except (MaskfleetError, OSError) as error:
             log.warning("blobs of deleted federations were not swept, the next start tries again: %s", error)
 
@@ -165,9 +149,6 @@ class Coordinator:
             name, first = owner(shelf)
             if name == id_ and first <= version:
                 self.store.blobs.drop(shelf)
-
-    def _sweep_bundle(self, digest: str, _: int = 0) -> None:
-        self.store.metadata.sweep_bundle(digest, lambda: self.store.blobs.drop(bundle_shelf(digest)))
 
     def _shown(self, id_: str, config: str, state: str, ready: int, error: Exception) -> Federation:
         """A federation that could not be loaded because of `error`, as far as it can be read."""
@@ -240,105 +221,6 @@ class Coordinator:
     async def _look_at_viewers(self) -> None:
         self._viewers = await asyncio.to_thread(self.store.metadata.viewers)
 
-    # --- bundles
-
-    async def add_bundle(self, manifest: bytes) -> BundleReceipt:
-        """Store a manifest; repeating this is harmless. Raises Refusal, StateError."""
-        try:
-            parsed = parse_manifest(manifest)
-        except BundleError as error:
-            raise Refusal("bad-bundle", str(error)) from None
-        values = parsed.d + parsed.buffers_d
-        if values > self._max_parameters:
-            raise Refusal(
-                "bad-bundle",
-                f"the model has {values} parameters and statistics, this coordinator takes at most "
-                f"{self._max_parameters}; raise it with `maskfleet serve --max-parameters`",
-            )
-        digest = sha256_of(manifest)
-
-        def store(left: bool) -> None:
-            if left:
-                self.store.blobs.drop(bundle_shelf(digest))
-            try:
-                self.store.blobs.read(bundle_shelf(digest), digest)
-            except StorageDamagedError:  # or not there
-                self.store.blobs.put(bundle_shelf(digest), manifest)
-
-        await asyncio.to_thread(self.store.metadata.add_bundle, digest, self._clock(), store)
-        return await self.bundle(digest)
-
-    async def bundles(self, after: tuple[float, str] | None, limit: int) -> list[BundleSummary]:
-        """The bundles beyond the one stored at a time with a digest, `after`, oldest first. Raises StateError."""
-        rows = await asyncio.to_thread(self.store.metadata.bundles, after, limit)
-        return [await asyncio.to_thread(self._summary_of, row.digest, row.added_at) for row in rows]
-
-    async def bundle_summary(self, digest: str) -> BundleSummary:
-        """A bundle in figures. Raises Refusal, StateError."""
-        added_at = await asyncio.to_thread(self.store.metadata.added_at, digest)
-        return await asyncio.to_thread(self._summary_of, digest, added_at or 0.0)
-
-    def _summary_of(self, digest: str, added_at: float) -> BundleSummary:
-        users = self.store.metadata.users(digest)
-        try:
-            receipt, manifest = self._bundle(digest), self._manifest(digest)
-        except StorageDamagedError as error:  # the others are listed
-            return BundleSummary(digest=digest, added_at=added_at, federations=users, fault=str(error))
-        return BundleSummary(
-            digest=digest, name=manifest.name, added_at=added_at, missing=receipt.missing,
-            federations=users, input=list(manifest.input.shape),
-            target=manifest.target.kind, parameters=manifest.d, statistics=manifest.buffers_d,
-            layers=len(manifest.layers), groups=len(manifest.groups), seed=manifest.seed,
-            parts={name: part.size for name, part in manifest.parts.items()},
-        )  # fmt: skip
-
-    async def derive(self, digest: str, weights: bytes) -> BundleReceipt:
-        """A bundle with the graphs of another one and the values of a safetensors file. Raises Refusal, StateError."""
-        receipt = await self.bundle(digest)
-        if receipt.missing:
-            raise Refusal("bundle-incomplete", f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them first")
-        try:
-            values = await asyncio.to_thread(warm.read_values, weights)
-            made = await asyncio.to_thread(warm.derive, self.store, digest, values, self._clock())
-        except BundleError as error:
-            raise Refusal("bad-bundle", str(error)) from None
-        return await self.bundle(made)
-
-    async def values_limit(self, digest: str) -> int:
-        """The most bytes that the values of a bundle take as a file. Raises Refusal, StateError."""
-        return warm.limit(await asyncio.to_thread(self._manifest, digest))
-
-    async def delete_bundle(self, digest: str) -> None:
-        """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
-        used = await asyncio.to_thread(self.store.metadata.delete_bundle, digest)
-        if used is None:
-            raise Refusal("not-found", f"there is no bundle {digest}; GET /v1/bundles lists them")
-        if used:
-            raise Refusal("bundle-in-use", f"federations {used} use bundle {digest}; delete them first")
-        await asyncio.to_thread(self._sweep_bundle, digest)
-
-    async def bundle(self, digest: str) -> BundleReceipt:
-        """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
-        return await asyncio.to_thread(self._bundle, digest)
-
-    def _manifest(self, digest: str) -> Manifest:
-        if not self.store.metadata.has_bundle(digest):
-            raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
-        return read_manifest(self.store, digest)
-
-    def _bundle(self, digest: str) -> BundleReceipt:
-        manifest, shelf = self._manifest(digest), bundle_shelf(digest)
-        missing = [n for n, p in manifest.parts.items() if self.store.blobs.size(shelf, p.sha256) != p.size]
-        return BundleReceipt(digest=digest, name=manifest.name, missing=sorted(missing))
-
-    async def part(self, digest: str, name: str) -> tuple[str, str, int]:
-        """Shelf, SHA-256 and size of a part, here or still to come. Raises Refusal."""
-        manifest = await asyncio.to_thread(self._manifest, digest)
-        part = manifest.parts.get(name)
-        if part is None:
-            raise Refusal("not-found", f"bundle {manifest.name!r} has no part {name!r}; its manifest lists them")
-        return bundle_shelf(digest), part.sha256, part.size
-
     # --- federations
 
     async def create(self, config: FederationConfig) -> LiveFederation:
@@ -346,33 +228,31 @@ class Coordinator:
         taken = Refusal("name-taken", f"there is already a federation {config.name!r}; choose another name")
         if config.name in {*self._federations, *self._unloaded, *RESERVED}:
             raise taken
-        receipt = await self.bundle(config.bundle)
+        receipt = await self.bundles.receipt(config.bundle)
         if receipt.missing:
             raise Refusal(
                 "bundle-incomplete",
                 f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
                 f"/v1/bundles/{config.bundle}/parts/ first",
             )
-        if config.start_from is not None:
-            await asyncio.to_thread(self._begin, config)  # settings that are refused leave no bundle
-            config = config.model_copy(update={"bundle": await self._warm(config.bundle, config.start_from.federation)})
-        found = await asyncio.to_thread(self._add, config)
+        derived = None if config.start_from is None else await self._warm(config.bundle, config.start_from.federation)
+        found = await asyncio.to_thread(self._add, config, derived)
         if found == "taken":
             raise taken
         if found == "no-bundle":
             raise Refusal("not-found", f"bundle {config.bundle} was deleted meanwhile; POST its manifest again")
         return await self.find(config.name)
 
-    async def _warm(self, bundle: str, source: str) -> str:
-        """The bundle with the global model of another federation. Raises Refusal, StateError."""
+    async def _warm(self, bundle: str, source: str) -> Derived:
+        """The bundle with the global model of another federation, not stored yet. Raises Refusal, StateError."""
         live = await self.find(source)
         try:
             values = await live.global_values()
-            return await asyncio.to_thread(warm.derive, self.store, bundle, values, self._clock())
+            return await asyncio.to_thread(self.bundles.derived, bundle, values)
         except (BundleError, ConfigError) as error:
             raise Refusal("bad-config", f"start_from federation {source!r}: {error}") from None
 
-    def _begin(self, config: FederationConfig) -> tuple[Method, Any]:
+    def _begin(self, config: FederationConfig, derived: Derived | None) -> tuple[Method, Any]:
         """The method of a new federation and its state before round 1. Blocks. Raises Refusal, StateError."""
         try:
             method = make_method(config.method)
@@ -382,23 +262,34 @@ class Coordinator:
                     config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
                 )
                 check_parts(config.backend, read_manifest(self.store, config.bundle))
-            model = load_model(self.store, config.bundle)
-            return method, method.start(Course(model, config.seed, config.rounds, config.cohort))
+            model = load_model(self.store, config.bundle) if derived is None else derived.model
+            course = Course(model, config.seed, config.rounds, config.cohort)
+            start = method.start(course)
+            if caution := method.caution(course):
+                log.warning("%s: method %s: %s", config.name, method.name, caution)
+            return method, start
         except (ConfigError, BundleError) as error:
             raise Refusal("bad-config", str(error)) from None
 
-    def _add(self, config: FederationConfig) -> Literal["added", "taken", "no-bundle"]:
-        """Check a new federation and store it. Blocks. Raises Refusal, StateError."""
-        method, start = self._begin(config)
+    def _add(self, config: FederationConfig, derived: Derived | None) -> Literal["added", "taken", "no-bundle"]:
+        """Check a new federation and store it; one that is refused leaves nothing. Blocks. Raises Refusal, StateError.
+
+        With `derived` it begins from that bundle, which is made from its configured one.
+        """
+        method, start = self._begin(config, derived)
+        source = config.bundle
         try:
             # Every setting is written down, so that a device of another version does not fill in its own defaults.
             settings = {"name": config.method["name"], **method.model_dump(mode="json")}
-            config = config.model_copy(update={"method": settings})
+            bundle = source if derived is None else derived.digest
+            config = config.model_copy(update={"method": settings, "bundle": bundle})
             text = config.model_dump_json()
         except ValueError:
             raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
         if FederationConfig.model_validate_json(text) != config:
             raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
+        if derived is not None:
+            self.bundles.keep(source, derived)
         first = self.store.metadata.first_version(config.name)
         values = put(self.store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
         state = engine.dump(engine.State())
@@ -416,8 +307,7 @@ class Coordinator:
             await self._delete_unloaded(id_)
         else:
             await self.federation(id_).delete()
-        async with self._looking:
-            await self._forget(id_)
+        await self._look()  # which leaves alone what another coordinator has just made of that name
         version = (await asyncio.to_thread(self.store.metadata.deleted)).get(id_, -1)
         await asyncio.to_thread(self._sweep_federation, id_, version)
 

@@ -28,11 +28,13 @@ from coord_server.live.devices import damaged
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf
 from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
 from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, write_whole
-from edge_client.protocol.messages import Export, FederationConfig, Report, Source
+from edge_client.protocol.messages import FederationConfig, Report, Source
+from edge_client.protocol.operator import Export
 
 # A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
 # a sentence.
@@ -204,7 +206,7 @@ class Exports:
             kept = None if row is None or row.report is None else Report.model_validate_json(row.report).source
         except ValidationError as error:
             raise damaged(str(device), error) from None
-        closed, state, record = self._values(live.id, device)
+        closed, state, record = self._values(live, device)
         order = Order(config=live.config, places=live.summary().places or live.config.cohort, closed=closed,
                       device=device, kept=kept, kind=kind).model_dump_json().encode()  # fmt: skip
         id_ = digest(b"\0".join([order, digest(state).encode(), digest(record or b"").encode()]))
@@ -232,17 +234,17 @@ class Exports:
         self._sweep(id_)
         return id_, lock
 
-    def _values(self, id_: str, device: str | None) -> tuple[int, bytes, bytes | None]:
+    def _values(self, live: LiveFederation, device: str | None) -> tuple[int, bytes, bytes | None]:
         """The last closed round, the state after it, and the device's record, as stored and of one moment."""
-        store = self._store
+        store, id_, root = self._store, live.id, federation_shelf(live.id, live.first)
         for _ in range(TRIES):
             closed, content = store.metadata.values(id_)
             found = None if device is None else store.metadata.record(id_, device)
             with contextlib.suppress(StorageDamagedError):  # a sweep, when a round has just closed
-                state = read(store.blobs, f"{id_}/values/{closed}", content)
+                state = read(store.blobs, f"{root}/values/{closed}", content)
                 record = None
                 if found is not None:
-                    record = read(store.blobs, f"{id_}/records/{device}/{found[0]}", found[1])
+                    record = read(store.blobs, f"{root}/records/{device}/{found[0]}", found[1])
                 if store.metadata.values(id_)[0] == closed:
                     return closed, state, record
         raise Refusal("too-many", f"rounds of {id_} close faster than its state can be read; ask again, or pause it")

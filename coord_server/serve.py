@@ -19,8 +19,9 @@ import typer
 import uvicorn
 
 from coord_server import auth
+from coord_server.bundles import MAX_PARAMETERS
 from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
-from coord_server.coordinator import MAX_PARAMETERS, Coordinator
+from coord_server.coordinator import Coordinator
 from coord_server.http import create_app
 from coord_server.store import open_store
 from edge_client.errors import ConfigError

@@ -6,13 +6,13 @@ values. So a model stays data with a digest, devices fetch and check it as ever,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from coord_server.bundles import bundle_shelf, read_manifest
-from coord_server.store import Store
-from edge_client.bundle import F32, WEIGHTS, Manifest, Part, Tensor, digest, views
+from edge_client.bundle import F32, WEIGHTS, Manifest, Model, Part, Tensor, digest, views
 from edge_client.errors import BundleError
 from edge_client.task import Personal
 
@@ -38,32 +38,36 @@ def limit(manifest: Manifest) -> int:
     return 4 * (manifest.d + manifest.buffers_d) + 512 * rows + 65536
 
 
-def derive(store: Store, source: str, values: Values, now: float) -> str:
-    """The digest of a bundle with the graphs of bundle `source` and these values, which is stored. Blocks.
+@dataclass(frozen=True)
+class Derived:
+    """A bundle made from another one: its model, its manifest as bytes and its weights as a safetensors file."""
 
-    Raises BundleError when the values are not those of the bundle's tables, StateError.
+    model: Model
+    content: bytes
+    weights: bytes
+
+    @property
+    def digest(self) -> str:
+        """The bundle's digest."""
+        return digest(self.content)
+
+
+def derive(manifest: Manifest, values: Values) -> Derived:
+    """The bundle with the graphs of the one of `manifest` and these values.
+
+    Raises BundleError when the values are not those of the bundle's tables.
     """
-    manifest = read_manifest(store, source)
-    weights = save({t.name: _fitting(t, values) for t in (*manifest.parameters, *manifest.buffers)})
-    unknown = sorted(values.keys() - manifest.tensors.keys())
+    tables = manifest.parameters, manifest.buffers
+    fitting = {t.name: _fitting(t, values) for table in tables for t in table}
+    unknown = sorted(values.keys() - fitting.keys())
     if unknown:
         raise BundleError(f"the model has no tensors {unknown[:5]}; leave them out")
+    weights = save(fitting)
     part = Part(sha256=digest(weights), size=len(weights))
     made = manifest.model_copy(update={"seed": None, "parts": {**manifest.parts, WEIGHTS: part}})
-    content = made.to_bytes()
-    shelf = bundle_shelf(digest(content))
-
-    def put(left: bool) -> None:
-        if left:
-            store.blobs.drop(shelf)
-        store.blobs.put(shelf, content)
-        store.blobs.put(shelf, weights)
-        for name, other in manifest.parts.items():
-            if name != WEIGHTS and store.blobs.size(shelf, other.sha256) != other.size:
-                store.blobs.put(shelf, store.blobs.read(bundle_shelf(source), other.sha256))
-
-    store.metadata.add_bundle(digest(content), now, put)
-    return digest(content)
+    empty = np.zeros(0, np.float32)
+    flats = (np.concatenate([empty, *(fitting[t.name].reshape(-1) for t in table)]) for table in tables)
+    return Derived(Model(made, *flats), made.to_bytes(), weights)
 
 
 def _fitting(t: Tensor, values: Values) -> F32:

@@ -21,9 +21,10 @@ Names = tuple[int | str | None, ...]
 
 # Every element of the output is computed of one element of each input, which are broadcast.
 POINTWISE = re.compile(
-    "Abs|Add|And|Cast|Ceil|Clip|Cos|Div|Elu|Equal|Erf|Exp|Floor|Gelu|Greater|GreaterOrEqual|HardSigmoid|HardSwish|"
-    "Identity|IsNaN|LeakyRelu|Less|LessOrEqual|Log|Max|Mean|Min|Mish|Mod|Mul|Neg|Not|Or|PRelu|Pow|Reciprocal|Relu|"
-    "Round|Selu|Sigmoid|Sign|Sin|Softplus|Softsign|Sqrt|Sub|Sum|Tanh|ThresholdedRelu|Where|Xor"
+    "Abs|Acos|Acosh|Add|And|Asin|Asinh|Atan|Atanh|Cast|Ceil|Celu|Clip|Cos|Cosh|Div|Elu|Equal|Erf|Exp|Floor|Gelu|"
+    "Greater|GreaterOrEqual|HardSigmoid|HardSwish|Identity|IsInf|IsNaN|LeakyRelu|Less|LessOrEqual|Log|Max|Mean|Min|"
+    "Mish|Mod|Mul|Neg|Not|Or|PRelu|Pow|Reciprocal|Relu|Round|Selu|Shrink|Sigmoid|Sign|Sin|Sinh|Softplus|Softsign|Sqrt|"
+    "Sub|Sum|Tan|Tanh|ThresholdedRelu|Where|Xor"
 )
 
 

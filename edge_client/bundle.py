@@ -10,6 +10,7 @@ statistics in a second one of length `manifest.buffers_d`. `edge_export` builds 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,7 +21,7 @@ import numpy as np
 from edge_kernels import counter
 from edge_kernels.channels import ChannelGroup, LayerKind
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -81,6 +82,23 @@ class Layer(_Data):
     gates: tuple[str, ...] = ()
 
 
+def _ascending(ends: tuple[float, float]) -> tuple[float, float]:
+    if not ends[0] < ends[1]:
+        raise ValueError("give the lowest value, then the highest")
+    return ends
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is the name of two classes; give each its own")
+    return names
+
+
+ClassNames = Annotated[tuple[str, ...], Field(max_length=MAX_TENSORS), AfterValidator(_distinct)]
+"""What the classes are called, in their order; empty when they have no names."""
+
+
 class Normalisation(_Data):
     """What raw samples go through before the model, ``(x - mean) / std``.
 
@@ -102,16 +120,22 @@ class Normalisation(_Data):
         return np.array(values).reshape(sample if len(values) == prod(sample) else (-1, *(1,) * (len(sample) - 1)))
 
 
+Between = Annotated[tuple[FiniteFloat, FiniteFloat], AfterValidator(_ascending)]
+"""The lowest and the highest value of the samples that a model is made for; a few may lie outside."""
+
+
 class Input(_Data):
     """One sample: its shape without the batch axis, and its dtype.
 
     With `normalisation` a device's files hold raw samples, which are normalised when they are read; the graphs take
-    normalised ones. With `ids` samples are rows of a table, 0 <= id < ids.
+    normalised ones. Without one, `between` says on what scale samples are. With `ids` samples are rows of a table,
+    0 <= id < ids.
     """
 
     shape: Shape
     dtype: Literal["float32", "int64"] = "float32"
     normalisation: Normalisation | None = None
+    between: Between | None = None
     ids: Annotated[int, Field(gt=0, le=MAX_VALUES)] | None = None
 
     @model_validator(mode="after")
@@ -121,6 +145,8 @@ class Input(_Data):
             return self
         if self.dtype != "float32":
             raise ValueError(f"samples of {self.dtype} cannot be normalised")
+        if self.between is not None:
+            raise ValueError("the normalisation says on what scale samples are; leave `between` out")
         features = self.shape[0] if self.shape else 1
         wrong = {len(values) for values in (how.mean, how.std)} - {1, features, prod(self.shape)}
         if wrong:
@@ -155,8 +181,7 @@ class Manifest(_Data):
     """A line for each layer whose channels form no group: which operator stops it."""
     seed: int | None = None
     """The weights' seed; None when part `weights.safetensors` holds them."""
-    class_names: Annotated[tuple[str, ...], Field(max_length=MAX_TENSORS)] = ()
-    """What the classes are called, in their order; empty when they have no names."""
+    class_names: ClassNames = ()
     draws: bool = False
     """Whether a training step drops entries at random (dropout): its graph then has the input `key` int64[1]."""
     parts: dict[PartName, Part] = {}
@@ -205,7 +230,7 @@ class Manifest(_Data):
     def to_bytes(self) -> bytes:
         """The manifest's canonical JSON; what need not be said is left out where nothing is."""
         silent: dict[str, Any] = {} if self.class_names else {"class_names": True}
-        silent["input"] = {name for name in ("normalisation", "ids") if getattr(self.input, name) is None}
+        silent["input"] = {name for name in ("normalisation", "between", "ids") if getattr(self.input, name) is None}
         return (self.model_dump_json(indent=1, exclude=silent) + "\n").encode()
 
 

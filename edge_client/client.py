@@ -208,7 +208,7 @@ class _Run:
             work = (receipt.work if receipt is not None else None) or self._ask(session.enrolled, hold)
             receipt = None
             if isinstance(work, Stopped):
-                self.say(Event("done", f"the operator stopped the federation: {work.reason}"))
+                self.say(Event("done", f"the federation is over: {work.reason}"))
                 return Result(identity.device, done, "stopped", reason=work.reason)
             if isinstance(work, Finish):
                 report = self._finish(session, work)
@@ -247,7 +247,7 @@ class _Run:
         cache = self.journal.folder / "bundles"
         return open_session(
             identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters,
-            client.personalise,
+            self.say, client.personalise,
         )  # fmt: skip
 
     # --- work

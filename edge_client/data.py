@@ -12,7 +12,7 @@ Where the bundle says how raw samples are normalised, `fit` does that, unless th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,8 @@ from edge_client.errors import DataError
 
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
 SAMPLES = ("x", "x_val", "x_test")
+CHECKED = 1000  # samples, at most about twice as many, whose scale is looked at
+FAR, NEAR = 10.0, 0.02  # times the model's scale: values beyond the first, or differences below the second, are named
 FEWEST = 20  # training samples below which none are kept for validation
 
 
@@ -181,6 +183,42 @@ def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input) -> Mapping[str,
         return arrays
     raw = {n: a for n, a in arrays.items() if n in SAMPLES and a.shape[1:] == takes.shape and a.dtype.kind in "fiub"}
     return {**arrays, **{name: how.apply(array) for name, array in raw.items()}}
+
+
+def doubts(arrays: Mapping[str, NDArray[Any]], x: NDArray[Any], takes: Input, what: str) -> Iterator[str]:
+    """What speaks against a file's samples being what the model is made for, a sentence each; `what` names the file.
+
+    `arrays` are as the file has them, `x` [n, *shape] some of the samples as the model takes them.
+    """
+    if takes.normalisation is None and takes.between is None and "normalised" in arrays:
+        yes = "are" if np.all(arrays["normalised"]) else "are not"
+        yield (
+            f"{what} says that its samples {yes} normalised, and the model does not say how raw ones are: they are "
+            "used as they stand, so every device's have to be prepared alike"
+        )
+    off = _off_scale(x[:: max(len(x) // CHECKED, 1)].astype(np.float64), takes)
+    if off is not None:
+        yield f"{what}: as the model takes them, samples lie between {x.min():.4g} and {x.max():.4g}; {off}"
+
+
+def _off_scale(x: NDArray[np.float64], takes: Input) -> str | None:
+    """What the model is made for when `x` is far from that, and what to do; None when it is not, or nothing is said."""
+    if not x.size:
+        return None
+    if takes.between is not None:
+        low, high = takes.between
+        width, span = high - low, float(np.ptp(x))
+        far = 2.0 * float(np.abs(x - (low + high) / 2.0).max()) > FAR * width
+        if far or 0.0 < span < NEAR * width:
+            return f"it is made for {low:.4g} to {high:.4g}: give them on that scale, such as images divided by 255"
+    if takes.normalisation is not None:
+        size, spread = (float(np.sqrt(np.square(v).mean())) for v in (x, x.std(axis=0)))
+        if size > FAR or 0.0 < spread < NEAR:
+            return (
+                "it is made for a mean of 0 and a deviation of 1: give raw samples on the scale of its normalisation, "
+                f"which begins with mean {takes.normalisation.mean[0]:.4g} and std {takes.normalisation.std[0]:.4g}"
+            )
+    return None
 
 
 def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.card import Card, read
-from edge_client.data import arrays_of, normalised, numbers
+from edge_client.data import arrays_of, doubts, normalised, numbers
 from edge_client.errors import BundleError, ConfigError, DataError
 from edge_client.events import shown
 from edge_client.files import write_whole
@@ -36,7 +37,8 @@ class Predictions:
     """What a model says of n samples.
 
     `outputs` is float32[n, ...] as the target has them; of labels `classes` int64[n, ...] is the likeliest and
-    `probability` float32[n, ...] its softmax. `score` is the target's, None without true values.
+    `probability` float32[n, ...] its softmax. `score` is the target's, None without true values. `doubts` say why the
+    samples may not be what the model is made for.
     """
 
     card: Card
@@ -44,6 +46,7 @@ class Predictions:
     classes: NDArray[np.int64] | None
     probability: F32 | None
     score: float | None
+    doubts: tuple[str, ...] = ()
 
     def name(self, label: int) -> str:
         """What a class is called."""
@@ -61,6 +64,7 @@ def predict_file(model: Path, data: Path) -> Predictions:
     if "x" not in arrays:
         raise DataError(f"{data} lacks the array x; it has {sorted(arrays)}")
     x = _samples(arrays["x"], card, data)
+    doubted = tuple(doubts(arrays, x, card.input, str(data)))
     name = session.get_inputs()[0].name
     try:
         parts = [session.run(None, {name: x[low : low + BATCH]})[0] for low in range(0, len(x), BATCH)]
@@ -76,10 +80,10 @@ def predict_file(model: Path, data: Path) -> Predictions:
             raise DataError(f"{data}: {len(x)} samples but {len(y)} labels; give one label a sample, or leave y out")
         score = card.target.score(outputs, y)
     if not isinstance(card.target, (Classification, Steps)):
-        return Predictions(card, outputs, None, None, score)
+        return Predictions(card, outputs, None, None, score, doubted)
     shifted = np.exp(outputs.astype(np.float64) - outputs.max(axis=-1, keepdims=True))
     shares = (shifted / shifted.sum(axis=-1, keepdims=True)).max(axis=-1).astype(np.float32)
-    return Predictions(card, outputs, outputs.argmax(axis=-1), shares, score)
+    return Predictions(card, outputs, outputs.argmax(axis=-1), shares, score, doubted)
 
 
 def _samples(x: NDArray[Any], card: Card, data: Path) -> NDArray[Any]:
@@ -106,6 +110,8 @@ def predict(
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise ConfigError(f"--out {out}: the name has to end in .npz or .csv")
     found = predict_file(model, data)
+    for doubt in found.doubts:
+        print(f"maskfleet: warning: {shown(doubt)}", file=sys.stderr)
     if out is not None:
         write_whole(
             out, _npz(found) if out.suffix == ".npz" else _csv(found), mode=0o666, elsewhere="choose another --out"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
-from edge_client.data import DataFile, DeviceData, check, fit
+from edge_client.data import DataFile, DeviceData, check, doubts, fit
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal
@@ -67,9 +67,13 @@ def open_session(
     backend: str | None,
     threads: int,
     max_parameters: int,
+    say: OnEvent,
     personalise: Personalise | None = None,
 ) -> Session:
-    """Fetch the bundle, fit the data to it and open the backend. Raises BundleError, ConfigError, DataError."""
+    """Fetch the bundle, fit the data to it and open the backend. Raises BundleError, ConfigError, DataError.
+
+    Data that may not be what the model is made for are named.
+    """
     enrolled = identity.enrolled
     assert enrolled is not None
     bundle = open_remote(remote, enrolled.bundle, cache, max_parameters)
@@ -87,6 +91,9 @@ def open_session(
         data = DeviceData(*(array for pair in checked for array in pair))
     else:
         data = fit(found, manifest, enrolled.seed)
+    arrays, what = ({}, "the data") if isinstance(found, DeviceData) else (found.arrays, found.what)
+    for doubt in doubts(arrays, data.x, manifest.input, what):
+        say(Event("info", f"warning: {doubt}"))
     backend = backend or enrolled.backend or DEFAULT_BACKEND
     check_parts(backend, manifest)
     trainer = open_trainer(backend, bundle, threads)

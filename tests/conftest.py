@@ -6,10 +6,43 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No example fails because the machine is slow, and every run draws the same ones: whether a test passes depends on the
+# code alone. `pytest --hypothesis-profile default` draws others.
+settings.register_profile(
+    "the same anywhere", settings(), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("the same anywhere")
 
 # A shell that starts the tests in the background has Ctrl-C ignored in them and in all their children, to whom some
 # tests send it; with any handler here a child starts with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The files that take longest, the longest first: a process that begins one of them last keeps the others waiting.
+LONGEST = (
+    "test_faults.py",
+    "test_simulate.py",
+    "test_overhead.py",
+    "test_fuzz.py",
+    "test_demo.py",
+    "test_coordinator_process.py",
+    "test_two_coordinators.py",
+    "test_client_killed.py",
+    "test_device_process.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep pytest-xdist from sorting files by their number of tests: those with few are the long ones."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,18 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+from processes import kept_port
 
 from edge_client.bundle import MANIFEST, Bundle, digest
 
 OPERATOR = "operator-token-of-the-tests-0123456789"
-PATIENCE = 180.0  # seconds until a wait is a failure, on the slowest machine
-
-
-def free_port() -> int:
-    """A port that is free now. It stays the same when the coordinator is started again."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+PATIENCE = 600.0  # seconds until a wait is a failure, on the slowest machine
 
 
 def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
@@ -87,15 +80,15 @@ class Federation:
     """One coordinator in `folder` with one federation, and its devices. Use as a context manager."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
     id: str = ""
     token: str = ""
     devices: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.url = f"http://127.0.0.1:{self.port}"
-        place = ["--host", "127.0.0.1", "--port", str(self.port), "--data", str(self.folder / "coordinator")]
+        port, self._port = kept_port()  # the same whenever the coordinator is started again
+        self.url = f"http://127.0.0.1:{port}"
+        place = ["--host", "127.0.0.1", "--port", str(port), "--data", str(self.folder / "coordinator")]
         command = [sys.executable, "-m", "edge_client.cli", "serve", *place]
         self.coordinator = Process(command, self.folder / "coordinator.log")
         self.operator = httpx.Client(
@@ -114,6 +107,7 @@ class Federation:
         for process in (*self.devices.values(), self.coordinator):
             if process.running is not None and process.poll() is None:
                 process.kill()
+        self._port.close()
 
     def wait_until_up(self) -> None:
         """Wait until the coordinator answers."""

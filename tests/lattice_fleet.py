@@ -114,7 +114,8 @@ class Fleet:
             if dropped:
                 self.method.influence(t.assignment, self.state, update)
                 continue
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, None)
+            record = self.records.get(d)
+            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, record)
         if dropped:
             return
         self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
@@ -122,5 +123,5 @@ class Fleet:
 
     def moved(self) -> NDArray[np.float64]:
         """How far the model is from the bundle's."""
-        unit = self.method.unit(self.course, self.state.steps, self.state.halvings)
+        unit = self.method.unit(self.course, self.state.steps)
         return spread(grid(self.m), unit).astype(np.float64) * self.state.counts

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from coord_server import serve
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
 
-PATIENCE = 0.5  # seconds that a head may take in these tests
 HEALTH = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
 LIST = f"GET /v1/federations HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OPERATOR}\r\n\r\n".encode()
 SLOW = b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nContent-Type: application/json\r\n\r\n{"
@@ -33,20 +32,23 @@ class Served:
     port: int
     server: uvicorn.Server
     places: Places
+    connected: list[Streams] = field(default_factory=list)
+    """Kept, because asyncio closes a connection that nothing refers to."""
 
     async def connect(self, said: bytes = b"", source: str = "127.0.0.1") -> Streams:
         """A connection from the loopback address `source`, once it has a place or is closed, that has sent `said`."""
         before = self.places.open.copy()
         streams = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+        self.connected.append(streams)
         streams[1].write(said)
         await until(lambda: bool(self.places.open - before) or streams[0].at_eof())
         return streams
 
     async def busy(self, said: bytes, source: str = "127.0.0.1") -> Streams:
         """A connection whose request is under way."""
-        tasks = len(self.server.server_state.tasks)
+        before = self.server.server_state.tasks.copy()
         streams = await self.connect(said, source)
-        await until(lambda: len(self.server.server_state.tasks) > tasks)
+        await until(lambda: bool(self.server.server_state.tasks - before))
         return streams
 
     async def fleet(self, script: Callable[[Fleet], Awaitable[None]]) -> None:
@@ -91,9 +93,12 @@ async def listening(folder: Path, most: int = 100, certificate: Path | None = No
     running = asyncio.create_task(server._serve([bound]))
     while not server.started:
         await asyncio.sleep(0.01)
+    found = Served(bound.getsockname()[1], server, places)
     try:
-        yield Served(bound.getsockname()[1], server, places)
+        yield found
     finally:
+        for _, writer in found.connected:
+            writer.close()
         server.should_exit = server.force_exit = True
         await running
         store.close()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from coordination import (
-    LIMIT,
     D,
     Fleet,
     bearer,
@@ -196,10 +195,10 @@ def test_what_one_coordinator_does_is_seen_through_another_on_the_same_folder(tm
         async with served(tmp_path) as one, served(tmp_path) as other:
             await one.federation("a")
             other.join = one.join
-            assert (await other.operator("GET", "/v1/federations/fed")).json()["devices"] == 1
+            await until(other, lambda f: f.get("devices") == 1)
             assert (await other.enrol("b")).status_code == 200
-            assert (await other.work("b", LIMIT))["status"] == "train"  # neither saw two devices arrive
-            assert (await one.work("a", LIMIT))["status"] == "train"
+            assert (await other.due("b"))["status"] == "train"  # neither saw two devices arrive
+            assert (await one.due("a"))["status"] == "train"
             assert (await other.train("a")).status_code == 201
             assert (await one.train("b")).status_code == 201
             for fleet in (one, other):

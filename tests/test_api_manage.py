@@ -32,9 +32,10 @@ from coordination import (
 from test_api_faults import LARGE
 from test_coordinator_process import coordinator
 
+from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
 from coord_server.store.blobs import FolderBlobs
-from coord_server.store.metadata import Rows
+from coord_server.store.rows import Rows
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError
 from edge_client.methods.fedavg import FedAvg
@@ -99,6 +100,8 @@ def test_a_name_can_be_used_again_and_the_new_federation_is_a_new_one(tmp_path: 
             assert await whole(second, "a", "bb") == before
             for fleet in (first, second):
                 await until(fleet, lambda f: f["phase"] == "finished")
+                made = await fleet.operator("POST", f"{FED}/exports", json={"kind": "onnx"})
+                assert (made.status_code, made.json()["round"]) == (202, 2), made.text  # from its own large values
             assert len(shelves(tmp_path)) == 1
 
     asyncio.run(script())
@@ -114,6 +117,33 @@ def test_another_coordinator_forgets_a_deleted_federation(tmp_path: Path) -> Non
             while (await second.operator("GET", FED)).status_code != 404:
                 await asyncio.sleep(0.02)
             refused(await second.operator("POST", f"{FED}/tokens", json={}), "not-found")
+
+    asyncio.run(asyncio.wait_for(script(), LIMIT))
+
+
+def test_a_federation_that_another_coordinator_made_anew_while_this_one_deletes_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, made = LiveFederation.delete, list[LiveFederation]()
+
+    async def script() -> None:
+        async with served(tmp_path) as first, served(tmp_path) as second:
+            here = first.http._transport.app.state.coordinator  # type: ignore[attr-defined]
+
+            async def and_again(live: LiveFederation) -> None:
+                await delete(live)
+                while (await second.operator("GET", FED)).status_code != 404:
+                    await asyncio.sleep(0.02)
+                await second.federation()
+                await here._look()
+                made.append(here.federation("fed"))
+
+            await first.federation("a", min_devices=9)
+            while (await second.operator("GET", FED)).status_code != 200:
+                await asyncio.sleep(0.02)
+            monkeypatch.setattr(LiveFederation, "delete", and_again)
+            assert (await first.operator("DELETE", FED)).status_code == 204
+            assert here.federation("fed") is made[0]
 
     asyncio.run(asyncio.wait_for(script(), LIMIT))
 
@@ -167,12 +197,13 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_a_folder_that_starts_and_is_c
     for delay in (0.0, 0.002, 0.006):
         with coordinator(folder) as (process, url), Operator(url, OPERATOR) as operator:
             bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle", LARGE))
-            with httpx.Client(base_url=url, headers=bearer(OPERATOR), trust_env=False) as http:
+            with httpx.Client(base_url=url, headers=bearer(OPERATOR), timeout=LIMIT, trust_env=False) as http:
                 if http.get(FED).status_code == 404:
                     operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
                 deleting = subprocess.Popen(
                     [sys.executable, "-c", "import httpx, sys; httpx.delete(sys.argv[1], headers={'Authorization':"
-                     "'Bearer ' + sys.argv[2]}, trust_env=False)", url + FED, OPERATOR], stderr=subprocess.DEVNULL,
+                     "'Bearer ' + sys.argv[2]}, timeout=60, trust_env=False)", url + FED, OPERATOR],
+                    stderr=subprocess.DEVNULL,
                 )  # fmt: skip
                 end = time.monotonic() + LIMIT
                 while http.get(FED).status_code == 200 and time.monotonic() < end and delay:
@@ -180,9 +211,10 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_a_folder_that_starts_and_is_c
                 time.sleep(delay)
                 os.kill(process.pid, signal.SIGKILL)
                 deleting.wait()
-    with coordinator(folder) as (_, url), httpx.Client(base_url=url, headers=bearer(OPERATOR), trust_env=False) as http:
-        http.delete(FED)
-        assert http.get("/v1/federations").json() == []
+    with coordinator(folder) as (_, url), Operator(url, OPERATOR) as operator:
+        if operator.federations():
+            operator.delete("fed")
+        assert operator.federations() == []
         end = time.monotonic() + LIMIT
         while shelves(folder):
             assert time.monotonic() < end
@@ -229,7 +261,7 @@ def test_a_running_federation_takes_a_new_deadline_number_of_rounds_and_cohort(t
                 ((chosen, work),) = [(d, w) for d, w in zip("ab", found, strict=True) if w["status"] == "train"]
                 assert work["rounds"] == 3
                 await other.train(chosen if chosen == "a" else "bb")
-            assert (await other.work("a", LIMIT))["status"] == "finish"
+            assert (await other.due("a"))["status"] == "finish"
             assert [r["round"] for r in (await fleet.operator("GET", f"{FED}/rounds")).json()] == [1, 2, 3]
             assert "finished" in refused(await fleet.operator("PATCH", FED, json={"rounds": 9}), "wrong-phase")
 
@@ -303,7 +335,7 @@ def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> N
         for _ in range(5):
             for device in ("a", "bb", "ccc", "dddd"):
                 assert (await fleet.train(device)).status_code == 201
-        await fleet.work("a", LIMIT)
+        await fleet.due("a")
         for name in ("gamma", "alpha", "beta"):
             made = await fleet.operator("POST", "/v1/federations", json=settings(name=name, method={"name": "stc"}))
             assert made.status_code == 201

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from coordination import (
+    LIMIT,
     D,
     Fleet,
     bearer,
@@ -20,6 +21,7 @@ from coordination import (
     manifest,
     play,
     refused,
+    served,
     trained,
     until,
     update,
@@ -66,6 +68,22 @@ def test_the_records_of_a_federation_count_the_bytes_that_went_over_the_wire(tmp
             assert d["messages_up"].keys() >= {"enrol"}
             assert {"enrol", "work", "receipt"} <= d["messages_down"].keys()
             assert all(n > 0 for kinds in (d["messages_up"], d["messages_down"]) for n in kinds.values())
+
+    play(tmp_path, script)
+
+
+def test_a_downlink_that_led_to_no_update_is_in_its_device_s_total_and_in_no_round(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=1, min_updates=1)
+        work = await fleet.due("bb")
+        wasted = len(await fleet.fetch("bb", work))
+        assert (await fleet.fail("bb", work, "backend")).status_code == 204
+        await fleet.train("a")
+        await fleet.due("a")
+        (traffic,) = (r["traffic"] for r in (await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
+        devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert sum(traffic["down"].values()) == devices[0]["bytes_down"] > 0
+        assert (devices[1]["bytes_down"], devices[1]["bytes_up"]) == (wasted, 0)
 
     play(tmp_path, script)
 
@@ -170,13 +188,12 @@ def test_a_last_downlink_that_is_fetched_in_parts_counts_once(tmp_path: Path) ->
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)
-        waiting = asyncio.create_task(fleet.work("a", 60))
-        await until(fleet, lambda f: f["devices"] == 1)
-        assert not waiting.done()
-        begun = time.monotonic()
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        waiting = asyncio.create_task(live.work("a", 10 * LIMIT))
+        while "a" not in live.devices._polls:
+            await asyncio.sleep(0.001)
         assert (await fleet.operator("POST", "/v1/federations/fed/start")).json()["phase"] == "running"
-        assert (await waiting)["status"] == "train"
-        assert time.monotonic() - begun < 50  # of the 60 it would wait by itself
+        assert (await asyncio.wait_for(waiting, LIMIT)).status == "train"  # of ten times as long that it would wait
 
     play(tmp_path, script)
 
@@ -190,14 +207,14 @@ def test_a_receipt_carries_the_next_work_when_the_upload_waits_for_it(tmp_path: 
         async def upload(device: str, wait: float | None) -> httpx.Response:
             return await fleet.upload(device, 1, work[device]["lease"], body[device], wait=wait)
 
-        waiting = asyncio.create_task(upload("a", 30))
+        waiting = asyncio.create_task(upload("a", LIMIT))
         await until(fleet, lambda f: bool(f["updates"] == 1))
-        early = await upload("a", 30)  # sent again: nothing to do yet, and no answer is held back while a body comes
+        early = await upload("a", LIMIT)  # sent again: nothing to do yet, and no answer is held back while a body comes
         assert (early.status_code, "work" in early.json()) == (200, False)
-        last = await upload("bb", 30)
+        last = await upload("bb", LIMIT)
         for device, answer in (("a", await waiting), ("bb", last)):
             assert answer.status_code == 201
-            assert (await upload(device, 30)).json()["work"]["round"] == 2
+            assert (await upload(device, LIMIT)).json()["work"]["round"] == 2
             following = answer.json().pop("work")
             assert (following["status"], following["round"]) == ("train", 2)
             now = await fleet.work(device)
@@ -265,12 +282,19 @@ def test_pause_resume_stop_and_removal(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_at_the_deadline_the_round_closes_without_the_late_device(tmp_path: Path) -> None:
-    async def script(fleet: Fleet) -> None:
-        await fleet.federation("a", "b", deadline_seconds=0.6)
-        late = await fleet.work("b")
-        assert (await fleet.train("a")).status_code == 201
-        await until(fleet, lambda f: f["round"] == 2)
-        refused(await fleet.upload("b", 1, late["lease"], update(np.ones(D))), "wrong-round")
+def test_at_the_deadline_the_round_closes_without_the_late_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coord_server.live.commits.LOOK_MOST", 0.02)
+    now = [time.time()]  # it stands still unless the test sets it
 
-    play(tmp_path, script)
+    async def main() -> None:
+        async with served(tmp_path, lambda: now[0]) as fleet:
+            await fleet.federation("a", "b", deadline_seconds=10.0)
+            late = await fleet.work("b")
+            assert (await fleet.train("a")).status_code == 201
+            now[0] += 11.0
+            await until(fleet, lambda f: f["round"] == 2)
+            refused(await fleet.upload("b", 1, late["lease"], update(np.ones(D))), "wrong-round")
+
+    asyncio.run(main())

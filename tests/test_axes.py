@@ -41,6 +41,13 @@ def test_the_table_keeps_the_axes_apart_that_a_trial_keeps_apart(name: str) -> N
         assert apart(net, node) == tuple(n == 1 or a for n, a in zip(shape, tried.apart, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["Atan", "Celu", "Cosh", "IsInf", "Shrink"])
+def test_operators_on_single_elements_keep_all_axes(kind: str) -> None:
+    known = axes_of(helper.make_node(kind, ["x"], ["y"]), [(2, 3)], (2, 3))
+    assert known is not None
+    assert not known.whole
+
+
 def test_an_operator_that_the_table_lacks_has_no_axes() -> None:
     assert axes_of(helper.make_node("CumSum", ["x", "axis"], ["y"]), [(2, 3), ()], (2, 3)) is None
     grouped = helper.make_node("Conv", ["x", "w"], ["y"], group=2)

@@ -20,12 +20,14 @@ from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
 from edge_client.bench import android, child, compare, measure, plots, report, variants
+from edge_client.bench.cli import distinct
 from edge_client.bundle import Bundle
+from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
 from edge_client.measure import engines, machine
 from edge_client.measure.adb import connect
 from edge_client.measure.energy import Trace
-from edge_client.measure.latency import FEWEST, in_turns, summary
+from edge_client.measure.latency import FEWEST, in_turns, ranks, summary
 
 DIGITS = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles" / "digits"
 EXACT = ("dense", "masked", "compact", "aligned")
@@ -78,9 +80,9 @@ def test_each_calls_times_are_its_own_and_sleep_takes_no_processor() -> None:
 
     times = in_turns([lambda: time.sleep(0.004), spin, lambda: None], 12, 0)
     assert np.median(times.wall[0]) >= 4
-    assert np.median(times.cpu[0]) < 2
     assert np.median(times.cpu[1]) >= 2
-    assert np.median(times.wall[2]) < 1
+    assert np.median(times.cpu[0]) < np.median(times.cpu[1])
+    assert np.median(times.wall[2]) < min(np.median(times.wall[0]), np.median(times.wall[1]))
 
 
 def test_turns_end_with_their_seconds_but_not_before_the_fewest() -> None:
@@ -93,19 +95,36 @@ def test_turns_end_with_their_seconds_but_not_before_the_fewest() -> None:
 def test_a_summary_orders_its_figures(values: list[float]) -> None:
     s = summary(np.array(values))
     assert min(values) <= s.p50 <= s.p90 <= s.p99 <= max(values)
-    for p, (low, high) in ((s.p50, s.p50_interval), (s.p90, s.p90_interval), (s.p99, s.p99_interval)):
+    assert [i is not None for i in (s.p50_interval, s.p90_interval)] == [len(values) >= 6, len(values) >= 36]
+    assert s.p99_interval is None
+    for p, interval in ((s.p50, s.p50_interval), (s.p90, s.p90_interval)):
+        low, high = interval or (p, p)
         assert min(values) <= low <= high <= max(values)
         assert low <= p * (1 + 1e-9)
     assert s.runs == len(values)
     assert s.cv == pytest.approx(np.std(values) / np.mean(values))
 
 
-def test_an_interval_holds_the_true_median_nineteen_times_in_twenty() -> None:
+@pytest.mark.parametrize(("runs", "percents"), [(6, [50]), (20, [50]), (40, [50, 90]), (400, [50, 90, 99])])
+def test_an_interval_holds_the_true_percentile_nineteen_times_in_twenty_or_there_is_none(
+    runs: int, percents: list[int]
+) -> None:
+    """Of 200 series. Nineteen in twenty less twice what 200 series scatter by is 92 %."""
     rng = np.random.default_rng(0)
-    inside = [
-        low <= np.log(2) <= high for low, high in (summary(rng.exponential(1, 100)).p50_interval for _ in range(60))
-    ]
-    assert 52 <= sum(inside) <= 60
+    series = [summary(rng.exponential(1, runs)) for _ in range(200)]
+    for percent in (50, 90, 99):
+        found = [getattr(s, f"p{percent}_interval") for s in series]
+        assert all((interval is not None) == (percent in percents) for interval in found)
+        truth = -np.log(1 - percent / 100)
+        inside = [interval[0] <= truth <= interval[1] for interval in found if interval]
+        assert sum(inside) >= 0.92 * len(inside)
+
+
+def test_the_places_of_an_interval_are_those_of_the_tables() -> None:
+    """Order statistics of the median as tables have them, counted from 1: 6 values 1 and 6, 20 values 6 and 15."""
+    assert [ranks(n, 0.5) for n in (5, 6, 20, 100)] == [None, (0, 5), (5, 14), (39, 60)]
+    assert [ranks(n, 0.9) is None for n in (35, 36)] == [True, False]
+    assert [ranks(n, 0.99) is None for n in (367, 368)] == [True, False]
 
 
 # --- variants
@@ -357,10 +376,45 @@ def test_model_files_are_measured_side_by_side(tmp_path: Path) -> None:
     assert [r["variant"] for r in rows] == ["dense", "compact"]
 
 
+def test_two_files_of_one_name_are_two_variants_each_with_its_own_size(tmp_path: Path) -> None:
+    for name, width in (("old", 64), ("new", 4)):
+        (tmp_path / name).mkdir()
+        bundle = sequential_bundle(tmp_path / name, (12,), (Linear(width), Act(), Linear(3)))
+        write_dense(bundle, random_personal(bundle, 0, 1.0, 1.0), tmp_path / name / "personal.onnx")
+    files = [tmp_path / name / "personal.onnx" for name in ("old", "new")]
+    result = invoke("bench", *files, *QUICK, "--threads", "1", "--meter", "none", "-o", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o" / "report.json").read_text())
+    sizes = {name: about["macs"] for name, about in found["variants"].items()}
+    assert sizes == {"old/personal.onnx": 12 * 64 + 64 * 3, "new/personal.onnx": 12 * 4 + 4 * 3}
+    assert [r["variant"] for r in found["rows"]] == list(sizes)
+    assert "is given twice" in str(invoke("bench", files[0], files[0]).exception)
+
+
+def test_files_that_take_other_inputs_or_do_not_open_are_named(tmp_path: Path) -> None:
+    for width in (12, 5):
+        (tmp_path / str(width)).mkdir()
+        bundle = sequential_bundle(tmp_path / str(width), (width,), (Linear(4), Act(), Linear(3)))
+        write_dense(bundle, random_personal(bundle, 0, 1.0, 1.0), tmp_path / f"{width}.onnx")
+    said = str(invoke("bench", tmp_path / "12.onnx", tmp_path / "5.onnx", *QUICK).exception)
+    assert "5.onnx takes float32[1, 5] and" in said
+    assert "12.onnx float32[1, 12] (a free axis counts as 1)" in said
+    (tmp_path / "wrong.onnx").write_bytes(b"wrong")
+    assert str(invoke("bench", tmp_path / "wrong.onnx").exception).endswith("such as a personal.onnx")
+
+
+def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
+    given = [Path("x/a.onnx"), Path("x/a.pte"), Path("x/b.onnx"), Path("c/d/e.onnx"), Path("f/d/e.onnx")]
+    assert distinct(given) == ["a.onnx", "a.pte", "b", "c/d/e.onnx", "f/d/e.onnx"]
+    assert len(set(distinct([Path("a.onnx"), Path("y/a.onnx.onnx"), Path("y/a.onnx")]))) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["missing.onnx"], "cannot open missing.onnx"),
+        (["missing.onnx"], "missing.onnx is not there; name a bundle's folder or model files"),
+        ([__file__.replace(".py", ".pte")], "is not there"),
+        ([DIGITS, "--threads", "100000"], "--threads 100000 is more than 4 times the"),
         (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
         ([DIGITS, DIGITS], "is a bundle; give it alone"),
         ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
@@ -391,25 +445,27 @@ def test_help_lists_the_commands_and_meters_lists_the_meters() -> None:
 def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> None:
     first = compare.read(digits / "report.json")
     second = json.loads((digits / "report.json").read_text())
-    second["machine"]["kernel"] = "other"
+    second["machine"] |= {"kernel": "other", "board": "another Pi", "memory_mb": 1}
     for row in second["rows"]:
         if row["variant"] == "compact":
-            for name in ("p50", "p90", "p99"):
-                row["wall_ms"][name] /= 10
-                row["wall_ms"][f"{name}_interval"] = [v / 10 for v in row["wall_ms"][f"{name}_interval"]]
+            row["wall_ms"]["p50"] /= 1e6
+            row["wall_ms"]["p50_interval"] = [v / 1e6 for v in row["wall_ms"]["p50_interval"]]
     del second["rows"][0]
     path = tmp_path / "b.json"
     path.write_text(json.dumps(second))
     found = {(p.variant, p.threads): p for p in compare.pairs(first, compare.read(path))}
     assert len(found) == 9
-    assert found["compact", 1].ratio == pytest.approx(10, rel=1e-3)
+    assert found["compact", 1].ratio == pytest.approx(1e6, rel=1e-3)
     assert found["compact", 1].verdict == "faster"
     assert found["masked", 1].verdict == "no difference"
-    assert any(text.startswith("kernel: ") for text in compare.cautions(first, second))
+    said = compare.cautions(first, second)
+    assert all(any(text.startswith(f"{name}: ") for text in said) for name in ("kernel", "board", "memory_mb"))
     result = invoke("bench", "compare", digits / "report.json", path)
     assert result.exit_code == 0, result.output
     assert "caution: kernel" in result.output
     assert "faster" in result.output
+    second["rows"][-1]["wall_ms"]["p50_interval"] = None
+    assert compare.pairs(first, second)[-1].verdict == "too few runs"
     second["variants"]["compact"]["macs"] += 1
     second["settings"]["runs"] += 1
     assert {p.variant: p.verdict for p in compare.pairs(first, second)}["compact"] == "another model"
@@ -514,6 +570,12 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
     assert "is not there; name the runner" in str(missing.exception)
 
 
+def test_two_files_of_one_name_are_refused_on_a_phone(phone: Path) -> None:
+    twins = [variants.Variant(name, phone / name / "personal.pte") for name in ("old", "new")]
+    with pytest.raises(ConfigError, match=r"old/personal\.pte have one name"):
+        android.push(connect("PIXEL8"), [phone / "executor_runner"], twins)
+
+
 def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(phone: Path) -> None:
     kinds = [variants.Variant("dense", Path("dense.onnx")), variants.Variant("pte", Path("pte.pte"))]
     assert android.of_runner("executor_runner", kinds) == (kinds[1:], {"dense": "executor_runner does not run it"})
@@ -527,7 +589,7 @@ def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.bench.cli._variants", lambda *given: pytest.fail("it measured"))
+    monkeypatch.setattr("edge_client.bench.cli._subject", lambda *given: pytest.fail("it measured"))
     (tmp_path / "file").write_text("")
     result = invoke("bench", DIGITS, "-o", tmp_path / "file" / "o")
     assert "choose another --output" in str(result.exception)

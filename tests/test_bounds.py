@@ -21,7 +21,8 @@ from edge_client import methods
 from edge_client.client import Client
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.methods import make_method
-from edge_client.protocol.messages import Enrolled, FederationConfig, Receipt, TokenRequest, Work
+from edge_client.protocol.messages import Enrolled, FederationConfig, Receipt, Work
+from edge_client.protocol.operator import TokenRequest
 from edge_client.remote import Remote
 from edge_client.retry import Retry
 from edge_client.transport import Transport

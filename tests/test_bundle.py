@@ -55,6 +55,12 @@ def test_a_manifest_survives_its_json_and_keeps_its_digest() -> None:
     assert digest(parse_manifest(manifest.to_bytes()).to_bytes()) == digest(manifest.to_bytes())
 
 
+def test_two_classes_of_one_name_are_refused() -> None:
+    assert small_manifest(class_names=("no", "yes")).class_names == ("no", "yes")
+    with pytest.raises(ValueError, match="'no' is the name of two classes"):
+        small_manifest(class_names=("no", "no"))
+
+
 def test_sizes_follow_from_the_tables() -> None:
     assert (small_manifest().d, small_manifest().buffers_d) == (8, 2)
 

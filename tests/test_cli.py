@@ -23,7 +23,7 @@ from edge_client.targets import Classification
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """`maskfleet ARGUMENTS` in a process of its own, after the Python statements `code`."""
     program = f"import sys\n{code}\nfrom edge_client.cli import main\nsys.argv = ['maskfleet', *sys.argv[1:]]\nmain()"
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=600)
 
 
 def with_commands(tmp_path: Path, source: str, **entries: str) -> str:
@@ -231,5 +231,5 @@ def test_the_public_names_load_when_they_are_used_and_importing_the_package_load
         "assert Client is same\n"
         "assert not {'torch', 'onnx', 'fastapi'} & sys.modules.keys(), sys.modules.keys()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,7 +15,7 @@ import typer
 from client_rig import METHODS, URL, Coordinator, Softmax, conclude, device, numpy_trainer, problem, samples  # noqa: F401
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, digest
 from edge_client.cli import join
 from edge_client.client import Client
 from edge_client.data import DataFile, DeviceData, read
@@ -99,6 +100,19 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
         join(URL, "good", tmp_path / "mine.npz")
     assert ended.value.exit_code == ExitCode.COMPACTION
     assert "not compacted: logits differ by 1" in capsys.readouterr().err
+
+
+def test_a_device_says_that_its_samples_may_not_be_what_the_model_is_made_for(tmp_path: Path) -> None:
+    for scale in (1, 200):
+        given, said = replace(samples(), x=scale * samples().x), list[Event]()
+        coordinator = Coordinator(rounds=1)
+        takes = coordinator.manifest.input.model_copy(update={"between": (-0.5, 0.5)})
+        coordinator.manifest = coordinator.manifest.model_copy(update={"input": takes})
+        coordinator.bundle = digest(coordinator.manifest.to_bytes())
+        device(tmp_path / str(scale), coordinator, data=given).run(on_event=said.append)
+        warned = [e.text for e in said if "as the model takes them" in e.text]
+        assert len(warned) == (scale > 1)
+        assert all(text.startswith("warning: the data: ") for text in warned)
 
 
 def test_a_device_says_when_its_model_is_worse_than_the_bundles_start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -114,6 +115,56 @@ def test_an_index_of_a_product_counts_where_either_side_varies_and_not_where_the
         assert bound(module, case).live == rest + 5 * 4 * (2 + 3) + 25 * 3
         module.k.weight[1] = 0.0  # a varying query times a constant key: the same for all keys
         assert bound(module, case).live == rest + 5 * 4 * (1 + 2) + 25 * 2
+
+
+def test_the_bound_counts_plain_recurrence_and_cells_by_their_live_units() -> None:
+    for name, steps, gates in (("rnn", 9, 1), ("lstm cell", 5, 4), ("gru cell", 5, 3)):
+        case = ZOO[name]
+        made = masked(case, "act", 0.5)
+        (units,) = (int(k.sum()) for k in made.kept.values())
+        assert bound(made.module, case).live == steps * gates * units * (8 + units) + 5 * units
+
+
+def test_the_bound_counts_einsum_by_live_triples_and_a_constant_beside_what_varies() -> None:
+    def wiring(m: Net, x: Tensor) -> Tensor:
+        return m.head(torch.einsum("ni,ni,no->no", m.a(x), m.b(x), x))  # type: ignore[operator, no-any-return]
+
+    case = Case("three", lambda: Net(wiring, a=nn.Linear(4, 6), b=nn.Linear(4, 6), head=nn.Linear(4, 2)), (4,), ())
+    module = case.make().eval()
+    rest = 4 * 2 + 1 * 4  # the classifier, and the sum of products times x
+    assert bound(module, case).live == rest + 2 * 4 * 6 + 6
+    with torch.no_grad():
+        module.a.weight[:2] = 0.0  # a constant beside an entry that varies
+        assert bound(module, case).live == rest + 4 * (4 + 6) + 6
+        module.a.bias[0] = 0.0  # zero: neither entry matters
+        assert bound(module, case).live == rest + 4 * (4 + 5) + 5
+
+
+def test_the_bound_of_a_convolution_counts_steps_that_lie_in_the_samples_axis() -> None:
+    case = ZOO["convolution of each step"]
+    live = bound(masked(case, "act", 0.5).module, case).live
+    assert live == 4 * 8 * 8 * 9 * 3 * 4 + 4 * 5 + 5 * 5
+
+
+def test_a_reparametrised_layer_is_pruned_by_its_lengths() -> None:
+    made = masked(ZOO["weight norm"], "weight", 0.5)
+    rows = made.module.a.weight.flatten(1).abs().sum(1)
+    assert torch.equal(rows > 0, made.kept["a"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "most"), [("gru both ways on a stream", "weight", 9000), ("decoder, lstm both ways", "act", 5000)]
+)
+def test_recurrent_layers_lose_units_that_move_or_start_elsewhere(
+    name: str, kind: Literal["act", "weight"], most: int, tmp_path: Path
+) -> None:
+    case = ZOO[name]
+    subject = prepare(case, export(case, tmp_path / "bundle"), kind, 0.3)
+    result = compacted(subject, kind, 0.3, tmp_path / "personal.onnx")
+    assert result.exact, result.row()
+    assert result.macs_compact is not None
+    assert result.macs_compact < most
+    assert result.stopped_by
 
 
 def test_masks_keep_the_share_of_every_layer_and_zero_the_batch_norm_behind_it_for_act() -> None:

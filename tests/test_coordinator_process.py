@@ -25,29 +25,21 @@ from coordination import (
     bearer,
     content_digest,
     credential,
-    free_port,
     served,
     settings,
     trained,
     whole,
     write_bundle,
 )
+from processes import kept_port
 from typer.testing import CliRunner
 
 from coord_server.operator import cli as operator_cli
 from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import (
-    Device,
-    Failure,
-    Federation,
-    FederationConfig,
-    Round,
-    Scores,
-    TokenRequest,
-    Traffic,
-)
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Round, Scores, Traffic
+from edge_client.protocol.operator import Device, TokenRequest
 
 SERVE = [sys.executable, "-c", "from coord_server.serve import serve; import typer; typer.run(serve)"]
 IDLE_LIMIT = 120e6  # bytes
@@ -93,12 +85,12 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
         operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
         join = operator.token("fed", TokenRequest()).token
         body = {"token": join, "device": "a", "credential": credential("a")}
-        httpx.post(f"{url}/v1/enrol", json=body, trust_env=False).raise_for_status()
+        httpx.post(f"{url}/v1/enrol", json=body, timeout=LIMIT, trust_env=False).raise_for_status()
         answers: list[Any] = []
 
         def wait() -> None:
             path = f"{url}/v1/federations/fed/work?wait=50"
-            answers.append(httpx.get(path, headers=bearer(credential("a")), timeout=60, trust_env=False).json())
+            answers.append(httpx.get(path, headers=bearer(credential("a")), timeout=2 * LIMIT, trust_env=False).json())
 
         waiting = threading.Thread(target=wait)
         waiting.start()
@@ -181,8 +173,8 @@ class Deadly:
 
     def __init__(self, folder: Path, processes: int, kills: list[int], dice: random.Random) -> None:
         self._folder, self._kills, self._dice = folder, sorted(kills), dice
-        self._ports = [free_port() for _ in range(processes)]
-        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        self._ports = [kept_port() for _ in range(processes)]
+        self.urls = [f"http://127.0.0.1:{port}" for port, _ in self._ports]
         self._running: list[subprocess.Popen[str] | None] = [None] * processes
         self._steps, self.killed = 0, 0
         self._changed = threading.Condition()
@@ -207,7 +199,7 @@ class Deadly:
         """Start every coordinator that is dead, until `over`."""
         with ExitStack() as processes:
             while not over():
-                for slot, port in enumerate(self._ports):
+                for slot, (port, _) in enumerate(self._ports):
                     if self._running[slot] is None:
                         started, _ = processes.enter_context(coordinator(self._folder, port))
                         with self._changed:
@@ -284,7 +276,7 @@ def test_killed_again_and_again_the_federation_ends_as_if_undisturbed(tmp_path: 
             join = operator.token("fed", TokenRequest()).token
             for name in devices:
                 body = {"token": join, "device": name, "credential": credential(name)}
-                httpx.post(f"{site.urls[0]}/v1/enrol", json=body, trust_env=False).raise_for_status()
+                httpx.post(f"{site.urls[0]}/v1/enrol", json=body, timeout=LIMIT, trust_env=False).raise_for_status()
             threads = [
                 threading.Thread(target=_device, args=(n, site.urls[i % processes], site, receipts), daemon=True)
                 for i, n in enumerate(devices)

@@ -124,6 +124,15 @@ def test_a_round_costs_seconds_joules_above_idle_memory_and_perhaps_a_temperatur
     assert again.joules == pytest.approx(3.0 * (again.seconds or 0), rel=1e-6)
 
 
+def test_the_power_at_rest_is_taken_anew_after_its_time() -> None:
+    meter = Flat()
+    meter.watts = [2.0, 5.0, 3.0, 5.0]
+    cost = RoundCost(meter, rest=lambda seconds: None, lasts=0.0)
+    for above in (3.0, 2.0):
+        _, found = cost.of(lambda: None)
+        assert found.joules == pytest.approx(above * (found.seconds or 0), rel=1e-6)
+
+
 def test_the_peak_of_a_round_is_not_that_of_the_round_before() -> None:
     cost = RoundCost(None)
     _, large = cost.of(lambda: np.ones(25_000_000).sum())
@@ -210,10 +219,10 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
         await fleet.federation("a", "b")
         for round_ in (1, 2):
             for name, header in (("a", f"{round_},10,,"), ("b", f"{2 + round_},,200,50")):
-                work = await fleet.work(name, 5.0)
+                work = await fleet.due(name)
                 answer = await fleet.upload(name, round_, work["lease"], update(np.ones(D)), {COST_HEADER: header})
                 assert answer.status_code == 201, answer.text
-        assert (await fleet.work("a", 5.0))["status"] == "finish"
+        assert (await fleet.due("a"))["status"] == "finish"
 
     async def look(fleet: Fleet) -> list[Any]:
         return list((await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
@@ -236,7 +245,7 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
 def test_a_cost_out_of_range_is_a_bad_message_and_the_update_may_be_sent_again(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", rounds=1, cohort=1, min_devices=1)
-        work = await fleet.work("a", 5.0)
+        work = await fleet.due("a")
         bad = await fleet.upload("a", 1, work["lease"], update(np.ones(D)), {COST_HEADER: "1,2,3,9999"})
         assert (bad.status_code, bad.json()["type"].rpartition("/")[2]) == (422, "bad-message")
         assert (await fleet.upload("a", 1, work["lease"], update(np.ones(D)))).status_code == 201

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from coordination import LIMIT, Fleet, manifest, play, refused, settings, whole
+import pytest
+from coordination import Fleet, manifest, play, refused, settings, whole
 from test_api_manage import pages
 from test_dashboard import HTML, PAGE, log_in, said
 
 from coord_server.operator import manage
 from edge_client.bundle import digest
-from edge_client.protocol.messages import BundleSummary
+from edge_client.protocol.operator import BundleSummary
 
 
 def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_a_damaged_round_is_named_and_everything_else_is_shown(tmp_path: Path) -
         for _ in range(3):
             for device in ("a", "bb"):
                 await fleet.train(device)
-            await fleet.work("a", LIMIT)
+            await fleet.due("a")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
             database.execute("update rounds set record = '{\"x\":1}' where round = 2")
         await log_in(fleet)
@@ -91,17 +92,69 @@ def test_a_damaged_round_is_named_and_everything_else_is_shown(tmp_path: Path) -
     play(tmp_path, script)
 
 
-def test_a_damaged_last_downlink_is_named_on_the_page_that_lists_all_federations(tmp_path: Path) -> None:
+ROW = "the row of device 'a' is damaged: "
+
+
+@pytest.mark.parametrize(
+    "damage", ["report = '{'", "failure = '[]'", "cost = 'x'", "updates = 'many'", "last_seen_at = 'never'"]
+)
+def test_a_damaged_row_of_a_device_is_named_and_everything_else_is_shown(damage: str, tmp_path: Path) -> None:
+    """On both pages and in the list of the API, whose pages keep their length; restored, the fault is gone."""
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", rounds=4)
+        for device in ("a", "bb"):
+            await fleet.train(device)
+        await fleet.due("a")
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            rows = database.execute("select rowid, * from devices where device = 'a'").fetchall()
+            database.execute(f"update devices set {damage} where device = 'a'")
+        await log_in(fleet)
+        shown = await fleet.http.get(PAGE, headers=HTML)
+        assert shown.status_code == 200
+        assert ROW in said(shown)
+        assert "after local training" in said(shown)
+        assert said(shown).count("bb") > 0
+        assert ROW in said(await fleet.http.get("/", headers=HTML))
+        (first,), (second,) = await pages(fleet, "/v1/federations/fed/devices", 1)
+        assert (first["device"], first["updates"], first["report"], first["cost"]) == ("a", 0, None, {})
+        assert (second["device"], second["updates"]) == ("bb", 1)
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"].startswith(ROW)
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            database.execute("delete from devices where device = 'a'")
+            database.execute(f"insert into devices values ({','.join('?' * (len(rows[0]) - 1))})", rows[0][1:])
+        assert ROW not in said(await fleet.http.get(PAGE, headers=HTML))
+        assert (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"] is None
+
+    play(tmp_path, script)
+
+
+def test_an_export_of_a_device_whose_row_is_damaged_is_refused_and_others_are_made(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        with sqlite3.connect(tmp_path / "coordinator.db") as database:
+            database.execute("update devices set report = '{' where device = 'a'")
+        for device, status in (("a", 500), ("bb", 202)):
+            asked = {"kind": "onnx", "device": device}
+            answer = await fleet.operator("POST", "/v1/federations/fed/exports", json=asked)
+            assert answer.status_code == status, answer.text
+            assert (ROW in answer.text) == (device == "a")
+
+    play(tmp_path, script)
+
+
+def test_a_damaged_last_downlink_is_named_and_everything_else_is_shown(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb")
         await fleet.operator("POST", "/v1/federations", json=settings(name="other", bundle=await fleet.bundle()))
         await whole(fleet, "a", "bb")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
-            database.execute("update devices set last_down = '{'")
+            database.execute("update devices set last_down = '{' where device = 'a'")
         await log_in(fleet)
-        shown = await fleet.http.get("/", headers=HTML)
-        assert shown.status_code == 200
-        assert "the row of a device of fed is damaged" in said(shown)
-        assert "other" in said(shown)
+        for page, other in (("/", "other"), (PAGE, "after local training")):
+            shown = await fleet.http.get(page, headers=HTML)
+            assert shown.status_code == 200
+            assert ROW in said(shown)
+            assert other in said(shown)
 
     play(tmp_path, script)

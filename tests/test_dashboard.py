@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from coordination import LIMIT, OPERATOR, Fleet, bearer, open_folder, served, until
+from coordination import OPERATOR, Fleet, bearer, open_folder, served, until
 from fastapi import Request
 
 from coord_server import auth
@@ -406,7 +406,7 @@ async def pages(fleet: Fleet) -> dict[str, httpx.Response]:
     await fleet.federation("a", "b", rounds=3)
     for device in ("a", "b"):
         assert (await fleet.train(device)).status_code == 201
-    work = await fleet.work("a", LIMIT)
+    work = await fleet.due("a")
     assert work["round"] == 2
     reason = "</li><script>alert(1)</script>\"'><img src=x onerror=alert(2)> \N{RIGHT-TO-LEFT OVERRIDE}"
     assert (await fleet.fail("a", work, "data", reason)).status_code < 300

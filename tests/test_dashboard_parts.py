@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from coord_server import engine
 from coord_server.dashboard import devices, plots, words
 from coord_server.live.status import progress
-from edge_client.protocol.messages import Device, Failure, FederationConfig, Report
+from edge_client.protocol.messages import Failure, FederationConfig, Report
+from edge_client.protocol.operator import Device
 
 NOW = 1000.0
 CONFIG = FederationConfig(**settings())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_bundle import small_manifest
 
 from edge_client.bundle import Manifest
-from edge_client.data import DeviceData, fit, read, split
+from edge_client.data import DataFile, DeviceData, doubts, fit, read, split
 from edge_client.errors import DataError
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
@@ -226,3 +226,56 @@ def test_a_damaged_file_is_read_or_refused_with_a_data_error(
     except DataError:
         return
     assert len(found.y) + len(found.y_val) + len(found.y_test) == 20
+
+
+def doubted(x: np.ndarray, takes: dict[str, object], **flags: object) -> list[str]:
+    """What is said of a file with these samples, for a model that takes such ones."""
+    m = small_manifest(input={"shape": x.shape[1:], **takes})
+    arrays = {"x": x, "y": np.arange(len(x)) % 2, **{name: np.asarray(flag) for name, flag in flags.items()}}
+    return list(doubts(arrays, fit(DataFile("d.npz", arrays), m).x, m.input, "d.npz"))
+
+
+UNIT = np.random.default_rng(3).random((40, 3))
+UNEVEN = {"mean": (33.0, 60.0, 90.0), "std": (70.0, 75.0, 90.0)}
+
+
+@pytest.mark.parametrize(
+    ("x", "takes", "said"),
+    [
+        (np.uint8(UNIT * 255), {"between": (0.0, 1.0)}, "made for 0 to 1"),
+        (UNIT, {"between": (0.0, 255.0)}, "made for 0 to 255"),
+        (np.uint8(UNIT * 255), {"normalisation": {"mean": (0.5,), "std": (0.3,)}}, "mean 0.5 and std 0.3"),
+        (UNIT, {"normalisation": UNEVEN}, "begins with mean 33 and std 70"),
+        (UNIT, {"between": (0.0, 1.0)}, None),
+        (UNIT * 3 - 1, {"between": (0.0, 1.0)}, None),
+        (np.zeros((40, 3)), {"between": (0.0, 1.0)}, None),
+        (np.uint8(UNIT * 255), {"between": (0.0, 255.0)}, None),
+        (np.uint8(UNIT * 255), {"normalisation": UNEVEN}, None),
+        (np.uint8(UNIT * 255), {}, None),
+    ],
+)
+def test_samples_far_from_the_model_s_scale_are_named_in_a_sentence(
+    x: np.ndarray, takes: dict[str, object], said: str | None
+) -> None:
+    found = doubted(x, takes)
+    assert len(found) == (said is not None)
+    assert said is None or (said in found[0] and found[0].startswith("d.npz: as the model takes them, samples lie"))
+
+
+def test_a_mark_of_normalisation_counts_for_nothing_where_the_model_says_nothing_and_that_is_said() -> None:
+    assert ["are normalised" in s for s in doubted(UNIT, {}, normalised=True)] == [True]
+    assert ["are not normalised" in s for s in doubted(UNIT, {}, normalised=False)] == [True]
+    assert not doubted(UNIT, {"between": (0.0, 1.0)}, normalised=True)
+    how = {"normalisation": {"mean": (0.5,), "std": (0.3,)}}
+    assert not doubted(UNIT, how, normalised=False)
+    assert not doubted((UNIT - 0.5) / 0.3, how, normalised=True)
+    assert len(doubted(UNIT * 255, how, normalised=True)) == 1
+
+
+def test_one_sample_or_a_rare_outlier_is_no_doubt() -> None:
+    how = {"normalisation": {"mean": (0.5,), "std": (0.3,)}}
+    m = small_manifest(input={"shape": (3,), **how})
+    assert not list(doubts({}, np.full((1, 3), 0.2, np.float32), m.input, "d.npz"))
+    rare = (UNIT - 0.5) / 0.3
+    rare[0, 0] = 60.0
+    assert not doubted(rare, how, normalised=True)

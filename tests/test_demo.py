@@ -16,19 +16,22 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from edge_bench import cli, demo, demo_report
+from edge_bench import demo, demo_report
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
 from edge_bench.report import warnings
-from edge_bench.simulate import find_bundle
+from edge_bench.simulation_file import find_bundle
+from federation import PATIENCE
+from processes import ended
 from rich.console import Console
 
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
-from edge_client.protocol.messages import Device, Report, Round, Scores, Traffic
+from edge_client.protocol.messages import Report, Round, Scores, Traffic
+from edge_client.protocol.operator import Device
 
 pytest.importorskip("sklearn")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "demo"
@@ -46,7 +49,7 @@ FIGURES = {
 def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, folder, plot = tmp_path / "demo.json", tmp_path / "files", tmp_path / "plot.png"
     methods = "lattice,fedavg,standalone"
-    cli.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
+    demo.demo("digits", devices=2, rounds=2, seed=1, methods=methods, json_file=out, plot=plot, keep_files=folder)
     written = json.loads(out.read_text())
     assert set(written) == {"command", "commit", "machine", "methods", "compaction", "settings"}
     assert set(written["methods"]) == {"lattice", "fedavg", "standalone"}
@@ -116,7 +119,7 @@ def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_
 
 
 def test_the_demo_compares_ours_with_fedavg_and_training_alone() -> None:
-    default = inspect.signature(cli.demo).parameters["methods"].default
+    default = inspect.signature(demo.demo).parameters["methods"].default
     assert default == "lattice,fedavg,standalone"
     assert all(name in CHOICE for name in default.split(","))
 
@@ -234,20 +237,22 @@ def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None
         env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )
     try:
-        parent, deadline = psutil.Process(running.pid), time.monotonic() + 600
+        parent, deadline = psutil.Process(running.pid), time.monotonic() + PATIENCE
         while len(parent.children()) < 3 and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         family = parent.children(recursive=True)  # with the process in which a device checks its graphs, if it runs
         assert len(parent.children()) == 3
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=120)
+        out, _ = running.communicate(timeout=PATIENCE)
     finally:
         if running.poll() is None:
             running.terminate()
     assert running.returncode == 130
     assert b"every process of the demo has ended" in out
-    psutil.wait_procs(family, timeout=30)  # processes of the devices are reaped by the system, a moment later
-    assert not [p for p in family if p.is_running()]
+    end = time.monotonic() + PATIENCE
+    while not all(map(ended, family)):  # processes of the devices are reaped by the system, a moment later
+        assert time.monotonic() < end, family
+        time.sleep(0.05)
     assert not list(tmp_path.glob("maskfleet-demo-*"))
 
 
@@ -270,7 +275,7 @@ def test_ctrl_c_while_a_process_is_started_ends_that_process_too(
 def test_a_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     with children() as start:
         failing = start("a device", ["join", "nonsense", "--token", "x", "--data", "x.npz"], tmp_path / "log", {})
-        failing.popen.wait(30)
+        failing.popen.wait(PATIENCE)
         with pytest.raises(ProcessError, match=r"a device ended with code [^0][\s\S]*nonsense"):
             failing.check()
 
@@ -289,8 +294,8 @@ def test_a_wrong_path_says_where_it_looked(tmp_path: Path) -> None:
 def test_what_would_fail_late_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(ConfigError, match="not empty"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg", json_file=None, keep_files=tmp_path)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg", json_file=None, keep_files=tmp_path)
     with pytest.raises(ConfigError, match="once"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg,fedavg", json_file=None, keep_files=None)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="fedavg,fedavg", json_file=None, keep_files=None)
     with pytest.raises(ConfigError, match="alchemy"):
-        cli.demo("digits", devices=2, rounds=1, seed=0, methods="alchemy", json_file=None, keep_files=None)
+        demo.demo("digits", devices=2, rounds=1, seed=0, methods="alchemy", json_file=None, keep_files=None)

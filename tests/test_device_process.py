@@ -67,8 +67,9 @@ def test_a_device_ends_at_once_on_sigterm_and_goes_on_when_started_again(tmp_pat
         until(lambda: "no work yet" in device.text(), device.text)
         assert device.kill(signal.SIGTERM) == ExitCode.TERMINATED
         assert "nothing is lost" in device.text()
+        before = device.text().count("no work yet")
         device.start()
-        until(lambda: device.text().count("no work yet") > 1, device.text)
+        until(lambda: device.text().count("no work yet") > before, device.text)
         fed.ask("POST", f"/v1/federations/{fed.id}/start")
         assert device.wait() == ExitCode.DONE
         assert [r["devices"] for r in fed.rounds()] == [["a"]] * 3

@@ -137,7 +137,7 @@ def test_idle_power_is_subtracted_and_an_offset_cancels() -> None:
 
 def test_idle_power_that_drifts_is_part_of_the_error() -> None:
     steady = [joules(trace(range(10), np.full(10, w)), 0, 9) for w in (2.0, 3.0)]
-    assert above_idle(joules(trace(range(10), np.full(10, 7.0)), 0, 9), steady).error == pytest.approx(0.5 * 9)
+    assert above_idle(joules(trace(range(10), np.full(10, 7.0)), 0, 9), steady).error == pytest.approx(0.5**0.5 * 9)
 
 
 # --- clocks
@@ -174,6 +174,17 @@ def test_a_meter_in_its_thread_covers_the_time_between_start_and_stop() -> None:
     energy = joules(found, begin, end)
     assert energy.joules == pytest.approx(2.0 * (end - begin))
     assert found.lost + len(found.times) >= 10
+
+
+def test_a_meter_has_read_once_when_start_returns_however_late_its_thread_is() -> None:
+    def read() -> float:
+        time.sleep(0.1)
+        return 2.0
+
+    meter = Polled("test", "nothing", read, "W", 0.01)
+    meter.start()
+    begin = time.monotonic()
+    assert meter.stop().times[0] <= begin
 
 
 def test_a_load_that_repeats_in_step_with_the_readings_does_not_deceive_them() -> None:

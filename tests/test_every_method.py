@@ -31,7 +31,8 @@ from edge_client.flat import from_arrays
 from edge_client.global_model import global_model
 from edge_client.methods import Method, make_method
 from edge_client.protocol import payload
-from edge_client.protocol.messages import Report, TokenRequest
+from edge_client.protocol.messages import Report
+from edge_client.protocol.operator import TokenRequest
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal, Task
 from edge_client.training import open_trainer

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,7 +15,7 @@ import pytest
 from edge_client.artifacts import make
 from edge_client.bundle import MANIFEST, Bundle, Part, digest
 from edge_client.compaction.personal import write_personal
-from edge_client.errors import BundleError, ConfigError, ModelError
+from edge_client.errors import BundleError, CompactionError, ConfigError, ModelError
 from edge_client.measure import engines
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
@@ -22,8 +23,10 @@ from edge_client.training import open_trainer
 
 pytest.importorskip("torch")
 pytest.importorskip("executorch", reason="ExecuTorch is not installed: pip install 'maskfleet[author]'")
+import torch
 from coordination import Fleet
 from edge_export.executorch import parts
+from edge_export.executorch.operators import TABLE
 from edge_export.executorch.parts import add_parts
 from exported import exported
 from test_exports import PATH, ended, with_digits
@@ -122,6 +125,25 @@ def test_the_proof_sees_a_small_gradient_a_thousandth_off_and_no_rounding(monkey
         factors[name] = 1.0
 
 
+def test_a_relu_that_falls_the_other_way_in_one_draw_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = exported("max-pool cnn").bundle
+    inputs, outputs = parts.train_names(small.manifest)
+    session, off = open_onnx(small.part("train.onnx")), [1.003]
+
+    def program(*values: np.ndarray) -> list[np.ndarray]:
+        found = session.run(outputs, dict(zip(inputs, values, strict=True)))
+        factor = off.pop() if off else 1.0
+        return [
+            factor * value if name.startswith("grad:") else value for name, value in zip(outputs, found, strict=True)
+        ]
+
+    monkeypatch.setattr("edge_client.runtimes.executorch.open_pte", lambda *_, **__: program)
+    parts._prove(small, "train", b"", inputs, outputs, 33)
+    off += [1.003] * parts.DRAWS
+    with pytest.raises(ModelError, match=r"train\.pte gives another grad:.* for 33 samples"):
+        parts._prove(small, "train", b"", inputs, outputs, 33)
+
+
 def test_threads_that_are_replaced_leave_the_programs_before_them_running(bundle: Bundle) -> None:
     start, (x, y) = bundle.model(), batch(bundle, 7)
     first = open_trainer("executorch", bundle, 1)
@@ -150,7 +172,9 @@ def test_a_program_is_measured_on_one_sample_whatever_its_largest_batch(bundle: 
 def test_a_personal_model_becomes_a_program_that_says_the_same(bundle: Bundle, kind: str, tmp_path: Path) -> None:
     start, (x, _) = bundle.model(), batch(bundle, 200)
     write_personal(bundle, Personal(start.parameters, start.buffers, None), tmp_path / "personal.onnx", x)
-    proof = make((tmp_path / "personal.onnx").read_bytes(), kind, tmp_path / "out.pte", x)
+    proof = make(
+        (tmp_path / "personal.onnx").read_bytes(), kind, tmp_path / "out.pte", x, target=bundle.manifest.target
+    )
     assert (tmp_path / "out.pte").read_bytes()[4:8] == b"ET12"
     if kind == "pte":
         assert proof.agreement == 1.0
@@ -172,6 +196,39 @@ def test_gelu_by_tanh_is_not_the_exact_one_that_the_delegate_computes(tmp_path: 
     graph = onnx.helper.make_graph(nodes, "g", *ends, weights)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
     assert make(model.SerializeToString(), "pte", tmp_path / "g.pte").error_std < 1e-5
+
+
+def test_what_xnnpack_cannot_take_whole_is_lowered_with_products_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    import executorch.exir
+    from edge_export.executorch.lowering import lower
+
+    made, seen = executorch.exir.to_edge_transform_and_lower, []
+
+    def failing(program: object, **settings: Any) -> object:
+        seen.append(settings["partitioner"])
+        if len(seen) == 1:
+            raise RuntimeError("output node is already in the inputs")
+        return made(program, **settings)
+
+    monkeypatch.setattr(executorch.exir, "to_edge_transform_and_lower", failing)
+    module, x = torch.nn.Linear(3, 2).eval(), torch.randn(5, 3)
+    program = open_pte(lower(module, (x,), [0], most=8, delegate="all"))
+    np.testing.assert_allclose(program(x.numpy())[0], module(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert len(seen) == 2
+
+
+def test_an_operator_that_the_engine_fails_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_node, info = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    weight = onnx.numpy_helper.from_array(np.ones((2, 1, 3, 3, 3), np.float32), "w")
+    nodes = [make_node("Conv", ["x", "w"], ["h"]), make_node("Flatten", ["h"], ["logits"])]
+    ends = ([info(k, onnx.TensorProto.FLOAT, shape)] for k, shape in (("x", ["n", 1, 3, 3, 3]), ("logits", ["n", 2])))
+    graph = onnx.helper.make_graph(nodes, "g", *ends, [weight])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    make(model.SerializeToString(), "pte", tmp_path / "good.pte")
+    conv = lambda _, x, w: torch.nn.functional.conv3d(x, w)  # noqa: E731
+    monkeypatch.setitem(TABLE, "Conv", conv)
+    with pytest.raises(CompactionError, match=r"run: operator aten::convolution\.out fails: .*; keep the ONNX"):
+        make(model.SerializeToString(), "pte", tmp_path / "bad.pte")
 
 
 def test_the_coordinator_hands_out_a_program(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ EACH = [
         for inputs, stored in (([IMAGE, floats(*weight), floats(weight[0])], []), ([IMAGE], [floats(*weight)]))
     ),
     Op("Conv", [floats(2, 3, 9), floats(4, 3, 3)], settings={"pads": [2, 0], "strides": [2]}),
+    Op("Conv", [floats(2, 4, 5, 6, 7)], [floats(6, 2, 3, 2, 3), floats(6)], {"group": 2, "pads": [1, 0, 1, 1, 1, 0]}),
+    Op("ConvTranspose", [floats(2, 3, 4, 5, 3)], [floats(3, 4, 2, 3, 2), floats(4)], {"strides": [2, 1, 2]}),
     *(
         Op("ConvTranspose", inputs, stored, settings)
         for settings, weight in (
@@ -243,6 +245,14 @@ def compare(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("op", EACH, ids=lambda op: op.kind)
 def test_an_operator_computes_what_onnx_runtime_computes(op: Op) -> None:
     compare(*single(op))
+
+
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
+def test_a_convolution_with_depth_uses_no_kernel_that_executorch_lacks(kind: str) -> None:
+    model, given = single(Op(kind, [floats(2, 3, 4, 5, 6)], [floats(3, 3, 3, 3, 3)], {"pads": [1] * 6}))
+    graph = Graph(model)
+    traced = torch.export.export(graph, tuple(torch.from_numpy(v) for v in given.values()), strict=False)
+    assert not [n for n in traced.graph.nodes if "conv" in str(n.target)]
 
 
 def test_every_operator_of_the_table_is_tried() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle, Manifest, views
-from edge_client.compaction.personal import TOLERANCE, write_personal
+from edge_client.compaction.personal import write_personal
 from edge_client.data import check
+from edge_client.equality import TOLERANCE
 from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.targets import Classification
@@ -258,6 +260,38 @@ def test_a_table_s_rows_bound_the_ids_of_samples_and_are_written_only_where_ther
     assert b'"ids"' not in features.manifest.to_bytes()
 
 
+class LooksUp(nn.Module):
+    """A table whose rows are looked up by what `ids` makes of the samples."""
+
+    def __init__(self, ids: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.head, self.ids = nn.Embedding(20, 3), nn.Linear(3, 3), ids
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.table(self.ids(x)).reshape(x.shape[0], -1, 3).mean(1))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("ids", "bound"),
+    [
+        (lambda x: x.reshape(-1).int().unsqueeze(1), 20),
+        (lambda x: x.permute(1, 0).transpose(0, 1).squeeze(-1), 20),
+        (lambda x: x[:, :2], None),
+        (lambda x: x + 1, None),
+        (lambda x: (x > 3).long(), None),
+        (lambda x: x.bool().long(), None),
+    ],
+)
+def test_samples_that_are_only_shaped_before_a_table_are_bound_by_it(
+    ids: Callable[[torch.Tensor], torch.Tensor], bound: int | None, tmp_path: Path
+) -> None:
+    example = torch.zeros(2, 3, dtype=torch.int64)
+    target = Classification(classes=3)
+    bundle = export_bundle(LooksUp(ids), example, tmp_path / "b", name="b", target=target, torch_part=False)
+    assert bundle.manifest.input.ids == bound
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(ModelError, match="other files"):
@@ -395,7 +429,7 @@ def test_an_operator_without_a_form_in_onnx_is_refused_in_one_plain_line(tmp_pat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(torch.linalg.qr(x.reshape(-1, 2, 2))[0].reshape(-1, 4))
 
-    with pytest.raises(ModelError, match=r"forward: operator .linalg_qr. has no ONNX form; write it") as refusal:
+    with pytest.raises(ModelError, match=r"forward: operator .linalg_qr. has no ONNX form; compute it") as refusal:
         export_bundle(
             Orthogonal(),
             torch.randn(2, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_loss_gradients_statistics_and_outputs_equal_float64_autograd(name: str,
     for part in (made.train, made.evaluation):
         (tmp_path / "g").write_bytes(part.SerializeToString())
         onnx.checker.check_model(part, full_check=False)
-    if name in ("gru", "dropout"):
+    if name in ("gru", "dropout", "attention with biases as keys"):
         for part in (made.train, made.evaluation):
             (tmp_path / "g").write_bytes(part.SerializeToString())
             check_graph(tmp_path / "g", "graph", case.sample)
@@ -80,6 +81,26 @@ def test_only_what_a_step_moves_is_a_buffer_of_the_bundle() -> None:
     assert [r.name for r in held.tables.buffers] == [
         f"{norm}.running_{what}" for norm in ("norm", "moving") for what in ("mean", "var")
     ]
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x * self.scale)
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_buffers_of_other_floats_become_float32_where_that_changes_no_value(dtype: torch.dtype) -> None:
+    module = Scaled(torch.tensor([0.5, 2, -3, 1, 0.25], dtype=dtype))
+    assert proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION).shown.output <= 1e-6
+    assert module.scale.dtype == dtype  # the author's own stays
+    with pytest.raises(ModelError, match=r"tensor 'scale' is torch\.float64; call module\.float\(\)"):
+        proved_graphs(Scaled(torch.full((5,), 0.1, dtype=torch.float64)), torch.zeros(2, 5), CLASSIFICATION)
 
 
 def test_names_of_the_graphs_own_get_a_prefix() -> None:
@@ -152,14 +173,40 @@ def test_the_torch_backend_evaluates_what_the_module_does_outside_training(tmp_p
 class Odd(nn.Module):
     """A linear layer, `function` of its outputs, a head."""
 
-    def __init__(self, function: Any, **buffers: Tensor) -> None:
+    def __init__(self, function: Any, **buffers: Any) -> None:
         super().__init__()
         self.first, self.head, self.function, self.calls = nn.Linear(5, 6), nn.Linear(6, 3), (function,), 0
         for name, value in buffers.items():
-            self.register_buffer(name, value)
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.function[0](self, self.first(x)))
+
+
+class _Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Doubled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+def _table(**settings: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4, **settings), nn.Flatten(), nn.Linear(20, 3))
 
 
 def _count(module: Odd, y: Tensor) -> Tensor:
@@ -178,7 +225,7 @@ def _moving(module: Any, y: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "python state": (Odd(_count), "other outputs when it runs again"),
+    "python state": (Odd(_count), "attribute 'calls' changes in every run"),
     "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only"),
     "large batches": (Odd(lambda _, y: y * 2 if y.shape[0] >= 100 else y), r"number of samples n .* where n < 100;"),
     "one large batch": (Odd(lambda _, y: y * 2 if y.shape[0] == 777 else y), r"number of samples n .* Ne\(n, 777\)"),
@@ -197,16 +244,35 @@ REFUSED = {
     "infinite": (Odd(_moving, e=torch.tensor([1.0, 1, 1, 1, 1, -torch.inf])), "'e' holds an inf"),
     "statistics": (
         nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)),
-        "track_running_stats",
+        "module '1': .*track_running_stats=True",
     ),
+    "momentum": (
+        nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.BatchNorm1d(6, momentum=None)), nn.Linear(6, 3)),
+        "module '1.0': .*momentum=0.1",
+    ),
+    "a scripted module": (
+        nn.Sequential(nn.Linear(5, 6), torch.jit.script(nn.Linear(6, 3))), "module '1' is a TorchScript.*without"),
+    "a compiled module": (torch.compile(nn.Linear(5, 3)), "is compiled; .*without torch.compile"),
+    "an old function": (Odd(lambda _, y: _Sign.apply(y)), r"autograd.Function of the old form.*setup_context"),
+    "an input in place": (_Doubled(), r"forward \(.*'x.mul_\(2\)'\) changes a tensor in place.* x = x.clone\(\)"),
+    "sparse gradients": (_table(sparse=True), "module '0' has sparse gradients; set sparse=False"),
+    "a table that forward scales": (_table(max_norm=0.5), "module '0' changes its table.*max_norm=None"),
+    "orthogonal": (
+        nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), nn.Linear(5, 3)),
+        "module '0.parametrizations.weight.0': operator 'linalg_matrix_exp'.*remove_parametrizations"),
+    "buckets": (Odd(lambda m, y: torch.bucketize(y, m.e), e=torch.arange(3.0)), r"'bucketize'.*\(x.unsqueeze\(-1\)"),
+    "complex numbers": (Odd(lambda _, y: torch.polar(y.abs(), y).abs()), "operator 'polar'.*sines and cosines"),
+    "the batch as a number": (Odd(lambda _, y: y / int(y.shape[0])), r"int\(\), len\(\).*x.shape\[0\] itself"),
+    "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exported_is_refused_in_a_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     module, sentence = REFUSED[name]
+    example = torch.zeros(2, 5, dtype=torch.int64 if isinstance(next(module.children(), None), nn.Embedding) else None)
     with pytest.raises(ModelError, match=sentence) as refusal:
-        export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
+        export_bundle(module, example, tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
     assert str(refusal.value).isprintable()
     assert not list(tmp_path.iterdir())
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,9 +15,12 @@ import onnx
 import onnxruntime as ort
 import psutil
 import pytest
+import test_coordinator_process
 from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings, whole
 from edge_bench.testing import digits, methods
 from edge_bench.workers import Evaluation
+from processes import HELD, held, release
+from processes import ended as over
 from test_coordinator_process import coordinator
 from test_every_method import SETTINGS, every_method, made
 
@@ -225,7 +226,30 @@ def test_a_device_is_told_that_its_model_cannot_be_made_and_starts_no_worker_aga
     with_digits(tmp_path, script, method={"name": "standalone"})
 
 
-def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(tmp_path: Path) -> None:
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """The workers that were started; none begins before it is released."""
+    started: list[asyncio.subprocess.Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*command: str, **given: Any) -> asyncio.subprocess.Process:
+        started.append(await create(*HELD, *command, **given))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    return started
+
+
+async def nth(workers: list[asyncio.subprocess.Process], n: int) -> asyncio.subprocess.Process:
+    """The worker that is started as the `n`th, counted from 0."""
+    while len(workers) <= n:
+        await asyncio.sleep(0.01)
+    return workers[n]
+
+
+def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(
+    tmp_path: Path, workers: list[asyncio.subprocess.Process]
+) -> None:
     async def script(fleet: Fleet) -> None:
         ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
         live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
@@ -234,7 +258,8 @@ def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(tmp_path: 
         for seen in (await other.ask(live, "onnx"), other.show(found.id), *other.of("fed")):
             assert (seen.id, seen.state) == (found.id, "running")
         assert not other._tasks
-        (made,) = [await ended(fleet, found.model_dump())]
+        release((await nth(workers, 0)).pid)
+        made = await ended(fleet, found.model_dump())
         assert other.show(made["id"]).state == "ready"
         assert (await other.ask(live, "onnx")).state == "ready"
 
@@ -304,22 +329,11 @@ def test_what_cannot_be_made_is_refused_or_fails_with_a_sentence(
 
 
 def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_request_starts_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workers: list[asyncio.subprocess.Process]
 ) -> None:
-    started: list[asyncio.subprocess.Process] = []
-    create = asyncio.create_subprocess_exec
-
-    async def watched(*command: str, **given: Any) -> asyncio.subprocess.Process:
-        started.append(await create(*command, **given))
-        return started[-1]
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
-
     async def script(fleet: Fleet) -> None:
         found = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
-        while not started:
-            await asyncio.sleep(0.01)
-        os.kill(started[0].pid, signal.SIGKILL)
+        (await nth(workers, 0)).kill()
         failed = await ended(fleet, found)
         assert failed["state"] == "failed"
         assert "the worker ended with code -9" in failed["detail"]
@@ -327,11 +341,13 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
         ours._seconds = 0.05
         late = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
         assert late["detail"] == "the worker was stopped after 0.05 s; make the file on another machine"
-        assert started[1].returncode == -9
+        assert workers[1].returncode == -9
         ours._seconds, ours._waiting = exports.SECONDS, 0
         assert "files wait for" in refused(await fleet.operator("POST", PATH, json={"kind": "onnx"}), "too-many")
         ours._waiting = 1
-        made = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        asked = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
+        release((await nth(workers, 2)).pid)
+        made = await ended(fleet, asked)
         assert (made["state"], made["id"]) == ("ready", found["id"])
         while ours._tasks:  # it clears up after itself
             await asyncio.sleep(0.01)
@@ -367,20 +383,34 @@ def test_the_files_of_a_deleted_federation_are_gone_and_a_worker_on_one_of_them_
     with_digits(tmp_path, script)
 
 
-def test_a_worker_ends_with_the_coordinator_that_was_killed(tmp_path: Path) -> None:
+HOLDING = f"""
+import asyncio
+create = asyncio.create_subprocess_exec
+asyncio.create_subprocess_exec = lambda *command, **given: create(*{HELD}, *command, **given)
+"""
+
+
+def test_a_worker_ends_with_the_coordinator_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *python, serve = test_coordinator_process.SERVE
+    monkeypatch.setattr(test_coordinator_process, "SERVE", [*python, HOLDING + serve])  # it cannot be done before
     data = tmp_path / "data"
     with coordinator(data) as (process, url), Operator(url, OPERATOR) as operator:
         bundle = operator.upload_bundle(DIGITS)
         operator.create(FederationConfig.model_validate(settings(bundle=bundle)))
-        asked = httpx.post(f"{url}{PATH}", json={"kind": "onnx"}, headers=bearer(OPERATOR), trust_env=False)
+        shown = bearer(OPERATOR)
+        asked = httpx.post(f"{url}{PATH}", json={"kind": "onnx"}, headers=shown, timeout=LIMIT, trust_env=False)
         assert asked.status_code == 202
         while not (workers := psutil.Process(process.pid).children()):
-            time.sleep(0.002)
-        workers[0].suspend()  # so that it cannot be done before
+            time.sleep(0.01)
+        while not held(workers[0].pid):
+            time.sleep(0.01)
         process.kill()
         process.wait()
-        workers[0].resume()
-        assert not psutil.wait_procs(workers, LIMIT)[1]
+        release(workers[0].pid)
+        end = time.monotonic() + LIMIT
+        while not over(workers[0]):
+            assert time.monotonic() < end
+            time.sleep(0.01)
         assert not (data / "exports" / asked.json()["id"] / "model").exists()
 
 

@@ -84,6 +84,17 @@ def test_a_pruned_unit_returns_with_its_old_values_when_others_shrink() -> None:
     np.testing.assert_array_equal(state.parameters[fresh], model(M).parameters[fresh])
 
 
+def test_a_choice_due_in_a_round_without_an_update_follows_the_next_that_counts_one() -> None:
+    method = FederatedPruning(every=2)
+    state = method.start(C)
+    for round_, chooses in ((1, False), (3, True), (4, True), (5, False)):  # round 2 counted none
+        before = chosen(state)
+        update = Update(np.full(before.places.size, 1e-6 / round_, np.float32), NONE, 1.0)
+        total, _ = method.fold(A, state, None, update, None)
+        state, _ = method.finish(C, round_, ["a"], state, total)
+        assert (chosen(state).digest != before.digest) == chooses
+
+
 def test_no_choice_follows_the_last_round() -> None:
     method = FederatedPruning(every=6)
     state = method.start(C)

@@ -67,7 +67,8 @@ class Play:
             total: Any = None
             self.states.append(self.state)
             self.local.clear()
-            took_part = [d for d in DEVICES if present(round_, d)]
+            if not (took_part := [d for d in DEVICES if present(round_, d)]):
+                continue  # a round that counts no update: state and records stay
             for device in took_part:
                 a, record = Assignment(self.course, round_, device), self.records.get(device)
                 self.received[device] = self.receive(round_, device)
@@ -534,6 +535,24 @@ def test_a_device_of_federated_pruning_without_the_mask_is_lost() -> None:
         p.kept["a"] = kept
         with pytest.raises(LostError):
             p.receive(4, "a")
+
+
+@pytest.mark.parametrize("method", [small(), lin(), lin(schedule="continuous")])
+def test_a_pruning_that_falls_to_a_round_without_an_update_is_made_up_for(method: FedMap) -> None:
+    p = play(method, rounds=6).run(6, lambda round_, device: round_ not in (2, 3) and (device != "c" or round_ == 1))
+    counts = [int(unpacked(M, state.mask).sum()) for state in p.states]
+    due = [method.remaining(p.course, round_, prunable(M).size) for round_ in range(1, 7)]
+    assert counts[4:] == due[4:]
+    for device in "abc":
+        assert p.receive(7, device).mask.sum() == due[5]
+
+
+def test_in_a_new_period_without_an_update_since_the_old_devices_get_its_mask_at_once() -> None:
+    p = play(lin()).run(2, lambda round_, device: round_ == 1)
+    due = p.method.remaining(p.course, 3, prunable(M).size)
+    assert [int(p.receive(round_, "a").mask.sum()) for round_ in (2, 3)] == [prunable(M).size, due]
+    p.run(2)
+    assert set(p.downlink(4, "a").arrays) == {"values"}  # the mask of round 3 still stands
 
 
 def test_federated_pruning_has_no_splitting() -> None:

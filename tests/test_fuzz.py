@@ -21,7 +21,7 @@ MUTATIONS = {"codecs": 12_000, "coupling": 2_500, "lattice": 1_500, "container":
 
 def fuzz(*options: str) -> str:
     run = subprocess.run(
-        [sys.executable, str(FOLDER / "fuzz_codecs.py"), *options], capture_output=True, text=True, timeout=300
+        [sys.executable, str(FOLDER / "fuzz_codecs.py"), *options], capture_output=True, text=True, timeout=1800
     )
     assert run.returncode == 0, run.stderr[-3000:]
     print(run.stdout)  # the count, for `pytest -s`

@@ -416,7 +416,7 @@ def test_a_signal_ends_a_client_whatever_it_is_doing(busy: str, number: signal.S
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == code

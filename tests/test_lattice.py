@@ -19,8 +19,9 @@ from coord_server import guard
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
+from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
-from edge_client.methods.lattice_grid import dither, grid, nearest, rms, spans, steps
+from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
@@ -60,7 +61,7 @@ def test_two_devices_by_hand() -> None:
         shifted = (u + np.uint64(place << 31)) % np.uint64(1 << 32) / 2**32
         a = np.zeros(D)
         a[place] = c * n / 16 / fleet.state.steps[0].astype(np.float64)
-        before = before + np.floor(a + shifted).astype(np.int32)
+        before = before + np.floor(a + shifted).astype(np.int32) * 2**MIDDLE
         head, _ = up_head(fleet.local[d].update.arrays[MOVES].tobytes())
         assert head.gain == 0
     assert np.array_equal(fleet.state.counts, before)
@@ -82,6 +83,22 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
     error = (total / runs - due) / (np.abs(noise).mean() / runs**0.5)
     assert np.abs(error).max() < 8
     assert abs(error.mean()) < 0.5
+
+
+@pytest.mark.usefixtures("uncoded")
+@pytest.mark.parametrize("cohort", ["ac", "ab"])
+def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more(cohort: str) -> None:
+    data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, 40)}
+    trainer, runs, total = pull(), 150, np.zeros(D)
+    for seed in range(runs):
+        fleet = Fleet(Lattice(quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
+        fleet.play(*"abc")
+        before = fleet.moved()
+        fleet.play(*cohort)
+        total += fleet.moved() - before
+    due = -0.1 * np.average(trainer.directions[["abc".index(d) for d in cohort]], axis=0,
+                            weights=[len(data[d].y) for d in cohort])  # fmt: skip
+    assert total @ due / runs / (due @ due) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.usefixtures("uncoded")
@@ -115,6 +132,9 @@ def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     dropped=st.sets(st.integers(1, 9), max_size=3),
     residual=st.booleans(),
     quantum=st.sampled_from([0.5, 5.0]),
+    budget=st.sampled_from([1.0, 20.0, 1e9]),
+    average=st.sampled_from([0.0, 0.5, 1.0]),
+    done=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
 def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
@@ -124,27 +144,52 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     dropped: set[int],
     residual: bool,
     quantum: float,
+    budget: float,
+    average: float,
+    done: bool,
 ) -> None:
+    """Steps are doubled and halved meanwhile; after the last round all receive the mean of the same last rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module):
+        for module in (grid_module, method_module, settings_module):
             patch.setattr(module, "HISTORY", 3)
-        fleet = Fleet(Lattice(quantum=quantum, lr=0.1, residual=residual), {d: samples(ord(d) % 3) for d in "abcd"})
+        patch.setattr(settings_module, "LEAST", 0.0)
+        method = Lattice(quantum=quantum, lr=0.1, residual=residual, budget=budget, average=average)
+        rounds = len(pattern) + (not done)
+        fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds)
+        after: list[NDArray[np.float64]] = []
+        levels, seen = [MIDDLE], 0
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
                 del fleet.kept[losses[round_]]
             fleet.play(*sorted(devices), gain=1.0 if round_ in bad else -1.0, dropped=round_ in dropped)
-        for device in "abcd":  # one of them may never have taken part
-            received = fleet.receive(device)
-            assert np.array_equal(received.counts, fleet.state.counts)
-            assert received.halvings == fleet.state.halvings
+            if round_ in dropped:
+                continue
+            after += [after[-1]] * (round_ - 1 - seen) if after else []
+            after.append(fleet.moved())
+            levels.append(fleet.state.level)
+            seen = round_
+        if not dropped:
+            assert {device for _, device in fleet.lost} <= set(losses.values())
+        covered = len(fleet.state.recent)
+        assert covered == min(3, max(1, round(average * rounds)), len(levels) - 1)
+        mean = after[-covered:] if done else after[-1:]
+        due = np.mean(mean, axis=0) if mean else np.zeros(D)
+        unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** ([2, *levels][-2] - 2)
+        everyone = [fleet.receive(device) for device in "abcd"]  # one of them may never have taken part
+        for received in everyone:
+            assert received.level == fleet.state.level
+            assert np.array_equal(received.counts, everyone[0].counts)
             moved = received.parameters - fleet.course.model.parameters
-            assert np.allclose(moved, fleet.moved(), atol=1e-4, rtol=1e-4)
-        expected = run_ = 0
-        for round_ in sorted(set(range(1, len(pattern) + 1)) - dropped):
-            run_ = run_ + 1 if round_ in bad else 0
-            if run_ == 2:
-                expected, run_ = expected + 1, 0
-        assert fleet.state.halvings == expected
+            assert np.abs(moved - due).max() <= (0.5 * unit if len(mean) > 1 else 0) + 1e-4 * (1 + np.abs(due).max())
+        if not bad:
+            assert levels == sorted(levels)
+        if budget == 1:
+            expected = run_ = 0
+            for round_ in sorted(set(range(1, rounds)) & set(range(1, len(pattern) + 1)) - dropped):
+                run_ = run_ + 1 if round_ in bad else 0
+                if run_ == 2:
+                    expected, run_ = expected + 1, 0
+            assert fleet.state.level == MIDDLE - expected
 
 
 def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:
@@ -186,14 +231,70 @@ def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> Non
     fleet.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=-1.0)
     fleet.play(*"abc", gain=1.0)
-    assert (fleet.state.bad, fleet.state.halvings) == (1, 0)
+    assert (fleet.state.bad, fleet.state.level) == (1, MIDDLE)
     unguarded = Fleet(Lattice(quantum=1, lr=0.1, guard=False), THREE)
     for _ in range(4):
         unguarded.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=1.0)
-    assert (fleet.state.bad, fleet.state.halvings) == (0, 1)
-    assert np.array_equal(fleet.state.counts, 2 * unguarded.state.counts)
-    assert np.array_equal(fleet.moved(), unguarded.moved())
+    assert (fleet.state.bad, fleet.state.level, fleet.state.highest) == (0, MIDDLE - 1, MIDDLE - 1)
+    assert np.array_equal(fleet.state.counts, unguarded.state.counts)
+    assert not (fleet.state.counts % 2**MIDDLE).any()
+    fleet.play(*"abc")
+    assert (fleet.state.counts % 2**MIDDLE).any()
+
+
+def test_steps_are_doubled_once_each_time_the_bytes_show_it_while_a_run_would_exceed_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def levels(budget: float, average: float = 0.0) -> list[int]:
+        fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=budget, average=average), THREE, rounds=8)
+        for _ in range(8):
+            fleet.play(*"abc")
+        return fleet.state.history.levels.tolist()
+
+    assert levels(1e9) == [MIDDLE] * 8  # a network so small always has bytes enough
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    assert levels(1.0) == [MIDDLE] * 8
+    assert [level - MIDDLE for level in levels(1e9)] == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert [level - MIDDLE for level in levels(1e9, average=0.5)] == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet.play(*"abc", gain=-1.0)
+    fleet.play(*"abc", gain=-1.0)
+    for round_ in range(3, 9):
+        fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
+    assert {MIDDLE + 1, MIDDLE + 2} < {*fleet.state.history.levels.tolist(), fleet.state.level}
+    assert fleet.state.level < fleet.state.history.levels.max()
+    assert np.array_equal(fleet.receive("c").counts, fleet.receive("a").counts)
+    assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
+    assert not fleet.lost
+
+
+def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move() -> None:
+    fleet, after = Fleet(Lattice(quantum=0.5, lr=0.1, average=0.5), THREE, rounds=8), []
+    for round_ in range(8):
+        fleet.play(*("abc" if round_ < 5 else "ab"))
+        after.append(fleet.moved())
+    due = np.mean(after[-4:], axis=0)
+    quarter = spread(grid(M), fleet.method.unit(fleet.course, fleet.state.steps)).astype(np.float64) * 2 ** (MIDDLE - 2)
+    for device in "abcx":
+        moved = fleet.receive(device).parameters - fleet.course.model.parameters
+        assert np.allclose(np.round(due / quarter) * quarter, moved, atol=1e-4)
+    assert not np.allclose(due, after[-1], atol=1e-2)
+    assert not fleet.lost
+
+
+def test_the_budget_never_undoes_what_the_guard_has_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    for round_ in range(1, 7):
+        fleet.play(*"abc", gain=1.0 if round_ < 3 else -1.0)
+    assert fleet.state.level == fleet.state.highest == MIDDLE  # doubled after round 1, halved after round 2
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])
@@ -235,17 +336,17 @@ def test_what_the_variant_does_not_apply_stays_in_the_residual() -> None:
     fleet = Fleet(Lattice(quantum=1, lr=0.1, residual=True), THREE)
     fleet.play(*"abc")
     assert fleet.state.residual is not None
-    before = 2.5 * fleet.state.counts + fleet.state.residual
+    before = 2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual
     fleet.play(*"abc")
     moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc"))
-    assert np.allclose(2.5 * fleet.state.counts + fleet.state.residual, before + moves, atol=1e-4)
+    assert np.allclose(2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual, before + moves, atol=1e-4)
     assert np.abs(fleet.state.residual).max() <= 2.5 * 0.7 + 1e-4
 
 
 def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     """The numbers that a device sent in the last round; the model before it is what the device kept."""
     a = Assignment(fleet.course, fleet.round, device, place)
-    known = lattice.up(dither(a, D), spans(grid(M)), fleet.kept[device].counts)
+    known = lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.kept[device].counts) >> MIDDLE)
     return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
 
 
@@ -355,7 +456,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
     fleet.play(*"abc")
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
-    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), fleet.state.counts))
+    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.state.counts) >> MIDDLE))
     head = UpHead(coupling.checksum([moves]), 0.0).pack()
     with pytest.raises(PayloadError, match="leaves"):
         fleet.method.read_update(

@@ -19,6 +19,7 @@ from edge_client.errors import ConfigError, DivergedError, LostError, PayloadErr
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice, Received
+from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_prune import choose, score, share
 from edge_client.methods.units import unpacked
@@ -56,7 +57,7 @@ def channels(fleet: Fleet) -> dict[str, list[int]]:
 
 def whole_weights(fleet: Fleet) -> F32:
     """The server's model as a vector of the whole network, zero where a unit is gone; by the definition of N."""
-    unit = np.asarray(fleet.state.steps, np.float64) * 0.5**fleet.state.halvings / fleet.cohort
+    unit = np.asarray(fleet.state.steps, np.float64) / 2**MIDDLE / fleet.cohort
     if fleet.method.residual:
         unit *= 2.5
     tensors = dict(views(fleet.m.parameters, fleet.course.model.parameters.copy()))
@@ -231,7 +232,7 @@ def test_the_guard_ends_at_the_pruning() -> None:
     fleet = Fleet(pruning(prune_after=2), THREE, m=M)
     for _ in range(5):
         fleet.play(*"abc", gain=1.0)
-    assert fleet.state.halvings == 1  # after rounds 1 and 2
+    assert fleet.state.level == MIDDLE - 1  # after rounds 1 and 2
 
 
 def test_a_careful_bundle_trains_its_smaller_network_at_the_usual_rate_and_personal_models_carefully() -> None:
@@ -291,7 +292,7 @@ def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
     m = grouped(20, 64, 32, 3)
     sizes = []
     for prune in (None, 0.4):
-        fleet = Fleet(pruning(prune=prune, prune_epochs=1), THREE, m=m, trainer=pull(m))
+        fleet = Fleet(pruning(prune=prune, prune_epochs=1, budget=1.0), THREE, m=m, trainer=pull(m))
         for _ in range(4):
             fleet.play(*"abc")
         down = fleet.method.downlink(fleet.course, 5, fleet.state, fleet.records["a"])
@@ -351,7 +352,7 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="no channel groups"):
         start(pruning(), mlp(6, 5, 3))
-    with pytest.raises(ConfigError, match="at least one of its own"):
+    with pytest.raises(ConfigError, match="at least one of its own: raise rounds, or lower prune_after"):
         start(pruning(prune_after=9))
     with pytest.raises(ConfigError, match="'conv9'"):
         start(pruning(prune_keep={"conv9": 0.5}))

@@ -132,6 +132,14 @@ def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_d
     assert f.receive(4, "c").buffers.tolist() == pytest.approx([mean] * 2)
 
 
+def test_a_first_phase_that_covers_every_round_is_said_before_the_first() -> None:
+    method = LGFedAvg(num_layers=1, global_rounds=9)
+    said = method.caution(course(M, 9))
+    assert said is not None
+    assert "global_rounds = 9 covers all 9 rounds" in said
+    assert method.caution(course(M, 10)) is None
+
+
 def test_the_last_layers_are_the_global_ones() -> None:
     method = LGFedAvg(num_layers=2)
     assert [b.name for b in method.head(course(M).model).blocks] == ["1.w", "1.b", "2.w", "2.b"]

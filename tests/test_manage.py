@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import typer
-from coordination import OPERATOR, bearer, settings, write_bundle
+from coordination import LIMIT, OPERATOR, bearer, settings, write_bundle
 from test_coordinator_process import coordinator
 from typer.testing import CliRunner
 
@@ -15,7 +15,8 @@ from coord_server.http import pages
 from coord_server.operator import manage
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, ServerError
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 
 
 def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
@@ -43,7 +44,8 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         said("federation", "revoke", "fed", token.id)
         assert operator.tokens("fed") == []
         viewer = said("federation", "viewer").strip()
-        assert httpx.get(f"{url}/v1/federations", headers=bearer(viewer), trust_env=False).status_code == 200
+        seen = httpx.get(f"{url}/v1/federations", headers=bearer(viewer), timeout=LIMIT, trust_env=False)
+        assert seen.status_code == 200
         (listed,) = operator.viewers()
         assert listed.id in said("federation", "viewers")
         said("federation", "revoke-viewer", viewer)  # the token itself: only its id is sent

@@ -143,11 +143,26 @@ def test_a_battery_gives_current_times_voltage(phone_of: Callable[..., Phone], s
     assert joules(record(meter, clock), 2, 38).joules == pytest.approx(truth.energy(2, 38), rel=0.01)
 
 
+def test_a_battery_in_milliamperes_is_seen_and_measured_by_its_unit(
+    phone_of: Callable[..., Phone], tmp_path: Path
+) -> None:
+    phone_of(SHAPES["constant"])
+    (tmp_path / "current").write_text("-350\n")
+    with pytest.raises(MeterError, match=r"a current of 350, too little in uA .*battery:unit=mA"):
+        android.find_battery({})
+    for unit, watts in (("mA", 1.4), ("uA", 1.4e-3)):
+        meter = android.find_battery({"unit": unit})
+        assert isinstance(meter, Polled)
+        assert meter.read() == pytest.approx(watts)
+    with pytest.raises(ConfigError, match="unit=A: one of uA, mA is due"):
+        android.find_battery({"unit": "A"})
+
+
 def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone], tmp_path: Path) -> None:
     phone = phone_of(SHAPES["constant"])
     with pytest.raises(MeterError, match="has no power rails"):
         android.find_odpm({})
-    with pytest.raises(MeterError, match="does not tell its battery's current"):
+    with pytest.raises(MeterError, match="does not report its battery's current"):
         android.find_battery({})
     phone.rails(0.0)
     with pytest.raises(MeterError, match="no rail named like XYZ"):
@@ -514,18 +529,100 @@ def test_times_are_read_as_seconds_of_a_day_and_as_dates() -> None:
         assert (times[1] - times[0], watts.tolist()) == (pytest.approx(1.0), [1.0, 3.0])
 
 
-def test_a_sync_pulse_keeps_its_times_and_makes_load() -> None:
-    spans: list[tuple[float, float]] = []
+UNITS = {
+    "time (s),power (uW)": "0,5000000",
+    "Timestamp(ms),Current(µA),Voltage(mV)": "0,1000000,5000",
+    "time_us,current_ua,voltage_v": "0,1000000,5",
+    "time (s),power (kW)": "0,0.005",
+    "time (s),sample,current (A),voltage (V)": "0,77,1,5",
+    "time (s),ambient temp,power factor,voltage (V),current (A)": "0,1,0.5,5,1",
+    "time (s),power factor,max power (W),power (W)": "0,1,9,5",
+    "time (s),max power (W),main voltage (V),main current (A)": "0,9,1,5",
+    "Timestamp,Main current - A,Main voltage - V": "0,1,5",
+    "Time(s),Voltage(V),Current(A),D+(V),D-(V),Energy(Wh),Capacity(mAh)": "0,5,1,2,3,7,8",
+    "t,U,I": "0,5,1",
+    "s;W": "0;5",
+    "Elapsed [hh:mm:ss],milliwatts": "00:00:00,5000",
+}
+
+
+@pytest.mark.parametrize("head", UNITS)
+def test_columns_are_chosen_by_words_and_scaled_by_their_units(head: str) -> None:
+    step = {"ms": "1000", "us": "1000000", "hh": "00:00:01"}
+    second = next((v for k, v in step.items() if k in head.lower()), "1")
+    row = UNITS[head]
+    cut = len(row.replace(";", ",").split(",")[0])
+    times, watts = csv_trace.parse("\n".join([head, row, second + row[cut:]]), "x")
+    assert (times.tolist(), watts.tolist()) == ([0.0, 1.0], [pytest.approx(5.0)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("mark", "rows"),
+    [
+        ("a point", ["0,990.0", '1,"1,234.5"', "2,995.0"]),
+        ("a comma", ["0;990,0", "1;1.234,5", "2;995,0"]),
+        ("a point, elsewhere", ["0.5,990.0", '1.5,"1,234"', "2.5,995.0"]),
+    ],
+)
+def test_thousands_and_fractions_are_told_apart(mark: str, rows: list[str]) -> None:
+    head = f"time (s){rows[0].lstrip('0.5')[0]}power (mW)"
+    assert csv_trace.parse("\n".join([head, *rows]), "x")[1][1] == pytest.approx(1.2345, abs=6e-4), mark
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["time (s),power (hp)", "0,1", "1,1"], r"'power \(hp\)' has a unit that is not known.* in w, mw or uw"),
+        (["time (s),power (MW)", "0,1", "1,1"], "unit that is not known"),
+        (["time (s),current (V),voltage (V)", "0,1,1", "1,1,1"], r"'current \(V\)' has a unit"),
+        (["time (s),input power (W),output power (W)", "0,1,1", "1,1,1"], "may each be the power; remove all but one"),
+        (["date,time,power (W)", "2026-11-22,12:00:00,5", "2026-11-22,12:00:01,5"], "'date' and 'time' may each be"),
+        (["time (s),power (W)", "0,-5", "1,-5"], "the recording reads -5 W, and what a device takes is positive"),
+        (["time (s),power factor", "0,1", "1,1"], "no line of column names"),
+        (["time (s),power (mW)", '0,"990"', '1,"1,234"', "2,995"], "'1,234' may be a thousand or a fraction"),
+        (["time (s),power (W)", "0,1", "1,-", "2,1"], "row 2 of 3 is no numbers: 1, -; remove or mend it"),
+        (["time,power (W)", "23:59:59,1", "00:00:00,1", "00:00:01,1"], "time goes back after row 1"),
+        (["time,power (W)", *(f"12:00:0{i // 5},1" for i in range(20))], "most rows repeat a time of 'time'"),
+    ],
+)
+def test_a_csv_in_doubt_is_refused(lines: list[str], why: str) -> None:
+    with pytest.raises(MeterError, match=why):
+        csv_trace.parse("\n".join(lines), "x")
+
+
+class Clock:
+    """Time that passes only when it is used."""
+
+    now = 5.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_sync_pulse_keeps_its_times_whatever_its_bits_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spans = Clock(), list[tuple[float, float]]()
+    monkeypatch.setattr(sync, "time", clock)
 
     def busy(seconds: float) -> None:
-        begin = time.monotonic()
-        sync.load(seconds)
-        spans.append((begin, time.monotonic()))
+        begin = clock.now
+        clock.sleep(seconds + 0.003)  # each bit takes longer than it should
+        spans.append((begin, clock.now))
 
     pulse = sync.emit(busy, chip=0.03)
+    assert pulse.start == 5.0
     assert len(spans) == int(sync.BARKER.sum())
-    for i, bit in enumerate(np.flatnonzero(sync.BARKER)):
-        assert spans[i][1] - pulse.start >= (bit + 1) * 0.03 - 1e-3
+    for (begin, end), bit in zip(spans, np.flatnonzero(sync.BARKER), strict=True):
+        assert begin - pulse.start == pytest.approx(bit * 0.03, abs=0.0031)
+        assert end - pulse.start == pytest.approx((bit + 1) * 0.03 + 0.003)
+
+
+def test_load_lasts_as_long_as_it_should() -> None:
+    begin = time.monotonic()
+    sync.load(0.03, threads=2)
+    assert time.monotonic() - begin >= 0.03
 
 
 # --- choosing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from edge_bench.simulate import find_bundle
+from edge_bench.simulation_file import find_bundle
 
 from coord_server.operator import cli
 from edge_client.bundle import MANIFEST, Bundle
@@ -28,7 +28,7 @@ def test_a_folder_is_relative_to_the_file_that_names_it_and_dot_slash_means_no_p
     assert bundle_folder("mine", tmp_path) == tmp_path / "mine"
     assert bundle_folder("digits", tmp_path) == packaged()["digits"]
     assert bundle_folder("./digits", tmp_path) == tmp_path / "digits"
-    assert find_bundle("mine", tmp_path).manifest.name == "har"
+    assert find_bundle(str(tmp_path / "mine")).manifest.name == "har"
     with pytest.raises(BundleError, match=r"nowhere holds no manifest.*digits.*har"):
         bundle_folder("nowhere", tmp_path)
 

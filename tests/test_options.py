@@ -65,6 +65,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             return Result("pi-07", 0, "paused")
 
     monkeypatch.setattr(client_module, "Client", Recorder)
+    # For this process they would last beyond the test.
+    monkeypatch.setattr(cli, "end_on_signals", lambda: None)
+    monkeypatch.setattr("edge_client.logs.set_up", lambda *_: None)
 
     def join(*arguments: str) -> dict[str, Any]:
         monkeypatch.setattr("sys.argv", ["maskfleet", "join", URL, "--data", "mine.npz", *arguments])

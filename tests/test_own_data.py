@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import cli, data_cli, own_data
+from edge_bench import data_cli, own_data
 from edge_bench.data_table import DataConfig
 from edge_bench.datasets import divide, divided, load, read, write
 from edge_bench.own_data import Fleet
-from edge_bench.simulate import find_bundle, read_config
+from edge_bench.simulation_file import find_bundle, open_simulation, read_config
 from edge_bench.sources import Samples
 from PIL import Image
 
@@ -353,12 +353,12 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
     assert f"--data {tmp_path}/parts/device-0.npz --device device-0" in capsys.readouterr().out
-    _, bundle, devices = cli.open_simulation(tmp_path / "run.toml")
+    _, bundle, devices = open_simulation(tmp_path / "run.toml")
     (tmp_path / "again.toml").write_text(
         'bundle = "digits"\nrounds = 1\ncohort = 3\nseed = 4\n[data]\nname = "npz"\npath = "parts"\n'
         "[methods.standalone]\n"
     )  # a path beside the file, whatever the current folder
-    _, _, again = cli.open_simulation(tmp_path / "again.toml")
+    _, _, again = open_simulation(tmp_path / "again.toml")
     real = {name: fit(read_file(tmp_path / "parts" / f"{name}.npz"), bundle.manifest, 4) for name in devices}
     for name, d in devices.items():
         for other in (again[name], real[name]):
@@ -376,7 +376,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> No
         'colour = "grey"\n[methods.standalone]\n'
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
-    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\n'
+    assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\nbetween = [0.0, 1.0]\n'
 
 
 def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:

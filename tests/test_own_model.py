@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import cli, own_model
+from edge_bench import own_model, simulate_cli
 from edge_bench.own_data import Fleet
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
-from edge_bench.simulate import find_bundle, read_config
+from edge_bench.simulation_file import find_bundle, read_config
 from edge_bench.sources import Samples
 from typer import Typer
 from typer.testing import CliRunner
@@ -99,6 +99,50 @@ def test_a_module_is_exported_again_only_when_its_content_changes(
         open_module(place, ExportConfig(seed=3), data, cache=cache)
 
 
+BODY = """
+import torch
+from torch import nn
+def build():
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "words"),
+    [
+        ("", "the weights are drawn anew each time build() runs and count as trained; if they are random, pass --seed"),
+        (
+            "    for v in net.parameters():\n        v.data = torch.arange(v.numel()).reshape(v.shape) / 9\n",
+            "",
+        ),
+        (
+            "    net[0].load_state_dict({'weight': torch.eye(5, 4), 'bias': torch.zeros(5)})\n",
+            "the weights of 3 are drawn anew each time build() runs and count as trained; for a new head, set head = ",
+        ),
+    ],
+)
+def test_weights_that_are_drawn_and_count_as_trained_are_named(
+    loads: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "model.py").write_text(f"{BODY}{loads}    return net\n")
+    place, table = f"{tmp_path}/model.py:build", ExportConfig()
+    made = open_module(place, table, samples(4), cache=tmp_path / "cache")
+    err = capsys.readouterr().err
+    assert (f"warning: {words}" in err, "warning" in err) == (bool(words), bool(words))
+    if not loads:
+        open_module(place, ExportConfig(seed=1), samples(4), cache=tmp_path / "cache")
+        assert "warning" not in capsys.readouterr().err
+    from edge_export.cli import export
+
+    app = Typer()
+    app.command()(export)
+    done = CliRunner().invoke(app, [*command(place, table, made, None)[2:-1], str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert ("drawn anew" in done.output, words in done.output) == (bool(words), True)
+    assert np.array_equal(Bundle.open(tmp_path / "bundle").model().parameters, made.model().parameters)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -143,6 +187,8 @@ def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, t
         said(("a", "b", "c"), class_names=("b", "a", "c"))
     with pytest.raises(ModelError, match=r"2 class names for outputs of shape \(3,\)"):
         said((), class_names=("x", "y"))
+    with pytest.raises(ValueError, match="'x' is the name of two classes"):
+        said((), class_names=("x", "y", "x"))
 
 
 def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Path) -> None:
@@ -179,6 +225,8 @@ def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Pa
         ("class_names = [", "is not TOML"),
         ("class_name = ['a']", r"setting class_name = \['a'\]: .*did you mean 'class_names'"),
         ("normalisation = { mean = [1], std = [0] }", "normalisation.std.0 = 0"),
+        ("class_names = ['a', 'b', 'a']", "'a' is the name of two classes"),
+        ("between = [1, 0]", "the lowest value, then the highest"),
     ],
 )
 def test_a_file_of_class_names_and_normalisation_is_checked(text: str | None, words: str, tmp_path: Path) -> None:
@@ -253,9 +301,9 @@ def test_one_file_simulates_an_own_model_on_own_data(
         'bundle = "model.py:build"\nrounds = 2\ncohort = 3\n[export]\nseed = 1\n'
         '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\nlr = 0.1\n'
     )
-    cli.simulate(tmp_path / "run.toml")
+    simulate_cli.simulate(tmp_path / "run.toml")
     said = capsys.readouterr().out
     assert "model: 163 parameters; data.py:load on 3 devices" in said
-    cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
+    simulate_cli.simulate(tmp_path / "run.toml", bundle=f"{tmp_path}/model.py:build", rounds=1)
     assert "exporting" not in capsys.readouterr().err
     assert "model" not in sys.modules  # the user's module has a name of its own

@@ -52,7 +52,7 @@ def test_payloads_that_javascript_wrote_have_the_same_contents() -> None:
 def test_javascript_reads_what_python_writes_and_writes_what_the_committed_vectors_hold() -> None:
     def node(command: str, cases: list[Any]) -> list[Any]:
         script = ["node", str(VECTORS / "payload_writer.mjs"), command]
-        done = subprocess.run(script, input=json.dumps(cases), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(script, input=json.dumps(cases), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         answer: list[Any] = json.loads(done.stdout)
         return answer

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Part, digest, views
-from edge_client.compaction.personal import TOLERANCE, write_dense, write_personal
+from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.equality import TOLERANCE
 from edge_client.measure.latency import latency
 from edge_client.targets import Classification
 from edge_client.task import Personal

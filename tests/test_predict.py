@@ -111,6 +111,18 @@ def test_a_device_s_file_is_normalised_as_prediction_does(tmp_path: Path) -> Non
         fit(DataFile(tmp_path, {"x": X[:, :1], "y": X}), m)
 
 
+def test_samples_on_another_scale_are_predicted_with_a_warning_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model(tmp_path / "m.onnx", Regression(outputs=2), how=RAW)
+    predict(path, data(tmp_path / "right.npz", x=X))
+    assert not capsys.readouterr().err
+    predict(path, data(tmp_path / "far.npz", x=100 * X))
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 3
+    assert printed.err.startswith(f"maskfleet: warning: {tmp_path}/far.npz: as the model takes them, samples lie ")
+
+
 def test_a_channel_of_an_image_is_a_feature() -> None:
     how = Normalisation(mean=(1.0, 10.0), std=(1.0, 2.0))
     x = np.arange(16.0).reshape(2, 2, 2, 2)
@@ -121,6 +133,10 @@ def test_a_channel_of_an_image_is_a_feature() -> None:
         Input(shape=(3, 2, 2), normalisation=how)
     with pytest.raises(ValueError, match="int64"):
         Input(shape=(2,), dtype="int64", normalisation=how)
+    with pytest.raises(ValueError, match="leave `between` out"):
+        Input(shape=(2,), normalisation=how, between=(0.0, 1.0))
+    with pytest.raises(ValueError, match="the lowest value, then the highest"):
+        Input(shape=(2,), between=(1.0, 0.0))
 
 
 def test_steps_and_numbers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +189,7 @@ def test_the_command_runs_without_a_server_or_torch(tmp_path: Path) -> None:
         "{'torch', 'fastapi', 'coord_server', 'edge_bench'})))\nmain()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "predict", str(path), str(file)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "predict", str(path), str(file)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0: \N{REPLACEMENT CHARACTER}[31mred 0.881", "[]"]

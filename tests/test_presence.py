@@ -25,19 +25,20 @@ FED = "/v1/federations/fed"
 
 
 class Clock:
-    """The real clock, which a test can set ahead."""
+    """A clock that stands still unless the test sets it ahead."""
 
     def __init__(self) -> None:
-        self.ahead = 0.0
+        self.began, self.ahead = time.time(), 0.0
 
     def __call__(self) -> float:
-        return time.time() + self.ahead
+        return self.began + self.ahead
 
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is set ahead is noticed soon."""
+    """A clock that is set ahead is noticed soon; counts are written only when a test says so."""
     monkeypatch.setattr(commits, "LOOK_MOST", 0.02)
+    monkeypatch.setattr("coord_server.live.devices.FLUSH", 1e6)
 
 
 def room(fleet: Fleet) -> Devices:
@@ -61,14 +62,12 @@ def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tm
             clock.ahead = 90.0
             for device in "bc":
                 assert (await fleet.train(device)).status_code == 201
-            clock.ahead = 150.0  # a was last here 150 s ago
-            await fleet.work("b")
-            await fleet.work("c")
-            clock.ahead = 4000.0  # the deadline closes round 2 without it
-            await fleet.work("b")
-            await fleet.work("c")
-            found = await until(fleet, lambda f: f["round"] == 3)
-            assert found["expected"] == 2
+            polls = [asyncio.create_task(fleet.due(device)) for device in "bc"]
+            while room(fleet)._polls.keys() != {"b", "c"}:  # whose polls are open is there, whatever the clock says
+                await asyncio.sleep(0.001)
+            clock.ahead = 4000.0  # the deadline closes round 2 without a, which was last here 4000 s ago
+            assert [(await poll)["round"] for poll in polls] == [3, 3]
+            assert (await fleet.operator("GET", FED)).json()["expected"] == 2
             assert (await fleet.work("a"))["status"] == "wait"
             for device in "bc":
                 assert (await fleet.train(device)).status_code == 201

@@ -44,6 +44,6 @@ def test_a_benchmark_ends_with_its_name_and_a_sentence_when_its_file_is_not_ther
 
 def test_every_benchmark_starts_its_main_in_the_one_way() -> None:
     own = [f.name for f in BENCHMARKS.rglob("*.py") if "typer.run(" in f.read_text("utf-8")]
-    assert own == ["cli.py"]
+    assert own == ["command_line.py"]
     text = "".join(f.read_text("utf-8") for f in BENCHMARKS.rglob("*.py"))
     assert not re.findall(r"provenance\.origin\([^)]", text)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,44 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
     assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
 
 
+KILLED = """
+import os, pathlib, signal
+from edge_bench import reproduce, reproduction
+from edge_client import files
+
+def half(path, chunks, mode, write=files._write):
+    data = b"".join(chunks)
+    write(path, [data[: len(data) // 2]] if path.name.startswith("result.json") else [data], mode)
+    if path.name.startswith("result.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+files._write = half
+reproduction.FOLDER, out = pathlib.Path("reproductions"), pathlib.Path("out")
+reproduce.RESULTS = pathlib.Path("results")
+reproduce.reproduce("tiny", out=out)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_start_that_is_killed_while_it_writes_the_result_leaves_none_or_the_old_one(
+    before: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1)
+    whole = (out / "result.json").read_bytes()
+    if not before:
+        (out / "result.json").unlink()
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (out / "result.json").exists() == before
+    assert not before or (out / "result.json").read_bytes() == whole
+    assert len(known(out)) == 4  # the other seed's cells stand
+    reproduce("tiny", out=out)
+    after = json.loads((out / "result.json").read_text())
+    assert {k: v for k, v in after["runs"].items() if k.endswith("/0")} == json.loads(whole)["runs"]
+    assert len(after["runs"]) == 4
+
+
 def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_ones_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,10 +341,21 @@ def test_the_page_has_each_result_and_names_what_was_not_run(tmp_path: Path) -> 
     assert "## tiny: Digits" in page
     assert "![tiny, digits](../benchmarks/results/tiny/digits.png)" in page
     assert "A note." in page
+    (tmp_path / "reproductions" / "tiny.toml").write_text(TINY.replace("A note.", "A newer note."))
+    assert "A newer note." in results_page.page(tmp_path / "results")
     table = (tmp_path / "results" / "tiny" / "table.md").read_text()
     assert table.rstrip() in page
     fedavg = next(line for line in table.splitlines() if line.startswith("| fedavg |"))
     assert "| 1x |" in fedavg
+
+
+def test_a_table_says_which_methods_were_not_run_and_which_have_other_seeds(tmp_path: Path) -> None:
+    reproduce("tiny", seeds=2, only="fedavg")
+    assert "| fast | 12.5 ± 0.5; 3 bits | not run |" in (tmp_path / "results" / "tiny" / "table.md").read_text()
+    reproduce("tiny", seeds=1, only="fast")
+    table = (tmp_path / "results" / "tiny" / "table.md").read_text()
+    assert "| fast (seed 0) |" in table
+    assert "| fedavg |" in table
 
 
 def test_the_page_says_that_settings_were_chosen_only_where_several_were_tried(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-from coordination import OPERATOR, bearer, credential, settings, write_bundle
+from coordination import LIMIT, OPERATOR, bearer, credential, settings, write_bundle
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as examples
 from hypothesis.errors import Unsatisfiable
@@ -20,7 +20,8 @@ from schemathesis import GenerationMode, checks
 from test_coordinator_process import coordinator
 
 from coord_server.operator.client import Operator
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import MEDIA_TYPE
 
 EXAMPLES = 4  # of each operation and role
@@ -37,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         bundle = operator.upload_bundle(write_bundle(folder / "bundle"))
         operator.create(FederationConfig.model_validate(settings(name="har", bundle=bundle, min_devices=1)))
         join = operator.token("har", TokenRequest()).token
-        with httpx.Client(base_url=address, trust_env=False) as http:
+        with httpx.Client(base_url=address, timeout=LIMIT, trust_env=False) as http:
             body = {"token": join, "device": "pi-07", "credential": credential("pi-07")}
             assert http.post("/v1/enrol", json=body).status_code == 200
             http.get("/v1/federations/har/work", headers=bearer(credential("pi-07")))
@@ -46,7 +47,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("role", ["operator", "viewer", "device"])
 def test_every_answer_is_one_that_the_document_knows(url: str, role: str) -> None:
-    http = httpx.Client(trust_env=False)
+    http = httpx.Client(timeout=LIMIT, trust_env=False)
     viewer = http.post(f"{url}/v1/viewers", json={}, headers=bearer(OPERATOR)).json()["token"]
     token = {"operator": OPERATOR, "viewer": viewer, "device": credential("pi-07")}[role]
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")

@@ -73,7 +73,7 @@ def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> 
     assert seen["store"] == (tmp_path / "d", url, True)
     coordinator, places, _, where, certificate, key, application = seen["run"]
     assert application == {"allow_origins": ["https://a.example", "https://b.example"], "open_metrics": True}
-    assert (coordinator._max_parameters, places.most) == (5, 7)
+    assert (coordinator.bundles.most, places.most) == (5, 7)
     assert (where, certificate, key) == (tmp_path / "d" / "operator-token", PEM, PEM)
     assert seen["level"] == "ERROR"
 

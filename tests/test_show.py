@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from coord_server import engine
 from coord_server.live.status import summary
 from coord_server.operator import cli, show
+from coord_server.operator.cli import _say
 from coord_server.operator.client import Operator
 from coord_server.operator.show import Look, bars, overview
 from coord_server.operator.tables import lasting
 from edge_client.errors import ServerError, UnreachableError
-from edge_client.protocol.messages import Device, Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
+from edge_client.protocol.messages import Failure, Federation, FederationConfig, Report, Round, Scores, Traffic
+from edge_client.protocol.operator import Device
 
 NOW = 10_000.0
 
@@ -105,8 +107,21 @@ def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None
     assert "next" not in text(federation("running"))
 
 
+def test_no_command_is_broken_where_it_is_printed_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Look(federation("recruiting", devices=0), [], [], "https://fleet.example", NOW)
+    _say(found, overview, as_json=False)
+    assert "`maskfleet join https://fleet.example --token TOKEN --data FILE.npz`" in capsys.readouterr().out
+
+
 def test_who_is_missing_has_a_reason() -> None:
     assert "missing 1 more device has to join and ask for work" in text(federation("recruiting", devices=2))
+    new = [device(name, ready=False) for name in "abc"]
+    some = text(federation("recruiting", devices=1), devices=new[:1])
+    assert "missing joined, not asked for work yet: a" in some
+    assert "missing 1 more device has to join and ask for work" in some
+    every = text(federation("recruiting", devices=0), devices=new)
+    assert "missing joined, not asked for work yet: a, b, c" in every
+    assert "has to join" not in every
     ready = [device(name) for name in "abcde"]
     assert "missing no report yet from a, b, c and 2 more" in text(federation("finished"), [], ready)
     assert "waits for a (seen 0 s ago), b (seen 0 s ago), c (seen 0 s ago) and 7 more" in text(

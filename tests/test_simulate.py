@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import typer
-from edge_bench import cli, datasets
-from edge_bench.datasets import DataConfig
-from edge_bench.demo import fleet
+from edge_bench import datasets, simulate_cli
+from edge_bench.data_table import DataConfig
+from edge_bench.fleet import fleet
 from edge_bench.report import by_kind, federation, simulated
-from edge_bench.simulate import RoundRow, Simulated, SimulationConfig, find_bundle, read_config, run, run_all
+from edge_bench.simulate import RoundRow, Simulated, run, run_all
+from edge_bench.simulation_file import SimulationConfig, find_bundle, read_config
 from edge_kernels import counter
 
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -140,7 +141,7 @@ def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pyt
         'bundle = "digits"\nrounds = 9\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
         "[methods.fedmask]\nepochs = 1\n[methods.fast]\nname = 'fedavg'\nlr = 0.05\nepochs = 1\n[methods.standalone]\n"
     )
-    cli.simulate(file, json_file=out, rounds=2, seed=None, only="fedmask,fast")
+    simulate_cli.simulate(file, json_file=out, rounds=2, seed=None, only="fedmask,fast")
     written = json.loads(out.read_text())
     assert set(written["methods"]) == {"fedmask", "fast"}
     assert written["methods"]["fast"]["settings"]["lr"] == 0.05
@@ -156,7 +157,7 @@ def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path)
         '[methods.fedpm]\nlayers = ["9"]\n[methods.standalone]\nepochs = 1\n'
     )
     with pytest.raises(ConfigError, match=r"fedpm: layers = \['9'\]"):
-        cli.simulate(file, json_file=out)
+        simulate_cli.simulate(file, json_file=out)
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
 
 
@@ -173,15 +174,15 @@ def test_ctrl_c_keeps_the_methods_that_have_ended(
         if text.startswith("fedavg"):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.Steps, "step", step)
+    monkeypatch.setattr(simulate_cli.Steps, "step", step)
     with pytest.raises(typer.Exit) as ended:
-        cli.simulate(file, json_file=out)
+        simulate_cli.simulate(file, json_file=out)
     assert ended.value.exit_code == 130
     written = json.loads(out.read_text())
     assert (set(written["methods"]), set(written["failed"])) == ({"standalone"}, {"fedavg"})
     capsys.readouterr()
     with pytest.raises(typer.Exit) as ended:
-        cli.simulate(file, only="fedavg")
+        simulate_cli.simulate(file, only="fedavg")
     assert ended.value.exit_code == 130
     assert "stopped before any method ended; there is no result" in capsys.readouterr().out
 
@@ -197,10 +198,10 @@ def test_sigterm_keeps_the_methods_that_have_ended_too(tmp_path: Path, monkeypat
         if text.startswith("fedavg"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(cli.Steps, "step", step)
+    monkeypatch.setattr(simulate_cli.Steps, "step", step)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(typer.Exit) as ended:
-        cli.simulate(file, json_file=out)
+        simulate_cli.simulate(file, json_file=out)
     assert ended.value.exit_code == 143
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
     assert signal.getsignal(signal.SIGTERM) == before
@@ -213,28 +214,49 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     file.write_text(
         'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
         '[methods.idle]\nname = "fedavg"\nlr = 1e-9\nepochs = 1\n[methods.standalone]\nlr = 0.05\n'
+        "[methods.lgfedavg]\nnum_layers = 1\n"
     )
-    cli.simulate(file, json_file=out)
+    simulate_cli.simulate(file, json_file=out)
     said, written = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())["methods"]
     start = written["idle"]["score_start"]
     assert start == written["standalone"]["score_start"] == pytest.approx(written["idle"]["score_mean"])
     assert f"warning: idle ends at {start:.3f}, below training alone (" in said
     assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
+    assert said.index("warning: lgfedavg: global_rounds = 10 covers all 2 rounds") < said.index("idle ends at")
+
+
+@pytest.mark.parametrize(("high", "devices"), [((1, 1), 0), ((255, 1), 1), ((255, 255), 2)])
+def test_samples_far_from_the_model_s_scale_are_named_before_the_first_round(
+    high: tuple[int, int], devices: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.py").write_text(
+        "import numpy as np\ndef load():\n    y, owner = np.arange(80) % 10, np.arange(80) // 40\n"
+        f"    x = np.random.default_rng(0).random((80, 64)) * np.array({high})[owner][:, None]\n"
+        "    return {'x': x.astype(np.float32), 'y': y, 'owner': owner}\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 1\n'
+        '[data]\nname = "python"\nfactory = "data.py:load"\n[methods.fedavg]\n'
+    )
+    simulate_cli.simulate(tmp_path / "run.toml", labels=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("as the model takes them, samples lie between") == bool(devices)
+    assert not devices or f"divided by 255 ({devices} of 2 devices)" in said
 
 
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there
-            cli.simulate(tmp_path / "run.toml", json_file=out)
+            simulate_cli.simulate(tmp_path / "run.toml", json_file=out)
     with pytest.raises(ConfigError, match=r"run\.toml would overwrite the file that is read"):
-        cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "." / "run.toml")
+        simulate_cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "." / "run.toml")
     with pytest.raises(ConfigError, match=r"--plot .*x\.png and --json are one file"):
-        cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "x.png", plot=tmp_path / "." / "x.png")
+        simulate_cli.simulate(tmp_path / "run.toml", json_file=tmp_path / "x.png", plot=tmp_path / "." / "x.png")
     (tmp_path / "folder.png").mkdir()
     for plot, said in (("folder.png", "is a folder"), ("x.jpg", "ends in .png"), ("none/x.png", "there is no folder")):
         with pytest.raises(ConfigError, match=said):
-            cli.simulate(tmp_path / "run.toml", plot=tmp_path / plot)
+            simulate_cli.simulate(tmp_path / "run.toml", plot=tmp_path / plot)
 
 
 @pytest.mark.parametrize(
@@ -274,14 +296,14 @@ def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Pat
     file = tmp_path / "run.toml"
     file.write_text('bundle = "nowhere"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\n[methods.fedmask]\n')
     with pytest.raises(ConfigError, match="there is no method 'alchemy'"):
-        cli.simulate(file, method="fedmask, alchemy")
+        simulate_cli.simulate(file, method="fedmask, alchemy")
     with pytest.raises(ConfigError, match=r"no method 'lattise'; choose one of .*did you mean 'lattice'"):
-        cli.simulate(file, method="lattise")
+        simulate_cli.simulate(file, method="lattise")
     for twice_or_none in (" , ", "fedavg,fedavg"):
-        with pytest.raises(ConfigError, match=r"--method .*name each method once"):
-            cli.simulate(file, method=twice_or_none)
+        with pytest.raises(ConfigError, match=r"--method .*name each one once"):
+            simulate_cli.simulate(file, method=twice_or_none)
     with pytest.raises(ConfigError, match=r"name a TOML file, e\.g\. benchmarks/configs/"):
-        cli.simulate(method="fedmask")
+        simulate_cli.simulate(method="fedmask")
 
 
 def test_a_federation_that_cannot_run_says_where_it_stands(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
@@ -355,14 +377,14 @@ def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
         'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
         "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n"
     )
-    cli.simulate(file, out, method="fedavg,standalone", plot=plot)
+    simulate_cli.simulate(file, out, method="fedavg,standalone", plot=plot)
     written = json.loads(out.read_text())["methods"]
     assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": None}
     assert plot.read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().out
     assert said.count(" left\n") == 4
     file.write_text(file.read_text().partition("[methods")[0])  # no table at all
-    cli.simulate(file, rounds=1, method="standalone")
+    simulate_cli.simulate(file, rounds=1, method="standalone")
     assert "standalone" in capsys.readouterr().out
 
 
@@ -372,7 +394,7 @@ def test_labels_are_printed_drawn_and_written_without_a_run(tmp_path: Path, caps
     file.write_text(
         'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.standalone]\n'
     )
-    cli.simulate(file, labels=True, plot=plot, json_file=tmp_path / "labels.json")
+    simulate_cli.simulate(file, labels=True, plot=plot, json_file=tmp_path / "labels.json")
     written = json.loads((tmp_path / "labels.json").read_text())["devices"]["device-2"]
     assert sum(written["labels"]) == written["train"] + written["validation"]
     said = capsys.readouterr().out
@@ -392,9 +414,9 @@ def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_
         '[methods.fedpm]\nlayers=["9"]\n'
     )
     with pytest.raises(ConfigError, match="fedpm"):
-        cli.simulate(file, out)
+        simulate_cli.simulate(file, out)
     capsys.readouterr()
-    cli.simulate(schema=True)
+    simulate_cli.simulate(schema=True)
     schema = json.loads(capsys.readouterr().out)
     written = json.loads(out.read_text())
     assert set(written) == set(schema["required"])

@@ -29,7 +29,7 @@ def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
         str(out),
     ]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
 
 
 def test_the_site_builds_and_works_offline(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _half_an_upload(root: Path, ready: Any, leave: Any) -> None:
     incoming = FolderBlobs(root).receive("s")
     incoming.write(bytes(10))
     ready.set()
-    leave.wait(60)
+    leave.wait(600)
     os._exit(9)
 
 
@@ -117,13 +117,13 @@ def test_a_start_removes_half_uploads_of_processes_that_are_gone_and_no_others(t
     ready, leave = context.Event(), context.Event()
     other = context.Process(target=_half_an_upload, args=(tmp_path, ready, leave))
     other.start()
-    assert ready.wait(60)
+    assert ready.wait(600)
     mine = FolderBlobs(tmp_path)
     incoming = mine.receive("s")
     incoming.write(b"mine")
     assert len(halves(tmp_path)) == 2
     leave.set()
-    other.join(60)
+    other.join(600)
     assert len(halves(tmp_path)) == 2
     FolderBlobs(tmp_path)
     assert len(halves(tmp_path)) == 1
@@ -350,7 +350,7 @@ def test_coordinators_that_start_together_on_a_new_folder_agree(tmp_path: Path) 
     command = [sys.executable, "-c", OPEN, str(tmp_path / "data")]
     started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     for process in started:
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=600)[1] == ""
         assert process.returncode == 0
 
 

@@ -7,7 +7,6 @@ maskfleet changes; the federations run through the simulator, which shares engin
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +19,7 @@ from edge_kernels import codecs
 from edge_kernels.codecs import values
 from numpy_mlp import mlp
 
+from edge_client import toml
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.data import DataFile, DeviceData, fit
 from edge_client.errors import BundleError, ConfigError, DataError, MeterError
@@ -27,11 +27,6 @@ from edge_client.measure.meters import choose
 from edge_client.methods import make_method
 from edge_client.protocol.messages import FederationConfig
 from edge_client.training import open_trainer
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 METHOD = '''
 """Federated averaging with a proximal term; devices that took part receive the change of the model only."""
@@ -138,7 +133,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, source in {**BLOCKS, "acme_fleet/__init__.py": "", "acme_fleet/prox.py": METHOD}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
-    groups = tomllib.loads(BLOCKS["pyproject.toml"])["project"]["entry-points"]
+    groups = toml.loads(BLOCKS["pyproject.toml"])["project"]["entry-points"]
     lines = [[f"[{g}]", *(f"{k} = {v}" for k, v in {**groups[g], **MORE.get(g, {})}.items())] for g in groups]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-fleet\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("\n".join(line for group in lines for line in group))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench import datasets, toml_text
-from edge_bench.cli import open_simulation
 from edge_bench.simulate import RoundRow
+from edge_bench.simulation_file import open_simulation
 from edge_bench.tune import Plan, Trial, best, open_plan, read_size, search, tune
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_client import toml
 from edge_client.errors import ConfigError
 from edge_client.methods import Range, make_method
 from edge_client.protocol.messages import FederationConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
@@ -82,7 +77,7 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     config, _, _ = open_simulation(out)
     assert config.methods == {"fedavg": {"lr": top["settings"]["lr"], "epochs": top["settings"]["epochs"]}}
     assert config.data.evaluate == "test"
-    federation = tomllib.loads((file.parent / "best.federation.toml").read_text())
+    federation = toml.loads((file.parent / "best.federation.toml").read_text())
     assert federation.pop("bundle") == "digits"
     created = FederationConfig(bundle="0" * 64, **federation)
     assert created.method == {"name": "fedavg", **config.methods["fedavg"]}
@@ -94,6 +89,12 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert lines[0].endswith(" s  fedavg trial 1/5  begins: as configured")  # at once, also in a log
     ends = [line for line in lines if line.startswith("fedavg trial")]  # other lines begin with the time
     assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("name", ["run.toml", "best.toml", "best.trials", "best.federation.toml"])
+def test_a_record_that_would_overwrite_what_the_search_reads_or_writes_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--json .*{name} would overwrite"):
+        tune(file, trials=1, out=file.parent / "best.toml", json_file=file.parent / name)
 
 
 def test_no_trial_sees_a_test_sample(file: Path) -> None:
@@ -194,7 +195,7 @@ def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path, mo
         out = tmp_path / folder / "best.toml"
         tune(file, trials=1, out=out)
         assert open_simulation(out)[0].data.path == tmp_path / "in" / "mine.npz"
-    assert tomllib.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
+    assert toml.loads((tmp_path / "in" / "best.toml").read_text())["data"]["path"] == "mine.npz"
     monkeypatch.chdir(tmp_path / "in")
     tune(Path("run.toml"), trials=1, out=Path("../out/from-beside.toml"))
     assert open_simulation(tmp_path / "out" / "from-beside.toml")[0].data.path == tmp_path / "in" / "mine.npz"
@@ -223,7 +224,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
 def test_toml_text_is_read_back_as_it_was(table: dict[str, Any]) -> None:
-    assert tomllib.loads(toml_text.dumps(table)) == table
+    assert toml.loads(toml_text.dumps(table)) == table
 
 
 def test_the_file_itself_is_not_overwritten(file: Path) -> None:

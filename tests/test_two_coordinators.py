@@ -41,7 +41,8 @@ from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
 from edge_client import methods
 from edge_client.methods import fedavg
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
 
@@ -112,7 +113,7 @@ async def join(first: Fleet, second: Fleet, *devices: str, **more: Any) -> None:
 
 async def trained_at(asked: Fleet, fetched: Fleet, sent: Fleet, device: str) -> int:
     """One round of a device that speaks to any coordinator; the round's number."""
-    work = await asked.work(device, LIMIT)
+    work = await asked.due(device)
     assert work["status"] == "train", work
     body = trained(await fetched.fetch(device, work), device)
     answer = await sent.upload(device, work["round"], work["lease"], body)
@@ -128,7 +129,7 @@ def alone(folder: Path, rounds: int, d: int, **more: Any) -> bytes:
         for _ in range(rounds):
             for device in DEVICES:
                 await trained_at(fleet, fleet, fleet, device)
-        assert (await fleet.work("a", LIMIT))["status"] == "finish"
+        assert (await fleet.due("a"))["status"] == "finish"
         return bytes((await fleet.operator("GET", f"{FED}/state")).content)
 
     found: bytes = play(folder, script)
@@ -150,7 +151,7 @@ def test_devices_that_change_between_two_coordinators_end_with_the_bytes_of_one(
                 asked = [trained_at(*dice.choices(sites, k=3), device) for device in DEVICES]
                 assert await asyncio.gather(*asked) == [n] * len(DEVICES)
             for site in sites:
-                assert (await site.work("a", LIMIT))["status"] == "finish"
+                assert (await site.due("a"))["status"] == "finish"
             shown = (await sites[0].operator("GET", f"{FED}/devices")).json()
             assert {s["device"]: s["updates"] for s in shown} == dict.fromkeys(DEVICES, rounds)
             records = [(await site.operator("GET", f"{FED}/rounds")).json() for site in sites]
@@ -170,10 +171,10 @@ def test_a_record_that_is_lost_at_one_coordinator_is_unknown_at_the_other(tmp_pa
             await join(first, second, "a", "b", rounds=3, method={"name": "counting"})
             for n in (1, 2):
                 for device in ("a", "b"):
-                    work = await second.work(device, LIMIT)
+                    work = await second.due(device)
                     assert decode(await second.fetch(device, work)).meta["known"] == n - 1
                     await trained_at(first, first, second, device)
-            works = [await site.work("a", LIMIT) for site in (first, second)]
+            works = [await site.due("a") for site in (first, second)]
             assert works[0]["downlink"] == works[1]["downlink"]
             headers = {"Maskfleet-Lease": works[0]["lease"], **bearer(credential("a"))}
             lost = {"kind": "lost", "reason": "the disk was replaced"}
@@ -181,9 +182,9 @@ def test_a_record_that_is_lost_at_one_coordinator_is_unknown_at_the_other(tmp_pa
             assert answer.status_code == 204, answer.text
             await trained_at(second, second, second, "b")
             for site in (first, second):
-                finish = await site.work("a", LIMIT)
+                finish = await site.due("a")
                 assert (finish["status"], decode(await site.fetch("a", finish)).meta["known"]) == ("finish", 0)
-                finish = await site.work("b", LIMIT)
+                finish = await site.due("b")
                 assert decode(await site.fetch("b", finish)).meta["known"] == 3
 
     asyncio.run(main())
@@ -199,13 +200,13 @@ def test_a_record_that_is_lost_in_a_round_changes_its_next_attempt_at_every_coor
             works = {}
             for device in ("a", "b"):
                 for site in (first, second):  # both have the downlink of a device with a record in memory
-                    works[device] = await site.work(device, LIMIT)
+                    works[device] = await site.due(device)
                     assert decode(await site.fetch(device, works[device])).meta["known"] == 1
             for device in ("a", "b"):
                 assert (await first.fail(device, works[device], "lost")).status_code == 204
             for device in ("a", "b"):
                 for site in (first, second):
-                    work = await site.work(device, LIMIT)
+                    work = await site.due(device)
                     assert (work["status"], work["round"]) == ("train", 2)
                     assert decode(await site.fetch(device, work)).meta["known"] == 0
 
@@ -288,7 +289,7 @@ def test_a_round_whose_coordinator_does_not_fold_it_is_folded_by_the_other(
             await join(*sites, *DEVICES, rounds=2, **ALL)
             for _ in range(2):
                 await asyncio.gather(*(trained_at(sites[0], sites[0], sites[0], device) for device in DEVICES))
-            assert (await sites[0].work("a", LIMIT))["status"] == "finish"
+            assert (await sites[0].due("a"))["status"] == "finish"
             return (await sites[1].operator("GET", f"{FED}/state")).content
 
     state = asyncio.run(main())
@@ -431,7 +432,8 @@ def test_two_processes_killed_in_turn_lose_no_update_and_count_none_twice(tmp_pa
             token = operator.token("fed", TokenRequest()).token
         for i, name in enumerate(DEVICES):
             body = {"token": token, "device": name, "credential": credential(name)}
-            httpx.post(f"{site.urls[i % 2]}/v1/enrol", json=body, trust_env=False).raise_for_status()
+            enrol = f"{site.urls[i % 2]}/v1/enrol"
+            httpx.post(enrol, json=body, timeout=LIMIT, trust_env=False).raise_for_status()
         threads = [
             threading.Thread(target=_device, args=(n, site, random.Random(f"{d}{n}"), receipts), daemon=True)
             for n in DEVICES
@@ -463,6 +465,7 @@ def test_two_processes_killed_in_turn_lose_no_update_and_count_none_twice(tmp_pa
 
 def _answers(urls: Sequence[str]) -> bool:
     try:
-        return all(httpx.get(f"{url}/v1/health", trust_env=False).status_code == 200 for url in urls)
+        asked = [httpx.get(f"{url}/v1/health", timeout=LIMIT, trust_env=False) for url in urls]
+        return all(answer.status_code == 200 for answer in asked)
     except httpx.RequestError:
         return False

@@ -22,7 +22,9 @@ from edge_client.bundle import digest, views
 from edge_client.errors import ConfigError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.payload import decode
+from edge_client.task import Course
 
 FED = "/v1/federations/fed"
 NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
@@ -123,6 +125,29 @@ def test_settings_that_are_refused_leave_no_bundle_of_a_warm_start(tmp_path: Pat
         config = settings(name="next", start_from={"federation": "fed"}, method={"name": "fedavg", "epochs": 0})
         refused(await fleet.operator("POST", "/v1/federations", json=config), "bad-config")
         assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
+
+    play(tmp_path, script)
+
+
+def test_the_first_state_of_a_warm_start_is_made_once_and_of_the_values_it_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = list[Any](), FedAvg.start
+
+    def counted(method: FedAvg, course: Course) -> Any:
+        started.append(course.model)
+        return start(method, course)
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        final = decode(await whole(fleet, "a", "bb")).arrays["parameters"]
+        monkeypatch.setattr(FedAvg, "start", counted)
+        config = settings(name="next", start_from={"federation": "fed"})
+        made = (await fleet.operator("POST", "/v1/federations", json=config)).json()["config"]
+        assert len(started) == 1
+        assert np.array_equal(started[0].parameters, final)
+        assert started[0].parameters.dtype == np.float32
+        assert digest(started[0].manifest.to_bytes()) == made["bundle"]
 
     play(tmp_path, script)
 

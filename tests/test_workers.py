@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from edge_bench import datasets, workers
-from edge_bench.datasets import DataConfig
-from edge_bench.simulate import Mishaps, Simulated, find_bundle, run
+from edge_bench.data_table import DataConfig
+from edge_bench.simulate import Mishaps, Simulated, run
+from edge_bench.simulation_file import find_bundle
 from edge_bench.workers import Site, Turn, Workers
 
 from coord_server import aggregation

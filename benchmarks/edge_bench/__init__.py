@@ -1,7 +1,7 @@
 """Benchmarks, simulation, demo. `python -m edge_bench` lists the benchmarks.
 
-A benchmark started by `python -m edge_bench.NAME` ends with one sentence when a package is missing or an input is
-wrong: the hook below sees what nothing else caught. It is set before typer is imported, which keeps it.
+A benchmark started by `python -m edge_bench.NAME` ends with one sentence when a package is missing, by the hook below;
+`command_line.run_module` does the same for a wrong input. The hook is set before typer is imported, which keeps it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from types import TracebackType
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """One sentence for an error that the person at the keyboard can mend, a traceback for a fault."""
+    """One sentence for a missing package, a traceback for anything else."""
     from edge_client.cli import needs
-    from edge_client.errors import MaskfleetError
-    from edge_client.events import shown
 
     if isinstance(error, ImportError):
         print(f"edge_bench: {needs('this benchmark', __name__, error)}", file=sys.stderr)
-    elif isinstance(error, MaskfleetError):
-        print(f"edge_bench: {shown(str(error))}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

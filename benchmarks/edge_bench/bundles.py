@@ -10,38 +10,39 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
 
-NAMES: Mapping[str, str] = {
-    "mlp-har": "1152-300-100-6 for UCI HAR",
-    "mlp-har-binary": "1152-300-100-6 with batch-norm and binary activations",
-    "mlp-mnist": "784-300-100-10",
-    "mlp-mnist04": "784-300-100 pre-trained on the digits 0-4, a new head for five classes",
-    "mlp-signs": "784-300-100-10 of signed constants, as FedPM draws them",
-    "cnn-mnist": "two convolutions, 80,202 parameters",
-    "cnn-fashion": "two convolutions with batch-norm, ten classes",
-    "cnn-femnist": "the same for 62 classes",
-    "cnn-femnist-pretrained": "the same, pre-trained on FEMNIST's writers 57 to 104: use `devices = 57` at most",
-    "cnn-emnist": "Hermes' EMNIST network, 62 classes",
-    "lenet-cifar10": "LeNet-5",
-    "vgg9-mnist": "HideNseek's VGG9 on one channel",
-    "vgg9-femnist": "the same for 62 classes",
-    "vgg9-cifar10": "the same on three channels",
-    "resnet20-cifar10": "ResNet-20",
-    "resnet20-cifar100": "ResNet-20 pre-trained on CIFAR-10, its last stage and a new head trainable",
-    "resnet56-cifar10": "ResNet-56",
-    "mobilenetv2-cifar10": "MobileNetV2 for 32x32 images",
-    "vit-cifar10": "ViT-tiny of depth 4 on 4x4 patches",
-    "lstm-shakespeare": "LEAF's two-layer LSTM, 256 hidden units, the next character at each step",
-    "lstm-shakespeare-small": "the same with 128 hidden units",
-    "mobilenetv2-imagenet": "MobileNetV2 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
-    "squeezenet-imagenet": "SqueezeNet 1.1 from ImageNet for CIFAR-10, its last five blocks and a new head trainable",
-}
+NAMES = (
+    "mlp-har",
+    "mlp-har-binary",
+    "mlp-mnist",
+    "mlp-mnist04",
+    "mlp-signs",
+    "cnn-mnist",
+    "cnn-fashion",
+    "cnn-femnist",
+    "cnn-femnist-pretrained",
+    "cnn-emnist",
+    "lenet-cifar10",
+    "vgg9-mnist",
+    "vgg9-femnist",
+    "vgg9-cifar10",
+    "resnet20-cifar10",
+    "resnet20-cifar100",
+    "resnet56-cifar10",
+    "mobilenetv2-cifar10",
+    "vit-cifar10",
+    "lstm-shakespeare",
+    "lstm-shakespeare-small",
+    "mobilenetv2-imagenet",
+    "squeezenet-imagenet",
+)
+"""What `pretrain` builds; docs/models.md describes each."""
 
 
 def cache_folder() -> Path:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from edge_bench import provenance
-from edge_bench.cli import plain_console, write_json
+from edge_bench.command_line import plain_console, write_json
 from edge_client.errors import ConfigError
 
 Mask = NDArray[np.bool_]

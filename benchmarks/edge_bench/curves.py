@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.errors import ConfigError
+from edge_client.bench import plots
 from edge_client.protocol.messages import Round, Scores, Traffic
 
 MARKS = "ox+*#@%&"
@@ -101,9 +101,6 @@ def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int =
 
 def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """The curves as a PNG. Raises ConfigError when the file cannot be written."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -114,7 +111,4 @@ def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     axes.set(xscale="log", xlabel="payload bytes of one device, up and down, so far", ylabel="mean score", title=title)
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    plots.save(figure, path)

@@ -28,7 +28,7 @@ import typer
 from coord_server.auth import OPERATOR_ENV, new_secret
 from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.loopback import PATIENCE, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError

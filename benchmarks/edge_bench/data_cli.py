@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from edge_bench import datasets, own_model, toml_text
-from edge_bench.cli import read_simulation
-from edge_bench.simulate import open_divided
+from edge_bench.command_line import check_new_folder
+from edge_bench.simulation_file import prepare, read_simulation
 from edge_client.authored import is_place
+from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 
 ABOUT = "about.toml"
@@ -24,17 +26,20 @@ def split(
 ) -> None:
     """Write each device's data of a simulation as the file that `maskfleet join --data` reads.
 
-    The classes' names and what raw samples went through are written beside them, for `maskfleet export --about`.
+    The classes' names, and what raw samples went through or else their range, are written beside them, for `maskfleet
+    export --about`.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name an empty or a new folder")
+    check_new_folder(out)
     checked = read_simulation(config, seed=seed)
-    bundle, divided = open_divided(checked)
+    bundle, divided = prepare(checked)
     about: dict[str, Any] = {}
     if names := bundle.manifest.class_names or divided.classes:
         about["class_names"] = names
+    m = bundle.manifest
     if divided.normalisation is not None:
         about["normalisation"] = divided.normalisation.model_dump()
+    elif ends := m.input.between or _ends(divided.devices):
+        about["between"] = ends
     try:
         paths = datasets.write(divided.devices, out, divided.normalised)
         if about:
@@ -46,10 +51,17 @@ def split(
     typer.echo(f"maskfleet join URL --token TOKEN --data {shlex.quote(str(paths[first]))} --device {first}")
     if divided.normalised and divided.normalisation is None:
         typer.echo("the samples are normalised, and how cannot be said: the models take normalised samples alone")
-    m = bundle.manifest
     if not is_place(checked.bundle):
         if (m.class_names, m.input.normalisation) != (names, divided.normalisation) and about:
             typer.echo(f"{out / ABOUT} has what the bundle {m.name!r} does not say: {', '.join(about)}")
         return
-    typer.echo("the model with it, so that predictions have names and take raw samples:" if about else "the model:")
+    typer.echo(f"the model, with what {ABOUT} says of its samples and classes:" if about else "the model:")
     typer.echo(shlex.join(own_model.command(checked.bundle, checked.export, bundle, out / ABOUT if about else None)))
+
+
+def _ends(devices: Mapping[str, DeviceData]) -> tuple[float, float] | None:
+    """The lowest and the highest value of the training samples; None when they are ids or all alike."""
+    found = [d.x for d in devices.values() if d.x.dtype.kind == "f" and d.x.size]
+    low = min((float(x.min()) for x in found), default=0.0)
+    high = max((float(x.max()) for x in found), default=0.0)
+    return (low, high) if low < high else None

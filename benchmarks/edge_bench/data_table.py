@@ -28,10 +28,10 @@ OWN = frozenset({"factory", "arguments", "size", "colour", "mean", "deviation", 
 class Source:
     """A data set by name: `read(config, shape)` for a model whose input has `shape`, and the keys of `[data]` it uses.
 
-    `maker` is how devices of a natural split are called. What is `dependent` is divided by nothing else, because
-    neighbouring samples of one maker belong together; it is the name to call it by. Published test samples that are
-    `pooled` are dealt out like the others, unless a device gets so many `per_class`. `normalised` samples are no raw
-    ones: a bundle's normalisation is not for them.
+    `maker` names the devices of a natural split. `dependent` is the data set's name in messages if only the natural
+    split is allowed, because neighbouring samples of one maker belong together; else it is empty. `pooled`: published
+    test samples are dealt out like the others, except with `per_class`. `normalised`: the samples are normalised
+    already, so a bundle's normalisation does not apply.
     """
 
     read: Callable[[DataConfig, Shape], Samples | Fleet]
@@ -53,7 +53,7 @@ class DataConfig(BaseModel):
     devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """By maker: the first so many (None: all). Others: over how many devices (None: 10)."""
     split: Literal["natural", "iid", "dirichlet", "classes"] = "natural"
-    """`natural`: by maker where the data set knows makers, else as `iid`, an even deal. `dirichlet`: each class by
+    """`natural`: by maker where the data set has makers, else as `iid`, an even deal. `dirichlet`: each class by
     Dirichlet shares. `classes`: a device holds some classes only."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
     """Dirichlet concentration: small is uneven."""

@@ -1,7 +1,7 @@
 """Data sets divided over devices, as the table `[data]` of a simulation says.
 
-`data_table` says what is read, `partition` which device gets what, and this module joins them to the bundle's input.
-docs/data.md describes each data set and every key.
+`data_table` has the keys, `sources` and `own_data` read, `partition` decides which device gets what, `scaling` brings
+samples into the model's form, and this module joins them. docs/data.md describes each data set and every key.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ import psutil
 from edge_kernels import counter
 from numpy.typing import NDArray
 
-from edge_bench import own_data, partition
+from edge_bench import own_data, partition, scaling
 from edge_bench.data_table import DataConfig, Shape, source
 from edge_bench.own_data import Fleet
-from edge_bench.partition import FEWEST, Share
-from edge_bench.sources import Samples, find
+from edge_bench.partition import FEWEST, Rows, Share
+from edge_bench.sources import Samples
 from edge_client.bundle import Manifest, Normalisation
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "Divided", "divide", "divided", "find", "load", "read", "undivided", "write"]
-
 _SPARE = 1 << 28  # bytes of memory to leave free
-LONGEST = 50_000  # values of a mean that are written: a manifest has at most 4 MB
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Every device's data by its name, as the model takes them, and what is known of all of it.
+    """Every device's data by its name, in the form that the model takes.
 
-    `classes` are the labels' names, () when they have none. With `normalised` the samples are no raw ones:
-    `normalisation` says what raw ones went through, None when that is unknown or too long to be said.
+    `classes` are the labels' names, () when they have none. With `normalised` the samples are not raw: `normalisation`
+    is what raw ones went through, None when that is unknown or too long for a manifest.
     """
 
     devices: dict[str, DeviceData]
@@ -47,7 +44,7 @@ class Divided:
 
 
 def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
-    """All samples of a data set, of the classes that `labels` keeps, for a model whose input has `shape`.
+    """All samples of a data set whose class is in `labels`, for a model whose input has `shape`.
 
     Raises DataError or ConfigError.
     """
@@ -68,7 +65,7 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
 
 
 def undivided(config: DataConfig) -> Samples:
-    """The same of a data set that is not divided yet. Raises DataError for one with every device's own file."""
+    """`read` for a data set that is not divided yet. Raises DataError for one with a file for each device."""
     found = read(config)
     if isinstance(found, Fleet):
         raise DataError(f"{config.called} is divided over devices already")
@@ -95,7 +92,7 @@ def _classes(config: DataConfig, s: Samples) -> NDArray[np.int64]:
 
 
 def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple[Samples, dict[str, Share]]:
-    """The samples that are used, and by device which of them it holds; `found` are those `read` already.
+    """The samples that are used, and by device which of them it holds; `found` is what `read` gave.
 
     Raises DataError or ConfigError.
     """
@@ -210,60 +207,43 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
     _check_memory(config, shares, manifest)
     scale = None
     if config.name == "har" or config.standardise:
-        scale = _scale(s.samples(np.sort(np.concatenate([share.train for share in shares.values()]))))
+        scale = scaling.scale_of(s.samples(np.sort(np.concatenate([share.train for share in shares.values()]))))
     devices = {}
     for name, share in shares.items():
-        trained, validated, reported = share.train, share.train[:0], share.validation
-        if config.evaluate == "test":
-            reported = share.test
-            if config.per_class is not None:
-                validated = share.validation
-            else:
-                trained = np.sort(np.concatenate([share.train, share.validation]))
-        if not len(trained):
-            raise DataError(f"{config.called}, {name} has no samples to train on; leave it out of the data")
-        if config.validation:
-            stay, gone = split(s.unit[trained], seed, "validation", config.validation, must=False)
-            trained, validated = trained[stay], np.sort(np.concatenate([validated, trained[gone]]))
+        what = f"{config.called}, {name}"
         sides = []
-        for rows in (trained, validated, reported):
-            x = _shaped(_scaled(s.samples(rows), scale), manifest.input.shape)
+        for rows in _sides(config, share, s.unit, seed, what):
+            x = scaling.shaped(scaling.scaled(s.samples(rows), scale), manifest.input.shape)
             if raw and normalisation is not None and x.shape[1:] == manifest.input.shape and x.dtype.kind in "fiub":
                 x = normalisation.apply(x)
-            sides.append(check(manifest, x, s.y[rows], f"{config.called}, {name}"))
+            sides.append(check(manifest, x, s.y[rows], what))
         devices[name] = DeviceData(*(array for side in sides for array in side))
     said = normalisation if raw else None
     if by_table or scale is not None:
         one = s.samples(next(iter(shares.values())).train[:1])
-        said = _said(config, scale, one.shape[1:], manifest.input.shape)
+        said = scaling.normalisation(config, scale, one.shape[1:], manifest.input.shape)
     return Divided(devices, s.classes, not raw or said is not None or by_table, said)
 
 
-def _said(
-    config: DataConfig, scale: Scale | None, sample: tuple[int, ...], shape: tuple[int, ...]
-) -> Normalisation | None:
-    """What the table makes of raw samples, images in 0..1, for a model that takes samples of `shape`."""
-    mean, deviation = (
-        np.broadcast_to(np.array(values or (default,)).reshape(-1, *(1,) * (len(sample) - 1)), sample)
-        for values, default in ((config.mean, 0.0), (config.deviation, 1.0))
-    )
-    if scale is not None:
-        mean, deviation = mean + deviation * scale[0], deviation * scale[1]
-    mean, deviation = _shaped(mean[None], shape)[0], _shaped(deviation[None], shape)[0]
-    deviation = np.where(deviation == 0, 1.0, deviation)  # the margin around an image
-    both = np.stack([mean.ravel(), deviation.ravel()])
-    rows = both.reshape(2, shape[0] if shape else 1, -1)
-    if (both == both[:, :1]).all():
-        both = both[:, :1]
-    elif (rows == rows[:, :, :1]).all():
-        both = rows[:, :, 0]
-    if both.shape[1] > LONGEST:
-        return None
-    return Normalisation(mean=tuple(both[0].tolist()), std=tuple(both[1].tolist()))
+def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int, what: str) -> tuple[Rows, Rows, Rows]:
+    """The rows that a device trains on, validates on and is scored on. Raises DataError without any to train on."""
+    trained, validated, reported = share.train, share.train[:0], share.validation
+    if config.evaluate == "test":
+        reported = share.test
+        if config.per_class is not None:
+            validated = share.validation
+        else:
+            trained = np.sort(np.concatenate([share.train, share.validation]))
+    if not len(trained):
+        raise DataError(f"{what} has no samples to train on; leave it out of the data")
+    if config.validation:
+        stay, gone = split(unit[trained], seed, "validation", config.validation, must=False)
+        trained, validated = trained[stay], np.sort(np.concatenate([validated, trained[gone]]))
+    return trained, validated, reported
 
 
 def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> Divided:
-    """What each device makes of its own file, as a real device of a federation with the same seed does."""
+    """Each device's own file, split as a real device of a federation with the same seed splits it."""
     for key in ("split", "samples", "labels", "validation"):
         if key in config.model_fields_set:
             raise ConfigError(
@@ -274,16 +254,16 @@ def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> 
         raise ConfigError(f"{config.name} has {len(names)} devices; devices = {config.devices} is too many")
     shape = manifest.input.shape
     files = {
-        name: replace(f, arrays={k: _shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
+        name: replace(f, arrays={k: scaling.shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
         for name, f in list(fleet.devices.items())[: config.devices]
     }
     already = any("normalised" in f.arrays for f in fleet.devices.values())
     said = None if already else manifest.input.normalisation
     if config.standardise:
-        scale = _scale(np.concatenate([fit(file, manifest, seed).x for file in files.values()]))
-        said = None if already else _said(config, scale, shape, shape)
+        scale = scaling.scale_of(np.concatenate([fit(file, manifest, seed).x for file in files.values()]))
+        said = None if already else scaling.normalisation(config, scale, shape, shape)
         files = {
-            name: replace(f, arrays={k: _scaled(a, scale) if k[0] == "x" else a for k, a in f.arrays.items()})
+            name: replace(f, arrays={k: scaling.scaled(a, scale) if k[0] == "x" else a for k, a in f.arrays.items()})
             for name, f in files.items()
         }
     devices = {name: fit(file, manifest, seed) for name, file in files.items()}
@@ -293,21 +273,6 @@ def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> 
             for name, d in devices.items()
         }
     return Divided(devices, (), already or config.standardise or said is not None, said)
-
-
-Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
-
-
-def _scale(train: NDArray[Any]) -> Scale:
-    """Mean and deviation of each feature; 1 for a constant one, whose deviation is rounding alone."""
-    wide = train.astype(np.float64)
-    mean, deviation = wide.mean(axis=0), wide.std(axis=0)
-    return mean, np.where(deviation <= 1e-9 * np.abs(mean), 1.0, deviation)
-
-
-def _scaled(x: NDArray[Any], scale: Scale | None) -> NDArray[Any]:
-    """`x` standardised, or as it is."""
-    return x if scale is None else (x - scale[0]) / scale[1]
 
 
 def _check_memory(config: DataConfig, shares: Mapping[str, Share], manifest: Manifest) -> None:
@@ -320,13 +285,6 @@ def _check_memory(config: DataConfig, shares: Mapping[str, Share], manifest: Man
             f"{config.name}: {rows:,} samples of {manifest.input.shape} take {needed / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; lower `devices` or `samples`, or give the model smaller ones"
         )
-
-
-def _shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """`x` as samples of `shape`; 28x28 images get a margin of two pixels where the model takes 32x32."""
-    if prod(x.shape[1:]) == 28 * 28 and shape == (1, 32, 32):
-        return np.pad(x.reshape(-1, 1, 28, 28), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return x.reshape(-1, *shape) if prod(x.shape[1:]) == prod(shape) else x
 
 
 def write(devices: Mapping[str, DeviceData], folder: Path, normalised: bool = True) -> dict[str, Path]:

@@ -1,37 +1,41 @@
-"""Real federations on this machine: one coordinator process, one process a device, plain HTTP on loopback.
-
-The processes are `maskfleet serve` and `maskfleet join`, as a user would start them by hand, each with its own log.
-This module starts them and watches them through the operator's REST API.
-"""
+"""`maskfleet demo`: real federations on this machine, one for each method, compared in one table."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
-from coord_server import aggregation
-from edge_bench.datasets import DataConfig, find, write
-from edge_bench.processes import Process, ProcessError, Start, children, coordinator
+import typer
+
+from edge_bench import curves, datasets, demo_report, provenance, report
+from edge_bench.command_line import check_new_folder, check_plot, check_writable, names_of, plain_console, write_json
+from edge_bench.data_table import DataConfig
+from edge_bench.fleet import Ended, fleet
+from edge_bench.simulate import starting_scores
+from edge_bench.simulation_file import find_bundle
+from edge_bench.sources import find
+from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
-from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DataError
+from edge_client.exit_codes import ExitCode
 from edge_client.measure.latency import latency
-from edge_client.protocol.messages import Device, FederationConfig, Report, Round, Scores, TokenRequest
+from edge_client.methods import make_method
+from edge_client.protocol.messages import Round
 from edge_client.task import Personal
+from edge_client.training import open_trainer
 
 BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
 """The packaged bundle of each data set."""
-# Settings of each method on each data set; other methods run with their defaults. FedMask's on HAR are `chosen` in
-# benchmarks/results/har_fedmask.json, on the validation part. Lattice's, and the rate 0.03 of all three, come from a
-# few trial runs on the digits' test part, not from a search; one run on the validation parts confirmed them. Lattice's
-# small personal models are `_SMALL` alone: without it, it trains the whole network.
+# Settings of each method on each data set; other methods run with their defaults. FedMask's on HAR were chosen on the
+# validation part (`chosen` in benchmarks/results/har_fedmask.json). Lattice's, and the rate 0.03 of all three, come
+# from a few trial runs on the digits' test part; one run on the validation parts confirmed them. Without `_SMALL`
+# Lattice trains the whole network.
 _SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "prune_epochs": 5, "personal_epochs": 3}
 _ALL: Mapping[str, Mapping[str, Any]] = {
     "lattice": {"quantum": 10.0, "lr": 0.03, "epochs": 5, **_SMALL},
@@ -44,115 +48,6 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "har": {**_ALL, "fedmask": {**_FEDMASK, "lr": 30.0}},
     "digits": {**_ALL, "fedmask": {**_FEDMASK, "lr": 10.0}},
 }
-GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
-POLL = 0.25  # seconds between two looks at a federation
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A finished federation: its rounds, its devices with their reports, the server's state as bytes."""
-
-    rounds: list[Round]
-    devices: list[Device]
-    state: bytes
-    models: Mapping[str, Path]
-    """Each device's `personal.onnx`."""
-
-    @property
-    def reports(self) -> list[Report]:
-        """The devices' reports on their personal models."""
-        return [d.report for d in self.devices if d.report is not None]
-
-    def scores(self) -> Scores | None:
-        """Over devices, each on its own test samples; None when none has any."""
-        return aggregation.scores([r.score for r in self.reports], [r.test_samples for r in self.reports])
-
-
-class Fleet:
-    """A running coordinator in `folder` and the devices' data files; runs one federation after another."""
-
-    def __init__(self, start: Start, folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> None:
-        self._start, self.folder, self.devices = start, folder, devices
-        self.files = write(devices, folder / "data")
-        self.coordinator, self.url, self.operator = coordinator(start, folder, {})
-        self.bundle = self.operator.upload_bundle(bundle.folder)
-
-    def run(
-        self,
-        name: str,
-        method: Mapping[str, Any],
-        rounds: int,
-        cohort: int,
-        seed: int,
-        progress: Callable[[list[Round]], None] = lambda closed: None,
-        backend: str | None = None,
-        secrets_of: Mapping[str, int] | None = None,
-        python_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    ) -> Ended:
-        """One federation, from enrolment to every device's personal model. Raises ProcessError.
-
-        `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
-        `python_of` gives a device the command of another Python than this process's.
-        """
-        config = FederationConfig(
-            name=name,
-            bundle=self.bundle,
-            method=dict(method),
-            rounds=rounds,
-            cohort=cohort,
-            min_devices=len(self.files),
-            seed=seed,
-            deadline_seconds=600,
-            backend=backend,
-        )
-        id_ = self.operator.create(config).id
-        token = self.operator.token(id_, TokenRequest(uses=len(self.files))).token
-        joined, models = [], {}
-        for device, file in self.files.items():
-            place = self.folder / name / device
-            models[device] = place / "personal.onnx"
-            arguments = ["join", self.url, "--device", device, "--data", str(file), "--state", str(place)]
-            arguments += ["--meter", "none"]  # the devices share this machine
-            if secrets_of is not None:
-                arguments += ["--secret", str(secrets_of[device])]
-            log = self.folder / name / f"{device}.log"
-            secret = {"MASKFLEET_TOKEN": token}
-            joined.append(self._start(f"{name}, {device}", arguments, log, secret, python=python_of.get(device, ())))
-        self._watch(id_, joined, progress)
-        return Ended(self.operator.rounds(id_), self.operator.devices(id_), self.operator.state(id_), models)
-
-    def _watch(self, id_: str, joined: list[Process], progress: Callable[[list[Round]], None]) -> None:
-        seen = -1
-        leaving: float | None = None
-        while leaving is None or any(p.popen.poll() is None for p in joined):
-            for p in (self.coordinator, *joined):
-                p.check()
-            federation = self.operator.federation(id_)
-            closed = federation.round if federation.phase == "finished" else max(federation.round - 1, 0)
-            if closed > seen:
-                done = self.operator.rounds(id_)
-                seen = len(done)  # another round may have closed since the request before
-                progress(done)
-            if federation.phase == "finished" and leaving is None:
-                leaving = time.monotonic() + GOODBYE
-            if federation.phase == "stopped" or federation.fault:
-                raise ProcessError(f"the federation {id_} {federation.phase}: {federation.fault or 'it was stopped'}")
-            if leaving is not None and time.monotonic() > leaving:
-                raise ProcessError(
-                    f"devices still run {GOODBYE:.0f} s after the last round of {id_}; see {self.folder}"
-                )
-            time.sleep(POLL)
-        for p in joined:
-            p.check()
-
-
-@contextmanager
-def fleet(folder: Path, bundle: Bundle, devices: Mapping[str, DeviceData]) -> Iterator[Fleet]:
-    """A coordinator on loopback and the data files of `devices`; every process is gone when the block ends."""
-    with ExitStack() as stack:
-        running = Fleet(stack.enter_context(children()), folder, bundle, devices)
-        stack.callback(running.operator.close)
-        yield running
 
 
 def settings(method: str, data: str, rounds: int) -> dict[str, Any]:
@@ -184,17 +79,102 @@ def compaction(bundle: Bundle, ended: Ended, sample: Any, folder: Path) -> dict[
 
 def choose_data(text: str | None, devices: int) -> DataConfig:
     """`har:PATH`, `har` or `digits`; None takes UCI HAR when it is found and else the digits. Raises ConfigError."""
+    digits = DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
     if text is None:
         try:
             find("har", None)
         except DataError:
-            return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
+            return digits
         return DataConfig(name="har", devices=devices)
+    if text == "digits":
+        return digits
     name, _, path = text.partition(":")
     if name == "har":
         config = DataConfig(name="har", devices=devices, path=Path(path) if path else None)
         find("har", config.path)
         return config
-    if name == "digits" and not path:
-        return DataConfig(name="digits", devices=devices, split="dirichlet", alpha=1.0)
     raise ConfigError(f"--data {text!r} is not known; give har, har:PATH or digits")
+
+
+def demo(
+    data: Annotated[
+        str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=2, max=100, help="Client processes.")] = 10,
+    rounds: Annotated[int, typer.Option(min=2, max=1000, help="Rounds of each method.")] = 15,
+    seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
+    methods: Annotated[
+        str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
+    ] = "lattice,fedavg,standalone",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
+    keep_files: Annotated[
+        Path | None, typer.Option(help="Keep data, logs and models in this empty or new folder.")
+    ] = None,
+) -> None:
+    """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
+    names = names_of(methods, "--methods")
+    if keep_files is not None:
+        check_new_folder(keep_files)
+    if json_file is not None:
+        check_writable(json_file)
+    if plot is not None:
+        check_plot(plot, json_file)
+    chosen = choose_data(data, devices)
+    tables = {n: settings(n, chosen.name, rounds) for n in names}
+    made = {n: make_method(table) for n, table in tables.items()}
+    bundle = find_bundle(BUNDLES[chosen.name])
+    parts = datasets.load(chosen, seed, bundle.manifest)
+    start = starting_scores(bundle, open_trainer(DEFAULT_BACKEND, bundle), parts)
+    console = plain_console()
+    console.print(
+        f"{chosen.name}: {len(parts)} devices, {sum(len(d.y) for d in parts.values())} training and "
+        f"{sum(len(d.y_test) for d in parts.values())} test samples; a network of {bundle.manifest.d:,} parameters; "
+        f"{rounds} rounds of each method"
+    )
+    started = time.monotonic()
+    origin = provenance.origin()
+    records: dict[str, Any] = {}
+    compact: dict[str, float] = {}
+    with ExitStack() as stack:
+        folder = keep_files
+        if folder is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="maskfleet-demo-")))
+        try:
+            with fleet(folder, bundle, parts) as running:
+                console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
+                for name in names:
+
+                    def watch(done: list[Round], name: str = name) -> None:
+                        outcome = report.outcome(done[-1]) if done else "devices are joining"
+                        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
+
+                    ended = running.run(name, tables[name], rounds, len(parts), seed, watch)
+                    records[name] = report.federation(ended, start)
+                    if not compact:
+                        compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
+        except KeyboardInterrupt:
+            console.print("stopped; every process of the demo has ended")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    title = f"{chosen.name}: every device's own model after {rounds} rounds"
+    lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
+    if lines:
+        head = "\nscore after each round against a device's payload bytes so far, both ways"
+        console.print(head, curves.sketch(lines), sep="\n")
+    console.print("", demo_report.end(title, records, compact, made), sep="\n")
+    report.warn(console, report.warnings(records, made))
+    if json_file is not None:
+        run = {
+            "data": chosen.model_dump(mode="json"),
+            "devices": len(parts),
+            "rounds": rounds,
+            "seed": seed,
+            "cohort": len(parts),
+            "methods": tables,
+        }
+        write_json(json_file, {**origin, "methods": records, "compaction": compact, "settings": run})
+    if plot is not None:
+        curves.draw(lines, plot, title)
+        console.print(f"wrote {plot}")
+    kept = f"; files in {keep_files}" if keep_files else ""
+    console.print(f"all of it took {time.monotonic() - started:.0f} s{kept}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
+from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, shown
 from edge_bench.report import ALONE, Record
 from edge_client.methods import Method
@@ -40,10 +40,7 @@ def end(
 
 def table(records: Mapping[str, Record], title: str) -> Table:
     """One line a method: scores, bytes, seconds; within 80 columns."""
-    out = Table(
-        title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 2, 0, 0),
-        show_edge=False, pad_edge=False,
-    )  # fmt: skip
+    out = plain_table(title, gap=2)
     out.add_column("method", overflow="fold")
     for head in ("score", "worst", "trained on", "bytes", "of fedavg's", "s a round"):
         out.add_column(head, justify="right", no_wrap=True)
@@ -70,7 +67,7 @@ def table(records: Mapping[str, Record], title: str) -> Table:
 
 def small_models(label: str, record: Record, compact: Mapping[str, float], whole: Record | None) -> Table:
     """The first method's models beside the whole network, whose score is FedAvg's where that ran."""
-    out = Table(box=SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
+    out = plain_table(gap=2)
     out.add_column("model on a device")
     for head in ("parameters", "one sample takes", "score"):
         out.add_column(head, justify="right", no_wrap=True)

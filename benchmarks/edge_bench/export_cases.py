@@ -73,11 +73,6 @@ def _part(x: Tensor, part: nn.Module) -> Tensor:
     return made
 
 
-def _first(x: Tensor, part: nn.Module) -> Tensor:
-    made: Tensor = part(x)[0]
-    return made
-
-
 def _self_attention(x: Tensor, part: nn.Module) -> Tensor:
     made: Tensor = part(x, x, x)[0]
     return made
@@ -215,14 +210,6 @@ def sequences(make: Callable[[], nn.Module], width: int) -> Case:
     return Case(lambda: Sequences(make(), width), (6,), 11)
 
 
-def _activation(make: Callable[[], nn.Module]) -> Case:
-    return rows(_part, make())
-
-
-def _pool(make: Callable[[], nn.Module], case: Callable[..., Case], features: int) -> Case:
-    return case(_part, features, make())
-
-
 def _normed(x: Tensor) -> Tensor:
     made: Tensor = x / x.norm(dim=-1, keepdim=True)
     return made + x.std(1, keepdim=True) * x.var(-1, keepdim=True, unbiased=False)
@@ -271,30 +258,33 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 CASES: dict[str, Case] = {
-    "relu": _activation(nn.ReLU),
-    "relu in place": _activation(lambda: nn.ReLU(inplace=True)),
-    "relu6": _activation(nn.ReLU6),
-    "silu": _activation(nn.SiLU),
-    "mish": _activation(nn.Mish),
-    "gelu": _activation(nn.GELU),
-    "gelu tanh": _activation(lambda: nn.GELU("tanh")),
-    "elu": _activation(lambda: nn.ELU(0.7)),
-    "selu": _activation(nn.SELU),
-    "celu": _activation(lambda: nn.CELU(1.5)),
-    "leaky relu": _activation(lambda: nn.LeakyReLU(0.2)),
-    "prelu": _activation(nn.PReLU),
+    "relu": rows(_part, nn.ReLU()),
+    "relu in place": rows(_part, nn.ReLU(inplace=True)),
+    "relu6": rows(_part, nn.ReLU6()),
+    "silu": rows(_part, nn.SiLU()),
+    "mish": rows(_part, nn.Mish()),
+    "gelu": rows(_part, nn.GELU()),
+    "gelu tanh": rows(_part, nn.GELU("tanh")),
+    "elu": rows(_part, nn.ELU(0.7)),
+    "selu": rows(_part, nn.SELU()),
+    "celu": rows(_part, nn.CELU(1.5)),
+    "leaky relu": rows(_part, nn.LeakyReLU(0.2)),
+    "prelu": rows(_part, nn.PReLU()),
     "prelu per channel": images(_part, 224, nn.PReLU(4)),
-    "hardswish": _activation(nn.Hardswish),
-    "hardsigmoid": _activation(nn.Hardsigmoid),
-    "hardtanh": _activation(nn.Hardtanh),
+    "hardswish": rows(_part, nn.Hardswish()),
+    "hardsigmoid": rows(_part, nn.Hardsigmoid()),
+    "hardtanh": rows(_part, nn.Hardtanh()),
     "hardshrink, softshrink": rows(lambda x, a, b: a(x) + b(x), nn.Hardshrink(), nn.Softshrink()),
-    "softplus": _activation(lambda: nn.Softplus(2.0, 5.0)),
+    "softplus": rows(_part, nn.Softplus(2.0, 5.0)),
     "softsign, tanhshrink": rows(lambda x, a, b: a(x) + b(x), nn.Softsign(), nn.Tanhshrink()),
-    "logsigmoid": _activation(nn.LogSigmoid),
-    "threshold": _activation(lambda: nn.Threshold(0.1, 0.7)),
+    "logsigmoid": rows(_part, nn.LogSigmoid()),
+    "threshold": rows(_part, nn.Threshold(0.1, 0.7)),
     "glu": rows(_part, nn.GLU(), features=3),
-    "softmax, log_softmax": rows(lambda x: x.softmax(1) + x.log_softmax(0 + 1)),
+    "softmax, log_softmax": rows(lambda x: x.softmax(1) + x.log_softmax(1)),
     "multi-head attention": steps(_self_attention, 40, nn.MultiheadAttention(8, 2, batch_first=True)),
+    "attention with biases as keys": steps(
+        _self_attention, 40, nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    ),
     "masked multi-head attention": steps(_causal, 40, nn.MultiheadAttention(8, 2, batch_first=True)),
     "transformer encoder layer": steps(_part, 40, nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
     "transformer encoder": steps(
@@ -309,7 +299,7 @@ CASES: dict[str, Case] = {
     "scaled attention with a mask": steps(
         lambda x: _heads(x, attn_mask=torch.ones(5, 5).tril().bool(), scale=0.3), 40
     ),
-    "conv1d": lines(_part, 4 * 4, nn.Conv1d(4, 4, 3, 2, dilation=1)),
+    "conv1d": lines(_part, 4 * 4, nn.Conv1d(4, 4, 3, 2)),
     "conv3d": volumes(_part, 4 * 2 * 1 * 2, nn.Conv3d(4, 4, 3, 2)),
     "dilated convolution": images(_part, 4 * 3 * 4, nn.Conv2d(4, 4, 3, dilation=2)),
     "grouped convolution": images(_part, 6 * 4 * 4, nn.Conv2d(4, 6, 3, 2, 1, groups=2)),
@@ -320,7 +310,7 @@ CASES: dict[str, Case] = {
     "reflect padding": images(_part, 224, nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")),
     "pad layers": images(lambda x, *p: p[2](p[1](p[0](x))), 4 * 12 * 14, nn.ZeroPad2d((1, 2, 0, 1)),
                          nn.ReflectionPad2d((2, 1, 1, 1)), nn.ReplicationPad2d((0, 0, 1, 1))),
-    "transposed conv1d": lines(_part, 3 * 19, nn.ConvTranspose1d(4, 3, 3, 2, output_padding=0)),
+    "transposed conv1d": lines(_part, 3 * 19, nn.ConvTranspose1d(4, 3, 3, 2)),
     "transposed conv2d": images(_part, 6 * 14 * 16, nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2)),
     "transposed conv3d": volumes(_part, 2 * 6 * 5 * 7, nn.ConvTranspose3d(4, 2, 2)),
     "max-pool": images(_part, 4 * 4 * 4, nn.MaxPool2d(3, 2, 1)),

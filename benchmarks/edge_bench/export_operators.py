@@ -23,7 +23,7 @@ from edge_export.writer import Graphs, proved_graphs
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.export_cases import CASES, Case, Sequences
 from edge_client.errors import ModelError
 from edge_client.graphs import check_file

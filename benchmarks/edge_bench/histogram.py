@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data import DeviceData
+from edge_client.bench import plots
+from edge_client.bundle import Input
+from edge_client.data import DeviceData, doubts
 from edge_client.errors import ConfigError
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -54,10 +56,10 @@ def table(devices: Mapping[str, DeviceData], classes: int, most: int = 20) -> st
 
 
 def unevenness(held: NDArray[np.int64]) -> float:
-    """Mean distance in total variation of a device's labels from everybody's: 0 alike, near 1 nothing in common."""
+    """Mean distance in total variation of a device's labels from the pooled ones: 0 alike, near 1 nothing in common."""
     shares = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
-    everybody = held.sum(axis=0) / max(int(held.sum()), 1)
-    return float(np.abs(shares - everybody).sum(axis=1).mean() / 2)
+    pooled = held.sum(axis=0) / max(int(held.sum()), 1)
+    return float(np.abs(shares - pooled).sum(axis=1).mean() / 2)
 
 
 def record(devices: Mapping[str, DeviceData], classes: int) -> dict[str, Any]:
@@ -85,6 +87,13 @@ def untested(devices: Mapping[str, DeviceData], part: str) -> list[str]:
     ]
 
 
+def off_scale(devices: Mapping[str, DeviceData], takes: Input) -> list[str]:
+    """A sentence when devices' training samples are far from what the model is made for."""
+    found = [said for name, d in devices.items() for said in doubts({}, d.x, takes, name)]
+    others = f" ({len(found)} of {len(devices)} devices)" if len(devices) > 1 else ""
+    return [found[0] + others] if found else []
+
+
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:
     """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises ConfigError."""
     import matplotlib as mpl
@@ -105,7 +114,4 @@ def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str
         image = axes.imshow(held.T, aspect="auto", interpolation="nearest", origin="lower")
         figure.colorbar(image, label="training labels")
         axes.set(xlabel="device", ylabel="label", title=title)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    plots.save(figure, path)

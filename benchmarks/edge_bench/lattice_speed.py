@@ -2,12 +2,12 @@
 
     python -m edge_bench.lattice_speed --json benchmarks/results/speed/lattice.json [--against CHECKOUT]
 
-`receive` is a device's downlink decoded and made weights, `send` its change made numbers and coded, `train` the SGD
-between. A coordinator's are `downlink` (for each audience), `update` (read and folded, for each device) and `finish`.
-Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train; of two
-turns the one in which it is lower is given. `encode` and `decode` are ns a parameter for 2**20 of them. Everything is
-measured with the compiled loops, if numba is there, and with numpy alone. With `--against` the same script also
-measures another checkout of this project, turn by turn.
+A device's figures: `receive` decodes the downlink into weights, `train` is the SGD, `send` turns the change into whole
+numbers and codes them. The coordinator's: `downlink` for each audience, `update` (read and folded) for each device, and
+`finish`. Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train;
+the figures are those of the turn in which it is lowest. `encode` and `decode` are ns a parameter for 2**20 of them.
+Everything is measured with the compiled loops, if numba is installed, and with numpy alone. With `--against` the same
+script also measures another checkout of this project, turn by turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import arrivals
 
 from edge_bench import provenance, speed
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
 from edge_client.methods.lattice import Lattice

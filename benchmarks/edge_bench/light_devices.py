@@ -30,7 +30,7 @@ import typer
 
 from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
@@ -139,7 +139,7 @@ class Fleet:
         self.devices += await asyncio.gather(*(one(i) for i in range(len(self.devices), count)))
 
     async def poll(self, count: int) -> None:
-        """Have `count` devices poll, those that do already and others; returns once each has asked for work."""
+        """Bring the number of polling devices to `count`; return once each has asked for work."""
         for task in self.polling[count:]:
             task.cancel()
         del self.polling[count:]

@@ -16,10 +16,11 @@ import psutil
 
 from coord_server.operator.client import Operator
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Tensor
-from edge_client.protocol.messages import FederationConfig, TokenRequest
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 from edge_client.targets import Classification
 
-PATIENCE = 60.0  # seconds a server may take to start, or a request to be answered
+PATIENCE = 300.0  # seconds a server may take to start, or a request to be answered
 SAMPLING = 0.01  # seconds between two readings of a process's CPU time
 ENTRY_POINTS = """[maskfleet.methods]
 idle = edge_bench.idle_plugin:Idle

@@ -22,10 +22,11 @@ import typer
 from edge_kernels import counter
 
 from edge_bench import provenance
-from edge_bench.cli import open_simulation, run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.curves import mean, moved, shown
-from edge_bench.demo import Ended, Fleet, fleet
-from edge_bench.simulate import Simulated, SimulationConfig, run_all
+from edge_bench.fleet import Ended, Fleet, fleet
+from edge_bench.simulate import Simulated, run_all
+from edge_bench.simulation_file import SimulationConfig, open_simulation
 from edge_client.bundle import Bundle, digest
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.data import DeviceData

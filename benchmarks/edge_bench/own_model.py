@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,15 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from edge_bench.bundles import into_cache, recipe
 from edge_bench.own_data import Fleet
 from edge_bench.sources import Samples
-from edge_client.bundle import MANIFEST, Bundle, Normalisation
+from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, DataError, ModelError
+from edge_client.measure.machine import installed
 from edge_client.targets import Classification, Sequence
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 
 class ExportConfig(BaseModel):
-    """The table `[export]`, for a `bundle` that is a function of a Python file. What is left out the data say."""
+    """The table `[export]`, for a `bundle` that is a function of a Python file. The data give what is left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     input: tuple[Annotated[int, Field(ge=1)], ...] | None = None
@@ -47,14 +47,16 @@ class ExportConfig(BaseModel):
     """Draw the weights from this seed at the scale that methods on frozen weights need; None: the module's own."""
     init: Literal["he", "torch", "sign"] = "he"
     """How the seed draws weights."""
-    class_names: tuple[str, ...] = ()
+    class_names: ClassNames = ()
     """What the classes are called, in their order; empty: the data's names, if they have any."""
     normalisation: Normalisation | None = None
     """What raw samples go through before the model; None: nothing."""
+    between: Between | None = None
+    """The lowest and the highest value of samples that go through nothing."""
 
 
 def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
-    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation."""
+    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation, scale."""
     if isinstance(data, Fleet):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
@@ -77,6 +79,7 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
         "init": table.init,
         "class_names": table.class_names,
         "normalisation": table.normalisation,
+        "between": table.between,
     }
 
 
@@ -96,19 +99,22 @@ def open_module(
         raise ConfigError(f"[export] class_names: the data number their classes {', '.join(in_data)}; leave it out")
     function = place.rpartition(":")[2]
     known = () if table.class_names else in_data
-    address = sha256(repr((function, arguments, known, recipe(), _version("torch"))).encode())
+    address = sha256(repr((function, arguments, known, recipe(), installed(("torch",)).get("torch", ""))).encode())
     for source in sources(file):
         address.update(source.read_bytes())
     for weights in sorted(f for f in file.parent.iterdir() if f.suffix in WEIGHTS):
         about = weights.stat()
         address.update(repr((weights.name, about.st_size, about.st_mtime_ns)).encode())
 
+    def said(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
     def build(folder: Path) -> None:
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
         try:
-            _named(export_factory(place, out=folder, name=file.stem, **arguments), known)
+            _named(export_factory(place, out=folder, name=file.stem, note=said, **arguments), known)
         except ModelError as error:
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
@@ -151,13 +157,6 @@ def command(place: str, table: ExportConfig, bundle: Bundle, about: Path | None)
     if about is not None:
         options["--about"] = about
     return ["maskfleet", "export", place, *(str(word) for pair in options.items() for word in pair), "-o", "bundle"]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def sources(file: Path) -> list[Path]:

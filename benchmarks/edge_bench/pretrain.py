@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_bench import models, sources
-from edge_bench.cli import run_module
-from edge_bench.datasets import DataConfig, undivided
+from edge_bench.command_line import run_module
+from edge_bench.data_table import DataConfig
+from edge_bench.datasets import undivided
 from edge_bench.sources import CHARACTERS, WINDOW
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
@@ -206,6 +207,7 @@ DRAWN: Mapping[str, Recipe] = {
     "lstm-shakespeare": (partial(models.NextCharacter, len(CHARACTERS)), _text, _NEXT, "torch"),
     "lstm-shakespeare-small": (partial(models.NextCharacter, len(CHARACTERS), hidden=128), _text, _NEXT, "torch"),
 }
+SCALES = {"digits": (0.0, 1.0), "digits-wide": (0.0, 1.0)}  # of those that strangers use with files of their own
 TRAINED: Mapping[str, Callable[[str, Path], Bundle]] = {
     "mlp-mnist04": build_mlp,
     "mlp-signs": build_signs,
@@ -227,8 +229,9 @@ def build(name: str, folder: Path) -> Bundle:
             return TRAINED[name](name, folder)
         make, example, target, init = DRAWN[name]
         return export_bundle(
-            make(), example(), folder, name=name, target=target, seed=SEED, init=init, torch_part=False
-        )
+            make(), example(), folder, name=name, target=target, seed=SEED, init=init, torch_part=False,
+            between=SCALES.get(name),
+        )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
 

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from coord_server.auth import OPERATOR_ENV
 from coord_server.operator.client import Operator
 from edge_client.errors import MaskfleetError
 
 READY = "ready at "
-STARTUP = 60.0  # seconds the coordinator may take to listen
+STARTUP = 300.0  # seconds the coordinator may take to listen
 GRACE = 5.0  # seconds between asking a process to end and ending it
 
 
@@ -76,11 +75,11 @@ def _interrupts_later() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-class Start(Protocol):
-    """Starts ``python -m MODULE ARGUMENTS``, ``maskfleet ARGUMENTS`` by default, with a log and `extra` environment.
+class Start:
+    """Starts processes and remembers them in `started`."""
 
-    `python` is the command of another interpreter; this process's own when it is empty.
-    """
+    def __init__(self) -> None:
+        self.started: list[Process] = []
 
     def __call__(
         self,
@@ -90,22 +89,11 @@ class Start(Protocol):
         extra: Mapping[str, str],
         module: str = "edge_client.cli",
         python: Sequence[str] = (),
-    ) -> Process: ...
-
-
-@contextmanager
-def children() -> Iterator[Start]:
-    """Give a function that starts processes; they all end with the block. SIGTERM ends the block as Ctrl-C does."""
-    started: list[Process] = []
-
-    def start(
-        what: str,
-        arguments: list[str],
-        log: Path,
-        extra: Mapping[str, str],
-        module: str = "edge_client.cli",
-        python: Sequence[str] = (),
     ) -> Process:
+        """Start ``python -m MODULE ARGUMENTS``, ``maskfleet ARGUMENTS`` by default, with a log and `extra` environment.
+
+        `python` is the command of another interpreter; this process's own when it is empty.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out, _interrupts_later():
             popen = subprocess.Popen(
@@ -116,8 +104,14 @@ def children() -> Iterator[Start]:
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, **extra},
                 start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others in order
             )
-            started.append(Process(what, popen, log))
-        return started[-1]
+            self.started.append(Process(what, popen, log))
+        return self.started[-1]
+
+
+@contextmanager
+def children() -> Iterator[Start]:
+    """Give a `Start` whose processes all end with the block. SIGTERM ends the block as Ctrl-C does."""
+    start = Start()
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -126,7 +120,7 @@ def children() -> Iterator[Start]:
     try:
         yield start
     finally:
-        _end(started)
+        _end(start.started)
         signal.signal(signal.SIGTERM, before)
 
 

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance, report
-from edge_bench.cli import open_simulation, run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.simulate import run_all
+from edge_bench.simulation_file import open_simulation
 from edge_client.methods import make_method
 
 ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",

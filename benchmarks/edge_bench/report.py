@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from coord_server.aggregation import sum_kinds
+from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, curve, mean, moved, shown
-from edge_bench.demo import Ended
+from edge_bench.fleet import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
 from edge_client.methods import Method, below
@@ -150,17 +151,21 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> li
     return [sentence for sentence in found if sentence is not None]
 
 
+def warn(console: Console, sentences: list[str]) -> None:
+    """Print a paragraph for each sentence, after an empty line."""
+    if sentences:
+        console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
+
+
+def outcome(r: Round) -> str:
+    """A round's figures in a few words."""
+    before, after = (shown(mean(scores), ".3f") for scores in (r.score_before, r.score_after))
+    return f"loss {shown(r.loss, '.3f')}  score {before}, after local epochs {after}"
+
+
 def table(records: Mapping[str, Record], title: str) -> Table:
     """One line per method, within 80 columns; a long label is folded."""
-    out = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-    )
+    out = plain_table(title)
     out.add_column("\nmethod", overflow="fold")
     heads = (
         "\nscore", "\nworst", "after\nmore", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",

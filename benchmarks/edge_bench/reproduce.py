@@ -15,16 +15,16 @@ from statistics import fmean, pstdev, stdev
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import datasets, provenance, report, reproduction, results_page, small
-from edge_bench.cli import plain_console, write_text
+from edge_bench.command_line import known_names, plain_console, plain_table, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction
-from edge_bench.simulate import RoundRow, find_bundle, run_all
+from edge_bench.simulate import RoundRow, run_all
+from edge_bench.simulation_file import find_bundle
 from edge_client.bundle import Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -33,7 +33,7 @@ from edge_client.methods import Method, make_method
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
 LATE = 10
-"""So many last rounds' cohorts make the late score: small test parts move the score of a single round by points."""
+"""Rounds at the end whose cohorts make the late score: with small test parts one round's score moves by points."""
 
 AVERAGED = (
     "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
@@ -60,8 +60,10 @@ def key(cell: Cell) -> str:
 
 
 def stands(run: Run, cell: Cell) -> bool:
-    """Whether a finished cell ran with the settings that its method has now. A setting that is newer than it is not
-    in the file, or the digest would differ; its default is taken for what the method did before."""
+    """Whether a finished cell ran with its method's present settings.
+
+    A setting that the method gained since then is absent from the run: its default stands for the earlier behaviour.
+    """
     then = run["settings"]
     return all(value == then.get(name, value) for name, value in method_of(cell).model_dump(mode="json").items())
 
@@ -180,7 +182,6 @@ def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried:
         "title": r.title,
         "reference": r.reference,
         "full": full,
-        "notes": r.notes,
         "command": command,
         "commit": provenance.commit(),
         "machine": provenance.machine(),
@@ -214,17 +215,9 @@ def prepare(wanted: Iterable[Cell], name: str) -> dict[str, tuple[Cell, str]]:
     return keyed
 
 
-def named(given: str | None, there: Mapping[str, Any], absent: str) -> frozenset[str] | None:
-    """The names of a comma-separated list, None for no list. Raises ConfigError for one that is not `there`."""
-    names = frozenset(given.split(",")) if given else None
-    if names and names - there.keys():
-        raise ConfigError(f"{absent} {sorted(names - there.keys())}; it has {sorted(there)}")
-    return names
-
-
 def listing() -> Table:
     """One line for each reproduction."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     for head in ("name", "what", "minutes", "results"):
         justify: JustifyMethod = "right" if head == "minutes" else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
@@ -262,13 +255,13 @@ def reproduce(
     r = reproduction.read(name, full)
     if changes and not validation:
         raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
-    labels = named(only, r.methods, f"{name} has no methods")
-    there = named(tasks, r.tasks, f"{name} has no tasks")
+    labels = known_names(only, "--only", r.methods, f"{name} has no methods") if only else [*r.methods]
+    there = known_names(tasks, "--task", r.tasks, f"{name} has no tasks") if tasks else [*r.tasks]
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
     used = reproduction.changed(r, changes or ())
-    wanted = list(reproduction.cells(used, chosen, labels, "validation" if validation else "test"))
-    wanted = [cell for cell in wanted if there is None or cell.task in there]
+    cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
+    wanted = [cell for cell in cells if cell.task in there]
     done = known(folder)
     keyed = prepare(wanted, name)
     failures: dict[str, str] = {}

@@ -6,21 +6,16 @@ table `[full]` holds what is different at the paper's own scale. Nothing runs he
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_bench.simulate import SimulationConfig, read_config
+from edge_bench.simulation_file import SimulationConfig, read_config
+from edge_client import toml
 from edge_client.errors import ConfigError, first_fault, suggestion
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FOLDER = Path(__file__).parent / "reproductions"
 
@@ -107,9 +102,9 @@ def read(name: str, full: bool = False) -> Reproduction:
 def parse(text: str, name: str, full: bool = False) -> Reproduction:
     """The content of a reproduction's file. Raises ConfigError naming the setting."""
     try:
-        content = tomllib.loads(text)
+        content = toml.loads(text)
         parsed = Reproduction.model_validate(merged(content, content.get("full", {})) if full else content)
-    except tomllib.TOMLDecodeError as error:
+    except toml.TOMLDecodeError as error:
         raise ConfigError(f"reproduction {name!r} is not TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(
@@ -133,8 +128,8 @@ def changed(r: Reproduction, settings: Iterable[str]) -> Reproduction:
         if not (equals and dot) or label not in tables:
             raise ConfigError(f"--set {setting!r}: write METHOD.SETTING=VALUE; the methods are {sorted(tables)}")
         try:
-            tables[label][field] = tomllib.loads(f"v = {value}")["v"]
-        except tomllib.TOMLDecodeError:  # a word without quotes
+            tables[label][field] = toml.loads(f"v = {value}")["v"]
+        except toml.TOMLDecodeError:  # a word without quotes
             tables[label][field] = value
     return r.model_copy(update={"methods": tables})
 
@@ -159,7 +154,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def cells(
     r: Reproduction,
     seeds: tuple[int, ...],
-    only: frozenset[str] | None = None,
+    only: Collection[str] | None = None,
     evaluate: Literal["validation", "test"] = "test",
 ) -> Iterator[Cell]:
     """The cells, seed by seed, so that the first seed of every method is done first. Raises ConfigError."""

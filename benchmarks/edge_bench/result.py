@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from edge_bench import provenance
 from edge_bench.curves import Point
-from edge_bench.simulate import SimulationConfig
+from edge_bench.simulation_file import SimulationConfig
 from edge_client.protocol.messages import Round, Scores, Traffic
 
 

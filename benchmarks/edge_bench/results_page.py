@@ -12,8 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from edge_bench import reproduction
+from edge_bench.command_line import run_module
 from edge_bench.curves import amount
-from edge_client.errors import ConfigError
+from edge_client.bench import plots
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,13 +63,17 @@ def printed(figures: Mapping[str, Any] | None) -> str:
     return "; ".join([*parts, *([figures["says"]] if figures["says"] else [])]) or "-"
 
 
-def line(row: Mapping[str, Any], paper: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> list[str]:
-    """One method's cells."""
+def line(
+    row: Mapping[str, Any], seeds: list[int], paper: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None
+) -> list[str]:
+    """One method's cells; its seeds are named when they are not `seeds`, the table's."""
     total = row["bytes_of_all_devices"]["mean"]
     of = baseline["bytes_of_all_devices"]["mean"] if baseline else 0.0
     kept = row["kept_share"]["mean"]
+    own = sorted(row["seeds"])
+    word = "seed" if len(own) == 1 else "seeds"
     return [
-        row["label"],
+        row["label"] if own == seeds else f"{row['label']} ({word} {', '.join(map(str, own))})",
         printed(paper),
         score(row, "score_mean"),
         score(row, "late_score"),
@@ -105,9 +110,9 @@ def tables(result: Mapping[str, Any]) -> str:
         paper, baseline = result["paper"].get(task, {}), rows.get(settings["baseline"])
         for label in settings["methods"]:
             if label in rows:
-                out.append(f"| {' | '.join(line(rows[label], paper.get(label), baseline))} |")
-            elif label in paper:
-                out.append(f"| {label} | {printed(paper[label])} |{' - |' * (len(COLUMNS) - 2)}")
+                out.append(f"| {' | '.join(line(rows[label], seeds, paper.get(label), baseline))} |")
+            else:
+                out.append(f"| {label} | {printed(paper.get(label))} | not run |{' - |' * (len(COLUMNS) - 3)}")
         out.append("")
         starts = {r["seed"]: r.get("score_start") for r in result["runs"].values() if r["task"] == task}
         if starts and None not in starts.values():
@@ -142,8 +147,8 @@ def small_models(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return out
 
 
-def section(name: str, result: Mapping[str, Any]) -> str:
-    """A reproduction's part of the page."""
+def section(name: str, result: Mapping[str, Any], notes: str) -> str:
+    """A reproduction's part of the page; `notes` are those of its file."""
     attempts: dict[tuple[Any, Any], set[str]] = {}
     for tried in result["tried"]:
         about = tried.get("task"), tried.get("label")
@@ -165,8 +170,8 @@ def section(name: str, result: Mapping[str, Any]) -> str:
             if task in ran
         ),
     ]
-    if result["notes"]:
-        lines += ["", result["notes"].strip()]
+    if notes:
+        lines += ["", notes.strip()]
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +189,9 @@ def page(folder: Path = RESULTS) -> str:
     """The text of `docs/results.md`."""
     found = results(folder)
     missing = [name for name in reproduction.names() if name not in found]
-    parts = [HEAD, *(section(name, result) for name, result in found.items())]
+    parts = [HEAD]
+    for variant, result in found.items():
+        parts.append(section(variant, result, reproduction.read(variant.removesuffix("-full"), result["full"]).notes))
     if missing:
         parts.append("## Not run yet\n\n" + "\n".join(f"* `{m}`: {reproduction.read(m).title}" for m in missing) + "\n")
     return "\n".join(parts)
@@ -223,10 +230,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
             axes.grid(visible=True, which="both", alpha=0.2)
         if right.lines:
             right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-        try:
-            figure.savefig(folder / f"{task}.png", dpi=110, format="png", metadata={"Software": None})
-        except OSError as error:
-            raise ConfigError(f"{folder / task}.png cannot be written: {error.strerror}") from None
+        plots.save(figure, folder / f"{task}.png", dpi=110)
 
 
 def main() -> None:
@@ -241,4 +245,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module(main)

@@ -10,7 +10,7 @@ checks, journals, aggregation.
 The bare loop moves the same bytes with one GET and one PUT for each device and round, and loses nothing that was
 acknowledged: the device writes its update to a file and syncs it, the server writes the update to a file, syncs it and
 commits a row to SQLite (WAL, synchronous=FULL) before it answers. The payload of the next round is answered when all
-updates of the round are in. Nothing is checked, folded or asked for.
+updates of the round are in. It checks and folds nothing.
 
 Both take turns. A round lasts from the latest of its devices' receipts to the latest of the next round's. The first
 round is not counted. CPU and memory are the server process's: CPU seconds over the counted rounds, and peak memory.
@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client

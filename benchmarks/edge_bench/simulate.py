@@ -16,59 +16,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from coord_server import aggregation, engine, events
 from coord_server.aggregation import Checked, Contribution, Encoded
-from edge_bench import datasets
-from edge_bench.bundles import NAMES, open_named
-from edge_bench.datasets import DataConfig, Divided
-from edge_bench.own_model import ExportConfig, open_module
+from edge_bench.simulation_file import SimulationConfig
 from edge_bench.workers import Evaluated, Evaluation, Lost, Site, Turn, Workers
-from edge_client.authored import described, is_place, place_of
+from edge_client.authored import described, place_of
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, LostError, MaskfleetError, first_fault
+from edge_client.errors import ConfigError, LostError, MaskfleetError
 from edge_client.methods import Method, make_method
-from edge_client.named_bundles import bundle_folder, packaged
-from edge_client.protocol.messages import FederationConfig, Personalise, Round, Scores, Source
+from edge_client.protocol.messages import FederationConfig, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer, open_trainer
-
-
-class SimulationConfig(BaseModel):
-    """A simulation's TOML file. Each table `[methods.LABEL]` is one run; its `name` is LABEL when left out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    bundle: str
-    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), a bundle's folder, or FILE.py:FUNCTION."""
-    data: DataConfig
-    export: ExportConfig = ExportConfig()
-    """How a `bundle` of a Python file is exported."""
-    methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-    rounds: Annotated[int, Field(ge=1, le=1_000_000)]
-    cohort: Annotated[int, Field(ge=1, le=1_000_000)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    backend: str = "onnxruntime"
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Threads of a training session; with more than 1, devices train one after another."""
-    processes: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
-    once a method's remaining work is worth their start."""
-    guard: Literal["clip", "drop", "none"] = "clip"
-    """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
-    personalise: Personalise = "best"
-    """Which model a device ends with, as in a federation."""
-    evaluate_every: Annotated[int, Field(ge=0)] = 0
-    """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
-    final_epochs: bool = True
-    """Also report every device's score after its local epochs from the final downlink."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +56,7 @@ class Simulated:
     kept_share: float
     """Mean over the devices of the share of parameters that the personal model's mask keeps."""
     personal: Mapping[str, Personal]
-    """Every device's model; empty when they were not asked for."""
+    """Every device's model; empty without `models`."""
     state_sha256: str
     personal_sha256: str
     seconds: float
@@ -100,69 +64,6 @@ class Simulated:
     """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
-
-
-def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationConfig:
-    """Check a parsed TOML file, whose paths are relative to `folder`.
-
-    Raises ConfigError with the setting and its value.
-    """
-    tables = data.get("methods")
-    if "method" in data or not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
-        raise ConfigError("a simulation has [methods.NAME] tables, one for each method")
-    models: dict[str, type[BaseModel]] = {"data": DataConfig, "export": ExportConfig}
-    checked: dict[str, BaseModel] = {}
-    for name, model in models.items():  # apart, so that a key is suggested from its own table
-        if isinstance(data.get(name), Mapping):
-            checked[name] = _checked(model, data[name], f"[{name}]")
-    config = _checked(SimulationConfig, {**data, **checked}, "simulation")
-    if config.export.model_fields_set and not is_place(config.bundle):
-        raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
-    named = config.bundle in (*packaged(), *NAMES)
-    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
-    return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
-
-
-_M = TypeVar("_M", bound=BaseModel)
-
-
-def _checked(model: type[_M], table: Any, called: str) -> _M:
-    try:
-        return model.model_validate(table)
-    except ValidationError as error:
-        raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
-
-
-def find_bundle(name: str, beside: Path = Path()) -> Bundle:
-    """The bundle that comes with the package under `name`, or is built under it (`bundles.NAMES`), else the folder.
-
-    Raises BundleError; ConfigError or DataError when it cannot be built.
-    """
-    if name in NAMES and name not in packaged():
-        return open_named(name)
-    file, extension, _ = Path(name).name.partition(".py")
-    if extension and not is_place(name):
-        raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
-    return Bundle.open(bundle_folder(name, beside, *NAMES))
-
-
-def prepare(config: SimulationConfig) -> tuple[Bundle, dict[str, DeviceData]]:
-    """The bundle, exported now when it is a function of a Python file, and every device's data.
-
-    Raises BundleError, DataError or ConfigError.
-    """
-    bundle, divided = open_divided(config)
-    return bundle, divided.devices
-
-
-def open_divided(config: SimulationConfig) -> tuple[Bundle, Divided]:
-    """The same with what is known of all the data together."""
-    if not is_place(config.bundle):
-        bundle = find_bundle(config.bundle)
-        return bundle, datasets.divided(config.data, config.seed, bundle.manifest)
-    found = datasets.read(config.data, config.export.input)
-    bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
-    return bundle, datasets.divided(config.data, config.seed, bundle.manifest, found)
 
 
 @dataclass(frozen=True)
@@ -181,7 +82,7 @@ class Mishaps:
 
 
 @dataclass
-class _Run:
+class Simulation:
     """The mutable side of one simulation: what a coordinator keeps in its store and devices on their disks."""
 
     config: FederationConfig
@@ -304,7 +205,7 @@ def run(
     looks = len(names) * ((config.rounds // evaluate_every if evaluate_every else 0) + 1 + final_epochs)
     expected = config.rounds * min(config.cohort, len(names)) + looks
     with Workers(Site(method, course, parts, opener, config.personalise), trainer, processes, expected) as workers:
-        sim = _Run(config, method, course, workers, parts, mishaps, method.start(course))
+        sim = Simulation(config, method, course, workers, parts, mishaps, method.start(course))
         rows = _rounds(sim, names, evaluate_every, progress)
         sim.lose(config.rounds + 1, names)
         what = Evaluation(final_epochs, models, config.personalise)
@@ -326,7 +227,7 @@ def run(
 
 
 def _rounds(
-    sim: _Run, names: tuple[str, ...], evaluate_every: int, progress: Callable[[RoundRow], None]
+    sim: Simulation, names: tuple[str, ...], evaluate_every: int, progress: Callable[[RoundRow], None]
 ) -> list[RoundRow]:
     """Drive the engine until the federation is finished."""
     config, status, todo = sim.config, engine.State(), deque[events.Decision]()

@@ -42,11 +42,11 @@ WINDOW = 80  # characters of a sample
 class Samples:
     """A data set: `x` float32[n, ...] or int64[n, steps], `y` int64[n] or as the target has it.
 
-    `owner` int64[n] says who made each sample, None when the data set does not know; `names` are the owners' names when
-    they are not numbers. Samples of one `unit` int64[n] (a recording) are never parted between training and testing.
-    `published` bool[n] marks the publisher's own test samples. In `sequential` data an owner's samples follow one
-    another in time. With `decode`, `x` holds no samples but what it makes them of, such as the places of image files:
-    a device's samples are made when they are needed. `classes` are the labels' names when they are not numbers.
+    `owner` int64[n] is who made each sample, None when unknown; `names` are the owners' names when they are not
+    numbers. Samples of one `unit` int64[n] (a recording) stay on one side of every split. `published` bool[n] marks the
+    publisher's own test samples. In `sequential` data an owner's samples follow one another in time. With `decode`, `x`
+    holds what samples are made from, such as indices of image files; `decode` makes a device's samples when they are
+    needed. `classes` are the labels' names when they are not numbers.
     """
 
     x: NDArray[Any]
@@ -134,13 +134,13 @@ def read_cifar(path: Path) -> Samples:
     return Samples(flat, y.astype(np.int64), np.arange(len(y)), published=published == 1)
 
 
-def read_femnist(path: Path, complete: bool = True) -> Samples:
+def read_femnist(path: Path) -> Samples:
     """FEMNIST by writer, 28 x 28 values, ink 1 on paper 0, 62 classes, with LEAF's own test samples.
 
-    `complete`: the 105 writers with training samples; else all 184, of whom 79 have only their test share.
+    The file has 184 writers; the 79 without training samples are left out.
     """
     x, y, writer, published, whole = _arrays(path, "FEMNIST", "x", "y", "writer", "is_test", "n_complete")
-    kept = writer < (int(whole) if complete else len(x))
+    kept = writer < int(whole)
     ink = 1 - x[kept].reshape(int(kept.sum()), -1) / np.float32(255)
     owner = writer[kept].astype(np.int64)
     return Samples(ink, y[kept].astype(np.int64), np.arange(len(owner)), owner, published=published[kept] == 1)

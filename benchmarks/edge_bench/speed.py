@@ -33,9 +33,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import known_names, run_module, write_json
 from edge_bench.models import DIGITS, HAR, mlp, small_cnn
-from edge_bench.simulate import Simulated, run
+from edge_bench.simulate import run
 from edge_bench.workers import cores
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
@@ -140,8 +140,8 @@ def plain_loop(case: Case) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - started, model
 
 
-def simulator(case: Case, bundle: Bundle, processes: int, models: bool = False) -> tuple[float, Simulated]:
-    """The same of this project's simulator, with its result."""
+def simulator(case: Case, bundle: Bundle, processes: int) -> float:
+    """Seconds of the rounds after the first, of this project's simulator."""
     devices = {}
     for d in range(case.devices):
         x, y = samples(case, d)
@@ -149,11 +149,11 @@ def simulator(case: Case, bundle: Bundle, processes: int, models: bool = False) 
     stamps: list[float] = []
     config = case.config().model_copy(update={"bundle": digest((bundle.folder / MANIFEST).read_bytes())})
     trainer = open_trainer("onnxruntime", bundle)
-    result = run(
-        config, case.method, bundle, trainer, devices, processes=processes, models=models,
+    run(
+        config, case.method, bundle, trainer, devices, processes=processes, models=False,
         progress=lambda row: stamps.append(time.perf_counter()),
     )  # fmt: skip
-    return stamps[-1] - stamps[0], result
+    return stamps[-1] - stamps[0]
 
 
 def export(case: Case, folder: Path) -> Bundle:
@@ -168,8 +168,8 @@ def measure(case: Case, folder: Path, flower: Callable[[Case], float] | None) ->
     """Device-rounds per second of each simulator, the best of two turns of each."""
     bundle, turns = export(case, folder / case.name), case.cohort * (case.rounds - 1)
     runs: dict[str, Callable[[], float]] = {
-        "maskfleet, one process": lambda: simulator(case, bundle, 1)[0],
-        f"maskfleet, {cores()} processes": lambda: simulator(case, bundle, cores())[0],
+        "maskfleet, one process": lambda: simulator(case, bundle, 1),
+        f"maskfleet, {cores()} processes": lambda: simulator(case, bundle, cores()),
         "plain PyTorch loop": lambda: plain_loop(case)[0],
     }
     if flower is not None:
@@ -205,15 +205,15 @@ def main(
         print("Flower is not installed (pip install 'flwr[simulation]'), so it is not measured")
         content["flower"] = None
     content["cases"] = []
+    cases = {case.name: case for case in CASES}
+    chosen = cases if only is None else known_names(only, "--only", cases, "there are no cases")
     with TemporaryDirectory(prefix="maskfleet-speed-") as folder:
-        for case in CASES:
-            if only is None or case.name in only.split(","):
-                found = measure(case, Path(folder), flower)
-                content["cases"].append(found)
-                print(case.name, found["device_rounds_per_second"], flush=True)
-                if json_file is not None:  # after each case: all of them take a while
-                    json_file.parent.mkdir(parents=True, exist_ok=True)
-                    write_json(json_file, content)
+        for name in chosen:
+            found = measure(cases[name], Path(folder), flower)
+            content["cases"].append(found)
+            print(name, found["device_rounds_per_second"], flush=True)
+            if json_file is not None:  # after each case: all of them take a while
+                write_json(json_file, content)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.cli import run_module, write_json
+from edge_bench.command_line import known_names, run_module, write_json
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.targets import Classification
@@ -154,9 +154,10 @@ def main(
     """Measure, print the ratios, write the JSON."""
     torch.set_num_threads(1)
     origin = provenance.origin()
+    chosen = MODELS if only is None else known_names(only, "--only", MODELS, "there are no models")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for i, name in enumerate(MODELS if only is None else only.split(",")):
+        for i, name in enumerate(chosen):
             found[name] = measure(name, Path(scratch) / str(i))
             print(name, json.dumps(found[name]["ratios"]), flush=True)
     write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", "models": found})

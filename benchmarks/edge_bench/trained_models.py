@@ -21,9 +21,10 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import datasets, provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_bench.reproduction import Cell, cells, parse
-from edge_bench.simulate import find_bundle, run_all
+from edge_bench.simulate import run_all
+from edge_bench.simulation_file import find_bundle
 from edge_client.artifacts import Limits, make
 from edge_client.bundle import F32, Bundle
 from edge_client.compaction.personal import write_dense, write_personal
@@ -198,8 +199,10 @@ def main(
     origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
-    for cell in cells(setup, setup.seeds, None if method is None else frozenset(method.split(","))):
-        if task is not None and cell.task not in task.split(","):
+    methods = None if method is None else known_names(method, "--method", setup.methods, f"{config} has no methods")
+    tasks = setup.tasks if task is None else known_names(task, "--task", setup.tasks, f"{config} has no tasks")
+    for cell in cells(setup, setup.seeds, methods):
+        if cell.task not in tasks:
             continue
         try:
             rows.append(row(cell, timed, runs))

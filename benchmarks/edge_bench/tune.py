@@ -23,10 +23,11 @@ from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
-from edge_bench.cli import check_writable, method_names, plain_console, read_toml, write_json
+from edge_bench.command_line import check_writable, names_of, plain_console, read_toml, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.progress import PAUSE, Steps
-from edge_bench.simulate import RoundRow, SimulationConfig, prepare, read_config, run_all
+from edge_bench.simulate import RoundRow, run_all
+from edge_bench.simulation_file import SimulationConfig, prepare, read_config
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -212,14 +213,15 @@ def open_plan(
     content = read_toml(file)
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, Mapping):
-        content["methods"] = {label: tables.get(label, {}) for label in method_names(methods, "--method")}
+        content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
     data = content.get("data", {})
     if not isinstance(data, Mapping):
         raise ConfigError(f"{file} has no table [data]")
     config = read_config({**content, "data": {**data, "evaluate": "validation"}}, file.parent)
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
-    return Plan(config, *prepare(config), trials, config.seed if seed is None else seed, most_bytes), content
+    bundle, data = prepare(config)
+    return Plan(config, bundle, data.devices, trials, config.seed if seed is None else seed, most_bytes), content
 
 
 def read_size(text: str | None) -> float | None:
@@ -282,14 +284,17 @@ def tune(
     """
     if out is None:
         out = config.with_suffix(".tuned.toml")
+    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
     check_writable(out, "--out", source=config)
     if json_file is not None:
         check_writable(json_file, source=config)
+        if json_file.resolve() in (written := [file.resolve() for file in (out, database, federation)]):
+            named = ", ".join(file.name for file in written)
+            raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
     bound = read_size(most_bytes)
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    database = out.with_suffix(".trials")
     storage = optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
     console = plain_console()
     count, validated = len(plan.devices), sum(len(d.y_test) for d in plan.devices.values())
@@ -322,7 +327,6 @@ def tune(
     found = {label: best(done, bound) for label, done in results.items()}
     out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
     label = max(found, key=lambda k: found[k].score or 0.0)
-    federation = out.with_suffix(".federation.toml")
     federation.write_text(federation_toml(out.name.partition(".")[0], plan, label, found[label]), "utf-8")
     console.print("", *_lines(results, found), sep="\n")
     console.print(f"\nwrote {out}; its test score: maskfleet simulate {out}")

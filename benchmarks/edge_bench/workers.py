@@ -79,11 +79,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A device's personal model from a downlink: its score, its SHA-256, and the model itself when it was asked for.
+    """A device's personal model from a downlink: its score, its SHA-256, and with `Evaluation.models` the model itself.
 
     `source` says which model it is. `kept` is the share of the parameters that its mask keeps, 1 for a dense model.
-    `after` is the score after the local
-    epochs of one more round, None when they were not asked for.
+    `after` is the score after the local epochs of one more round, None without `Evaluation.epochs`.
     """
 
     score: float

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from coord_server.dashboard import words
 from coord_server.live.status import Progress
 from edge_client.protocol.cost import in_words
-from edge_client.protocol.messages import Device, FederationConfig
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import Device
 
 STATES = {
     "failed": "it reported that it cannot do this round",

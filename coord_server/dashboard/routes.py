@@ -30,7 +30,7 @@ from coord_server.http.artifacts import ExportId, Files
 from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
-from edge_client.protocol.messages import TokenRequest
+from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import MEDIA_TYPE
 
 LASTS = {"3600": "an hour", "86400": "a day", "604800": "7 days", "2592000": "30 days"}

@@ -15,7 +15,6 @@ from coord_server.dashboard.history import Closed, Histories, Trouble
 from coord_server.http import watch
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import Progress
-from edge_client.errors import StorageDamagedError
 from edge_client.protocol.cost import UNITS, over_rounds
 from edge_client.protocol.messages import Federation, MeanCost, Phase, Scores
 
@@ -84,23 +83,9 @@ def refresh(phase: Phase | None, devices: int = 0, working: bool = False) -> int
 
 
 async def summaries(served: Coordinator, histories: Histories) -> list[tuple[Federation, Closed | None]]:
-    """Every federation with its last closed round, the newest first; a `fault` says that a record is damaged.
-
-    Raises StateError.
-    """
-    last, damaged = dict[str, Closed](), dict[str, str]()
-    for live in served.federations():
-        try:
-            rounds = await histories.of(live)
-        except StorageDamagedError as error:
-            damaged[live.id] = str(error)
-            continue
-        if rounds:
-            last[live.id] = rounds[-1]
-    return [
-        (f.model_copy(update={"fault": damaged[f.id]}) if f.id in damaged else f, last.get(f.id))
-        for f in reversed(served.summaries())
-    ]
+    """Every federation with its last closed round, the newest first. Raises StateError."""
+    read = {live.id: await histories.of(live) for live in served.federations()}
+    return [(f, rounds[-1] if (rounds := read.get(f.id)) else None) for f in reversed(served.summaries())]
 
 
 async def federation(live: LiveFederation, histories: Histories, state: str, name: str, page: int) -> Page:

@@ -12,7 +12,8 @@ from coord_server.http import blobs
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import Export, ExportRequest, Name, Sha256
+from edge_client.protocol.messages import Name, Sha256
+from edge_client.protocol.operator import Export, ExportRequest
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 own = APIRouter(prefix="/v1", tags=["device"])

@@ -13,7 +13,8 @@ from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.protocol.messages import BundleReceipt, BundleSummary, MethodSummary, Name
+from edge_client.protocol.messages import Name
+from edge_client.protocol.operator import BundleReceipt, BundleSummary, MethodSummary
 from edge_client.protocol.payload import MEDIA_TYPE as PAYLOAD
 
 MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
@@ -33,26 +34,26 @@ _PART = {"required": True, "content": {"application/octet-stream": _BINARY}}
 )
 async def upload_manifest(request: Request, served: Operated) -> BundleReceipt:
     """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
-    return await served.add_bundle(await bodies.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
+    return await served.bundles.add(await bodies.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
 
 
 @router.get("/bundles", responses=LINK)
 async def list_bundles(served: Viewed, page: Paged) -> list[BundleSummary]:
     """All bundles, oldest first: what each manifest says in figures, what is missing, who uses it."""
-    found = await served.bundles(page.after(float, str), page.limit + 1)
+    found = await served.bundles.listed(page.after(float, str), page.limit + 1)
     return list(page.cut(found, [(b.added_at, b.digest) for b in found]))
 
 
 @router.get("/bundles/{digest}/summary")
 async def show_bundle(served: Viewed, digest: BundleDigest) -> BundleSummary:
     """The same of one bundle. GET the bundle itself for its manifest."""
-    return await served.bundle_summary(digest)
+    return await served.bundles.summary(digest)
 
 
 @router.delete("/bundles/{digest}", status_code=204, responses=documented("bundle-in-use"))
 async def delete_bundle(served: Operated, digest: BundleDigest) -> None:
     """Refused while a federation uses it."""
-    await served.delete_bundle(digest)
+    await served.bundles.delete(digest)
 
 
 @router.put(
@@ -62,10 +63,10 @@ async def delete_bundle(served: Operated, digest: BundleDigest) -> None:
 )
 async def upload_part(request: Request, served: Operated, digest: BundleDigest, name: Name) -> BundleReceipt:
     """Checked against the size and SHA-256 in the manifest. Sending it again is harmless."""
-    shelf, sha256, size = await served.part(digest, name)
+    shelf, sha256, size = await served.bundles.part(digest, name)
     if served.store.blobs.size(shelf, sha256) != size:
         await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
-    return await served.bundle(digest)
+    return await served.bundles.receipt(digest)
 
 
 @router.post(
@@ -79,8 +80,8 @@ async def derive_bundle(request: Request, served: Operated, digest: BundleDigest
 
     The body is a safetensors file with a float32 tensor for every row of the manifest's two tables, by its name.
     """
-    body = await bodies.read_bounded(request, await served.values_limit(digest), "the values of this bundle")
-    return await served.derive(digest, body)
+    body = await bodies.read_bounded(request, await served.bundles.values_limit(digest), "the values of this bundle")
+    return await served.bundles.derive(digest, body)
 
 
 # --- methods

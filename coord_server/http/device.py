@@ -112,7 +112,7 @@ async def _work(calling: Caller, wait: float) -> Work | None:
 )
 async def fetch_manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
-    await reading.served.bundle(digest)
+    await reading.served.bundles.receipt(digest)
     shelf, store = bundle_shelf(digest), reading.served.store.blobs
     answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
     reading.count(_length(answer))
@@ -126,7 +126,7 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
 )
 async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
-    shelf, sha256, size = await reading.served.part(digest, name)
+    shelf, sha256, size = await reading.served.bundles.part(digest, name)
     store = reading.served.store.blobs
     if store.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")

@@ -14,18 +14,8 @@ from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.errors import StorageDamagedError
-from edge_client.protocol.messages import (
-    MAX_ROUNDS,
-    Change,
-    Device,
-    DeviceState,
-    Federation,
-    FederationConfig,
-    Health,
-    Name,
-    Phase,
-    Round,
-)
+from edge_client.protocol.messages import MAX_ROUNDS, Change, Federation, FederationConfig, Name, Phase, Round
+from edge_client.protocol.operator import Device, DeviceState, Health
 from edge_client.protocol.payload import MEDIA_TYPE
 
 router = APIRouter(prefix="/v1", tags=["operator"])

@@ -8,15 +8,8 @@ from fastapi import APIRouter, Path
 
 from coord_server.http.access import FederationId, Operated
 from coord_server.http.pages import LINK, Paged
-from edge_client.protocol.messages import (
-    TOKEN_ID,
-    JoinToken,
-    TokenRequest,
-    TokenSummary,
-    Viewer,
-    ViewerRequest,
-    ViewerToken,
-)
+from edge_client.protocol.messages import TOKEN_ID
+from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 

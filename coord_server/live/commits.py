@@ -18,7 +18,8 @@ from coord_server import engine, metrics
 from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Tick
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
-from coord_server.store.metadata import Metadata, Rows
+from coord_server.store.metadata import Metadata
+from coord_server.store.rows import Rows
 from coord_server.store.tables import Head
 from edge_client.errors import MaskfleetError, StateError, StorageUnreachableError
 from edge_client.protocol.messages import FederationConfig

@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,12 +26,14 @@ from coord_server.store.metadata import Metadata
 from coord_server.store.tables import DOWN, UP, Head, Seen
 from edge_client.errors import PayloadError, StateError, StorageDamagedError, first_fault
 from edge_client.protocol.cost import from_header
-from edge_client.protocol.messages import Device, DeviceState, Enrol, Failure, FederationConfig, Report
+from edge_client.protocol.messages import Enrol, Failure, FederationConfig, Report
+from edge_client.protocol.operator import Device, DeviceState
 
 log = logging.getLogger("maskfleet")
 
 RECENT = 2.0  # seconds between reads of the devices that are present at other processes
 FLUSH = 10.0  # seconds between writes, at most
+_T = TypeVar("_T")
 _KINDS = TypeAdapter(dict[str, int])
 _AGENT = re.compile(r"([\w.+-]+/[\w.+-]+)(?: \(([\w.+-]+)\))?")  # as `maskfleet/1.2.0 (onnxruntime)`
 
@@ -187,16 +189,21 @@ class Devices:
     async def last_downlinks(self) -> dict[str, int]:
         """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once.
 
-        Raises StateError.
+        One that cannot be read is left out and named by the federation's fault. Raises StateError.
         """
         await self.flush()
         texts = await asyncio.to_thread(self._metadata.last_down, self.id)
+        return sum_kinds(self._readable(d, "last_down", _KINDS.validate_json, t) or {} for d, t in texts.items())
+
+    def _readable(self, device: str, what: str, read: Callable[[Any], _T], found: Any) -> _T | None:
+        """What is `read` of `what` of a device; None, and a fault of the federation, where that is damaged."""
         try:
-            return sum_kinds(_KINDS.validate_json(text) for text in texts)
-        except ValidationError as error:
-            raise StorageDamagedError(
-                f"the row of a device of {self.id} is damaged: {first_fault(error, 'last_down')}; restore the database"
-            ) from None
+            made = read(found)
+        except (ValidationError, PayloadError, TypeError) as error:  # TypeError: text where a number should be
+            self._faults.set(f"{what} of {device}", str(damaged(device, error)))
+            return None
+        self._faults.clear(f"{what} of {device}")
+        return made
 
     def _change(self, device: str) -> Seen:
         if self._timer is None and not self._closed:
@@ -233,10 +240,11 @@ class Devices:
     async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
         """Every device that ever enrolled, or those in a state, by name beyond `after`. Raises StateError.
 
-        Each with what happened since its row was written.
+        Each with what happened since its row was written. One whose row cannot be read has no figures, and the
+        federation's fault names it.
         """
         rows = await asyncio.to_thread(self._metadata.devices, self.id, state, after, limit)
-        return [self._shown(row) for row in rows]
+        return [self._readable(row.device, "row", self._shown, row) or _unreadable(row) for row in rows]
 
     def _shown(self, row: Any) -> Device:
         u = self._unwritten.get(row.device) or Seen(row.last_seen_at)
@@ -246,26 +254,23 @@ class Devices:
             found = {kind: getattr(row, name) + u.messages.get(name, 0) for kind, name in names.items()}
             return {kind: size for kind, size in found.items() if size}
 
-        try:
-            return Device(
-                device=row.device,
-                enrolled_at=row.enrolled_at,
-                last_seen_at=max(row.last_seen_at, u.at),
-                updates=row.updates,
-                bytes_up=row.bytes_up,
-                bytes_down=row.bytes_down + u.bytes_down,
-                messages_up=messages("up", UP),
-                messages_down=messages("down", DOWN),
-                removed=row.removed,
-                state=_state(row),
-                ready=row.ready,
-                report=None if row.report is None else Report.model_validate_json(row.report),
-                failure=None if row.failure is None else Failure.model_validate_json(row.failure),
-                cost={} if row.cost is None else from_header(row.cost).model_dump(exclude_none=True),
-                **_said(u.agent or row.agent or ""),
-            )
-        except (ValidationError, PayloadError) as error:
-            raise damaged(row.device, error) from None
+        return Device(
+            device=row.device,
+            enrolled_at=row.enrolled_at,
+            last_seen_at=max(row.last_seen_at, u.at),
+            updates=row.updates,
+            bytes_up=row.bytes_up,
+            bytes_down=row.bytes_down + u.bytes_down,
+            messages_up=messages("up", UP),
+            messages_down=messages("down", DOWN),
+            removed=row.removed,
+            state=_state(row),
+            ready=row.ready,
+            report=None if row.report is None else Report.model_validate_json(row.report),
+            failure=None if row.failure is None else Failure.model_validate_json(row.failure),
+            cost={} if row.cost is None else from_header(row.cost).model_dump(exclude_none=True),
+            **_said(u.agent or row.agent or ""),
+        )
 
     async def close(self, deleted: bool = False) -> None:
         """Write what is not written yet and stop; of a federation that was deleted nothing is written."""
@@ -279,10 +284,16 @@ class Devices:
         await self._flush_logged()
 
 
-def damaged(device: str, error: ValidationError | PayloadError) -> StorageDamagedError:
+def damaged(device: str, error: ValidationError | PayloadError | TypeError) -> StorageDamagedError:
     """What to raise when the row of a device cannot be read."""
     why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)
     return StorageDamagedError(f"the row of device {device!r} is damaged: {why}; restore the database")
+
+
+def _unreadable(row: Any) -> Device:
+    """A device of whose row only this much is trusted."""
+    return Device(device=row.device, enrolled_at=0.0, last_seen_at=0.0, updates=0, bytes_up=0, bytes_down=0,
+                  removed=row.removed, state=_state(row), ready=row.ready)  # fmt: skip
 
 
 def _state(row: Any) -> DeviceState:

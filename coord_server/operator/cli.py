@@ -19,15 +19,12 @@ from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
 from coord_server.operator import tables
 from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
+from edge_client import toml
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
-from edge_client.protocol.messages import FederationConfig, TokenRequest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from edge_client.protocol.messages import FederationConfig
+from edge_client.protocol.operator import TokenRequest
 
 app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
 
@@ -50,6 +47,7 @@ URL = "http://127.0.0.1:8750"
 TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WIDE = 500  # columns of what is no terminal
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -70,7 +68,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """A federation's settings from TOML or, when its name ends in .json, JSON. Raises ConfigError."""
     try:
         text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = json.loads(text) if path.suffix == ".json" else toml.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -103,7 +101,8 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
     else:
-        Console(highlight=False).print(*table(found), sep="\n")
+        width = None if sys.stdout.isatty() else WIDE  # lines stay whole, so that commands can be copied
+        Console(highlight=False, width=width).print(*table(found), sep="\n")
 
 
 def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:

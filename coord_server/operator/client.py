@@ -16,16 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ConfigError, ServerError, UnreachableError, first_fault
-from edge_client.protocol.messages import (
+from edge_client.protocol.messages import Change, Federation, FederationConfig, Round
+from edge_client.protocol.operator import (
     BundleReceipt,
     BundleSummary,
-    Change,
     Device,
-    Federation,
-    FederationConfig,
     Health,
     JoinToken,
-    Round,
     TokenRequest,
     TokenSummary,
     Viewer,

@@ -31,7 +31,8 @@ from coord_server.operator.cli import (
 from coord_server.operator.show import DIGITS
 from coord_server.operator.tables import plain, table_of
 from edge_client.errors import ConfigError
-from edge_client.protocol.messages import BundleSummary, Change, TokenSummary, Viewer, ViewerRequest
+from edge_client.protocol.messages import Change
+from edge_client.protocol.operator import BundleSummary, TokenSummary, Viewer, ViewerRequest
 
 
 def _of_a_token(given: str) -> str:

@@ -24,7 +24,8 @@ from coord_server.operator.tables import lasting, plain, state_of
 from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
-from edge_client.protocol.messages import Device, Federation, FederationConfig, Round, Scores
+from edge_client.protocol.messages import Federation, FederationConfig, Round, Scores
+from edge_client.protocol.operator import Device
 from edge_client.transport import BUSY
 
 REFRESH = 2.0  # seconds between two looks
@@ -165,8 +166,12 @@ def _missing(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
     """Who is missing, with the reason."""
     f, seen = found.federation, {d.device: d.last_seen_at for d in found.devices}
     said = list[str]()
-    if f.phase == "recruiting" and (lacking := c.min_devices - f.devices) > 0:
-        said.append(f"{lacking} more {'device has' if lacking == 1 else 'devices have'} to join and ask for work")
+    if f.phase == "recruiting" and f.devices < c.min_devices:
+        joined = [d.device for d in found.devices if not d.ready and not d.removed]
+        if joined:
+            said.append(f"joined, not asked for work yet: {_named(joined)}")
+        if (lacking := c.min_devices - f.devices - len(joined)) > 0:
+            said.append(f"{lacking} more {'device has' if lacking == 1 else 'devices have'} to join and ask for work")
     if f.waits_for:
         longest = [f"{d} (seen {lasting(found.now - seen[d])} ago)" if d in seen else d for d in f.waits_for]
         said.append(f"the round waits for {_named(longest, f.expected)}")

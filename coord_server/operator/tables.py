@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_client.protocol.cost import UNITS
-from edge_client.protocol.messages import Device, Failure, Federation, Phase, Round
+from edge_client.protocol.messages import Failure, Federation, Phase, Round
+from edge_client.protocol.operator import Device
 
 STATES = ("removed", "enrolled", "failed", "finished", "away", "here")
 WHOLE: dict[str, tuple[str, ...]] = {  # columns of unbroken words

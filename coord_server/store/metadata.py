@@ -1,7 +1,7 @@
 """The queries of the coordinator's database: SQLAlchemy Core, SQLite by default, PostgreSQL by URL.
 
 Each public function of `Metadata` is one transaction. `commit` is the one that changes a federation: the engine's
-state and the rows that go with it (`Rows`), written together or not at all, and only over the version they were made
+state and the rows that go with it (`rows`), written together or not at all, and only over the version they were made
 from. Nothing here decides anything.
 """
 
@@ -16,7 +16,6 @@ from sqlalchemy import (
     Engine,
     Select,
     bindparam,
-    case,
     create_engine,
     delete,
     event,
@@ -31,6 +30,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from coord_server.problems import Refusal
+from coord_server.store.rows import LAST_SEEN, MINE, Rows, of
 from coord_server.store.tables import (
     MESSAGES,
     METADATA,
@@ -51,11 +51,12 @@ from coord_server.store.tables import (
 from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
-from edge_client.protocol.messages import MAX_ROUNDS, DeviceState
+from edge_client.protocol.messages import MAX_ROUNDS
+from edge_client.protocol.operator import DeviceState
 
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
-# Statements of every update, built once: building one costs more than running it.
+# Built once: building a statement costs more than running it.
 _THIS = federations.c.id == bindparam("b_id")
 _SAVE_STATE = (
     update(federations)
@@ -63,119 +64,23 @@ _SAVE_STATE = (
     .values(state=bindparam("b_state"), version=federations.c.version + 1)
 )
 _HEAD = select(*(federations.c[name] for name in Head.__dataclass_fields__)).where(_THIS)
-_ADD_UPDATE = insert(updates)
-_MINE = (devices.c.federation == bindparam("b_federation"), devices.c.device == bindparam("b_device"))
-_LAST_SEEN = case((devices.c.last_seen_at < bindparam("b_at"), bindparam("b_at")), else_=devices.c.last_seen_at)
-_COUNT_UPDATE = (
-    update(devices)
-    .where(*_MINE)
-    .values(
-        last_seen_at=_LAST_SEEN,
-        updates=devices.c.updates + 1,
-        bytes_up=devices.c.bytes_up + bindparam("b_size"),
-        cost=bindparam("b_cost"),
-        failure=None,
-    )
-)
 _SAVE_SEEN = (
     update(devices)
-    .where(*_MINE)
+    .where(*MINE)
     .values(
-        last_seen_at=_LAST_SEEN,
+        last_seen_at=LAST_SEEN,
         bytes_down=devices.c.bytes_down + bindparam("b_down"),
         last_down=func.coalesce(bindparam("b_last"), devices.c.last_down),
         agent=func.coalesce(bindparam("b_agent"), devices.c.agent),
         **{name: devices.c[name] + bindparam(f"b_{name}") for name in MESSAGES},
     )
 )
-
-
 _STATES: Mapping[DeviceState, tuple[Any, ...]] = {
     "removed": (devices.c.removed,),
     "new": (~devices.c.removed, ~devices.c.ready),
     "failed": (~devices.c.removed, devices.c.ready, devices.c.failure.is_not(None)),
     "ready": (~devices.c.removed, devices.c.ready, devices.c.failure.is_(None)),
 }
-
-
-def _of(table: Any, federation: str, device: str) -> tuple[Any, Any]:
-    return table.c.federation == federation, table.c.device == device
-
-
-class Rows:
-    """Rows that go with a federation's new state into one transaction."""
-
-    def __init__(self, connection: Connection, federation: str) -> None:
-        self._c, self._federation = connection, federation
-
-    def add_update(
-        self,
-        round_: int,
-        device: str,
-        content: Content,
-        size: int,
-        at: float,
-        influence: Influence | None,
-        cost: str | None = None,
-    ) -> None:
-        """An update of `size` bytes that is acknowledged at `at`; `cost` is the header beside it."""
-        row = {"federation": self._federation, "round": round_, "device": device, "sha256": content.sha256,
-               "size": size, "received_at": at, "content": content.data, "cost": cost}  # fmt: skip
-        figures = {"norm": None, "weight": None, "statistics": None} if influence is None else vars(influence)
-        self._c.execute(_ADD_UPDATE, {**row, **figures})
-        named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size, "b_cost": cost}
-        self._c.execute(_COUNT_UPDATE, named)
-
-    def add_failure(self, device: str, failure: str, forget: bool) -> None:
-        """A device's failure as JSON; with `forget` its record is dropped."""
-        self._c.execute(update(devices).where(*_of(devices, self._federation, device)).values(failure=failure))
-        if forget:
-            self._c.execute(delete(records).where(*_of(records, self._federation, device)))
-
-    def arrive(self, device: str, at: float) -> int:
-        """A device has asked for work; 1 when it had not before."""
-        mine = _of(devices, self._federation, device)
-        self._c.execute(update(devices).where(*mine).values(last_seen_at=at))
-        return self._ready(+1, *mine, ~devices.c.ready, ~devices.c.removed)
-
-    def remove_device(self, device: str) -> int:
-        """Remove a device for good; 1 when it had asked for work."""
-        mine = _of(devices, self._federation, device)
-        was_ready = self._ready(-1, *mine, devices.c.ready)
-        self._c.execute(update(devices).where(*mine).values(removed=True))
-        return was_ready
-
-    def delete_federation(self, version: int) -> None:
-        """Delete the federation and all that belongs to it; `version` is what the transaction makes of its version."""
-        for table in (updates, rounds, records, devices, tokens):
-            self._c.execute(delete(table).where(table.c.federation == self._federation))
-        self._c.execute(delete(federations).where(federations.c.id == self._federation))
-        self._c.execute(delete(deleted).where(deleted.c.what == self._federation))
-        self._c.execute(insert(deleted).values(what=self._federation, version=version))
-
-    def _ready(self, change: int, *where: Any) -> int:
-        """Make one device ready, or no longer ready, and count it; how many were changed."""
-        changed = self._c.execute(update(devices).where(*where).values(ready=change > 0)).rowcount
-        if changed:
-            mine = update(federations).where(federations.c.id == self._federation)
-            self._c.execute(mine.values(ready=federations.c.ready + change))
-        return changed
-
-    def close_round(self, round_: int, record: str, values: Content, kept: Mapping[str, Content | None]) -> None:
-        """A round's record as JSON, the method's new global state, its new records by device (None: dropped).
-
-        The small contents of the round's updates go.
-        """
-        self._c.execute(insert(rounds).values(federation=self._federation, round=round_, record=record))
-        for device, content in kept.items():
-            self._c.execute(delete(records).where(*_of(records, self._federation, device)))
-            if content is not None:
-                new = {"round": round_, "sha256": content.sha256, "content": content.data}
-                self._c.execute(insert(records).values(federation=self._federation, device=device, **new))
-        of_round = (updates.c.federation == self._federation, updates.c.round == round_)
-        self._c.execute(update(updates).where(*of_round).values(content=None))
-        after = {"values_round": round_, "values_sha256": values.sha256, "values_content": values.data}
-        self._c.execute(update(federations).where(federations.c.id == self._federation).values(**after))
 
 
 def _prepare_sqlite(engine: Engine) -> None:
@@ -424,7 +329,7 @@ class Metadata:
         The same device again is harmless: a lost answer loses nothing.
         """
         with self.writing() as c:
-            mine = c.execute(select(devices).where(*_of(devices, federation, device))).first()
+            mine = c.execute(select(devices).where(*of(devices, federation, device))).first()
             if mine is not None:
                 same: Enrolment = "again" if mine.credential == credential else "name-taken"
                 return "removed" if mine.removed else same
@@ -453,7 +358,7 @@ class Metadata:
 
     def device(self, federation: str, device: str) -> Any:
         """The row of a device; None unless it is enrolled and not removed."""
-        return self._first(select(devices).where(*_of(devices, federation, device), ~devices.c.removed))
+        return self._first(select(devices).where(*of(devices, federation, device), ~devices.c.removed))
 
     def devices(
         self, federation: str, state: DeviceState | None = None, after: str = "", limit: int | None = None
@@ -482,18 +387,18 @@ class Metadata:
     def save_report(self, federation: str, device: str, report: str) -> None:
         """Store a device's report as JSON."""
         with self.writing() as c:
-            c.execute(update(devices).where(*_of(devices, federation, device)).values(report=report))
+            c.execute(update(devices).where(*of(devices, federation, device)).values(report=report))
 
-    def last_down(self, federation: str) -> list[str]:
-        """Bytes by kind, as JSON, of the downlinks after the last round that devices fetched."""
+    def last_down(self, federation: str) -> dict[str, str]:
+        """Bytes by kind, as JSON, of the downlink after the last round, by the device that fetched it."""
         d = devices.c
-        found = self._all(select(d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
-        return [row.last_down for row in found]
+        found = self._all(select(d.device, d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
+        return {row.device: row.last_down for row in found}
 
     # --- rounds
 
     def _update(self, federation: str, round_: int, device: str, *columns: Any) -> Any:
-        return self._first(select(*columns).where(*_of(updates, federation, device), updates.c.round == round_))
+        return self._first(select(*columns).where(*of(updates, federation, device), updates.c.round == round_))
 
     def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
         """SHA-256 and size of the update that was acknowledged, None when none was."""
@@ -520,7 +425,7 @@ class Metadata:
 
     def record(self, federation: str, device: str) -> tuple[int, Content] | None:
         """What the method keeps about a device, and the round that wrote it."""
-        row = self._first(select(records).where(*_of(records, federation, device)))
+        row = self._first(select(records).where(*of(records, federation, device)))
         return None if row is None else (row.round, Content(row.sha256, row.content))
 
     def rounds(

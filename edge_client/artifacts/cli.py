@@ -24,8 +24,10 @@ def artifact(
     data: Annotated[
         Path | None, typer.Option(help="The device's .npz file: int8 is calibrated on half of it, proved on the rest.")
     ] = None,
-    agreement: Annotated[float, typer.Option(min=0, max=1, help="int8: least share of equal top-1 answers.")] = 0.95,
-    error: Annotated[float, typer.Option(min=0, help="int8: largest RMS error, in standard deviations.")] = 0.25,
+    agreement: Annotated[float, typer.Option(min=0, max=1, help="int8: least share of equal labels.")] = 0.95,
+    error: Annotated[
+        float, typer.Option(min=0, help="int8: largest RMS error of an output, in its standard deviations.")
+    ] = 0.25,
     cache: Annotated[
         Path | None, typer.Option(help="Folder of artifacts made before. [default: maskfleet in the user's cache]")
     ] = None,
@@ -49,10 +51,10 @@ def artifact(
             _cache() if cache is None else cache,
             lambda line: status.update(f"{kind}: {line}"),
         )
+    same = "" if proof.agreement is None else f"the same label for {proof.agreement:.1%}, "
     typer.echo(
-        f"{out}: {proof.bytes_artifact:,} bytes, of a model of {proof.bytes_model:,}; on {proof.samples} samples "
-        f"top-1 agrees on {proof.agreement:.1%}, error {proof.error_rms:.2g} standard deviations of the outputs "
-        f"(largest {proof.error_std:.2g})"
+        f"{out}: {proof.bytes_artifact:,} bytes, of a model of {proof.bytes_model:,}; on {proof.samples} samples {same}"
+        f"the worst output is off by {proof.error_rms:.2g} of its standard deviations (at most {proof.error_std:.2g})"
     )
 
 

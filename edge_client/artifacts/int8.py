@@ -1,7 +1,7 @@
 """int8 for ONNX Runtime: static quantisation, calibrated on the device's own samples. No PyTorch.
 
 Weights have a scale for each channel, activations one for each tensor. What ONNX Runtime does not quantise, such as
-recurrent layers, stays float.
+recurrent layers, or does not run, as a product with more than one stored matrix, stays float.
 """
 
 from __future__ import annotations
@@ -33,10 +33,20 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has n
         return next(self._batches, None)
 
 
+def _batches_of_weights(graph: onnx.ModelProto) -> list[str]:
+    """Products with several stored matrices, which get names: in int8, with a scale for each, they do not run."""
+    ranks = {t.name: len(t.dims) for t in graph.graph.initializer}
+    found = [n for n in graph.graph.node if n.op_type == "MatMul" and any(ranks.get(i, 0) > 2 for i in n.input)]
+    for i, node in enumerate(found):
+        node.name = node.name or f"product{i}"
+    return [node.name for node in found]
+
+
 class Int8:
     """See :class:`edge_client.artifacts.Writer`."""
 
     exact = False
+    native = False
     version = f"onnxruntime {ort.__version__}"
 
     def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
@@ -56,6 +66,7 @@ class Int8:
                     per_channel=True,
                     activation_type=QuantType.QInt8,
                     weight_type=QuantType.QInt8,
+                    nodes_to_exclude=_batches_of_weights(graph),
                 )
                 return path.read_bytes()
         except Exception as error:  # its steps raise whatever they meet

@@ -52,7 +52,7 @@ def _executor_runner(adb: Adb, runner: str, model: str, threads: int, runs: int)
         whole = WHOLE.search(said)
         if whole is None:
             raise AdbError(f"{runner} printed no times for {model}: {_last(said)}")
-        # An older runner tells the sum alone.
+        # An older runner prints only the sum.
         times = [float(whole[2]) / int(whole[1])] * int(whole[1])
     return Turn(np.array(times))
 
@@ -134,8 +134,12 @@ def state(adb: Adb) -> dict[str, Any]:
 
 
 def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
-    """Bring everything onto the phone. Raises ConfigError for a missing file."""
+    """Bring everything onto the phone, into one folder. Raises ConfigError for a missing file or two of one name."""
     files = [*runner, *(v.file for v in variants)]
+    names = [f.name for f in files]
+    twice = sorted({str(f) for f in files if names.count(f.name) > 1})
+    if twice:
+        raise ConfigError(f"{' and '.join(twice)} have one name, and the phone has one folder for them; rename one")
     missing = [str(f) for f in files if not f.is_file()]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not there; name the runner that you built for Android")
@@ -170,10 +174,10 @@ def of_runner(runner: str, variants: Sequence[Variant]) -> tuple[list[Variant], 
 
 
 def processors(adb: Adb) -> int:
-    """How many processors the phone has. Raises ConfigError when it does not tell."""
+    """How many processors the phone has. Raises ConfigError when it does not report them."""
     said = _text(adb, "nproc")
     if not said.isdigit():
-        raise ConfigError("the phone does not tell how many processors it has; give --threads numbers")
+        raise ConfigError("the phone does not report how many processors it has; give --threads numbers")
     return int(said)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from edge_client.bench import report as reports
 from edge_client.bench.training import made_data, training
 from edge_client.bench.variants import MAKERS, Source, Variant, keep_largest_units, made, read_personal
 from edge_client.bundle import Bundle
-from edge_client.data import fit, read
+from edge_client.data import DeviceData, fit, read
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
 from edge_client.measure import machine
@@ -31,6 +32,7 @@ from edge_client.measure.meters import AUTO, choose
 
 SAMPLES = 320  # of a round whose data are made up
 RUN = "run"
+CROWD = 4  # threads a processor, beyond which nothing is learned and a start may take minutes
 
 
 class _WithDefault(TyperGroup):
@@ -109,27 +111,27 @@ def run(
     console = Console()
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(variants.split(","))
-        name, made_, failed, shape, dtype, bundle, given = _variants(
-            models, personal, keep, data, wanted, Path(scratch)
-        )
+        subject = _subject(models, personal, keep, data, wanted, Path(scratch))
 
         def say(text: str) -> None:
             print(f"maskfleet: {text}", file=sys.stderr, flush=True)
 
         if phone is not None and runner is not None:
             chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
-            sample = {"shape": list(shape), "dtype": dtype}
-            found = android.report(name, command, phone, runner, made_, failed, sample, settings, chosen, say)
+            sample = {"shape": list(subject.shape), "dtype": subject.dtype}
+            found = android.report(
+                subject.name, command, phone, runner, subject.variants, subject.failed, sample, settings, chosen, say
+            )
             found["warnings"] = measure.warnings(found)
         else:
             chosen = choose(meter, exported=True)
             trains = None
-            if bundle is not None and method != "none":
-                samples = made_data(bundle, SAMPLES) if given is None else given
-                trains = training(bundle, samples, {"name": method}, threads=settings.threads[0])
-            x = batch(shape, dtype) if given is None else given.x[:1]
-            head = measure.header(name, command, made_, failed, settings)
-            found = measure.report(head, made_, x, settings, chosen, trains, say, before)
+            if subject.bundle is not None and method != "none":
+                samples = made_data(subject.bundle, SAMPLES) if subject.data is None else subject.data
+                trains = training(subject.bundle, samples, {"name": method}, threads=settings.threads[0])
+            x = batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
+            head = measure.header(subject.name, command, subject.variants, subject.failed, settings)
+            found = measure.report(head, subject.variants, x, settings, chosen, trains, say, before)
     reports.show(found, console)
     if output is not None:
         _write(found, output)
@@ -140,47 +142,102 @@ def _threads(text: str, most: int) -> tuple[int, ...]:
         found = {most if word == "all" else int(word) for word in text.split(",")}
     except ValueError:
         found = {0}
+    if max(found) > CROWD * most:
+        raise ConfigError(f"--threads {max(found)} is more than {CROWD} times the {most} processors; give fewer")
     if min(found) < 1:
         raise ConfigError(f"--threads {text}: numbers from 1 up with commas between, or `all`, are due")
     return tuple(sorted(found))
 
 
-def _variants(
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: variants, why others were not made, one sample's shape (with a batch of 1) and dtype.
+
+    `bundle` and `data` are None for model files, `data` also for a bundle that is measured on noise.
+    """
+
+    name: str
+    variants: Sequence[Variant]
+    failed: Mapping[str, str]
+    shape: tuple[int, ...]
+    dtype: str
+    bundle: Bundle | None = None
+    data: DeviceData | None = None
+
+
+def _subject(
     models: Sequence[Path],
     personal: Path | None,
     keep: float | None,
     data: Path | None,
     wanted: Sequence[str],
     scratch: Path,
-) -> tuple[str, list[Variant], dict[str, str], tuple[int, ...], str, Bundle | None, Any]:
-    """Name, variants, those that were not made, shape and dtype of a batch of one, the bundle and its data."""
+) -> Subject:
+    """A bundle's `wanted` variants, or model files. Raises ConfigError, BundleError, DataError."""
     folders = [m for m in models if m.is_dir()]
     if not folders:
         if personal is not None or keep is not None or data is not None:
             raise ConfigError("--personal, --keep and --data go with a bundle's folder; these are model files")
-        names = [m.stem if [o.stem for o in models].count(m.stem) == 1 else m.name for m in models]
-        for model in models:
-            engine_of(model)
-        shape, dtype = sample_of(models[0])
-        return ", ".join(m.name for m in models), list(map(Variant, names, models)), {}, shape, dtype, None, None
+        return _of_files(models)
     if len(models) > 1:
         raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
+    return _of_bundle(folders[0], personal, keep, data, wanted, scratch)
+
+
+def _of_files(models: Sequence[Path]) -> Subject:
+    """Model files side by side. Raises ConfigError."""
+    for model in models:
+        engine_of(model)
+        if not model.is_file():
+            raise ConfigError(f"{model} is not there; name a bundle's folder or model files")
+    variants = list(map(Variant, distinct(models), models))
+    shape, dtype = sample_of(models[0])
+    for model in models[1:]:
+        other, its = sample_of(model)
+        if (other, its) != (shape, dtype):
+            raise ConfigError(
+                f"{model} takes {its}{list(other)} and {models[0]} {dtype}{list(shape)} (a free axis counts as 1); "
+                "measure models of one input side by side, the others apart"
+            )
+    return Subject(", ".join(v.name for v in variants), variants, {}, shape, dtype)
+
+
+def _of_bundle(
+    folder: Path, personal: Path | None, keep: float | None, data: Path | None, wanted: Sequence[str], scratch: Path
+) -> Subject:
+    """The `wanted` variants of a bundle, made in `scratch`. Raises ConfigError, BundleError, DataError."""
     if personal is not None and keep is not None:
         raise ConfigError("--personal and --keep both say the mask; give one of them")
-    bundle = Bundle.open(folders[0])
-    manifest = bundle.manifest
+    bundle = Bundle.open(folder)
+    m = bundle.manifest
     values = None
     if personal is not None:
         values = read_personal(personal, bundle)
     elif keep is not None:
         values = keep_largest_units(bundle, keep)
-    given = None if data is None else fit(read(data), manifest)
-    shape = (1, *manifest.input.shape)
-    samples = batch((64, *manifest.input.shape), manifest.input.dtype) if given is None else given.x
+    given = None if data is None else fit(read(data), m)
+    samples = batch((64, *m.input.shape), m.input.dtype) if given is None else given.x
     variants, failed = made(Source(bundle, values, samples, noise=given is None), scratch, wanted)
     if not variants:
-        raise ConfigError(f"no variant of {folders[0]} can be made: {failed}")
-    return manifest.name, variants, failed, shape, manifest.input.dtype, bundle, given
+        raise ConfigError(f"no variant of {folder} can be made: {failed}")
+    return Subject(m.name, variants, failed, (1, *m.input.shape), m.input.dtype, bundle, given)
+
+
+def distinct(models: Sequence[Path]) -> list[str]:
+    """A name for each file, the shortest that no other has: its stem, its name, or the end of its path.
+
+    Raises ConfigError for a file that is given twice.
+    """
+    whole = [model.resolve() for model in models]
+    for path in whole:
+        if whole.count(path) > 1:
+            raise ConfigError(f"{path} is given twice; name each file once")
+    ends = [[path.stem, *("/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1))] for path in whole]
+
+    def free(name: str, mine: list[str]) -> bool:
+        return all(name not in others for others in ends if others is not mine)
+
+    return [next(name for name in mine if free(name, mine)) for mine in ends]
 
 
 def _folder(output: Path) -> None:

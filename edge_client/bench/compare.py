@@ -14,7 +14,8 @@ from edge_client.errors import DataError
 
 PARTS: Mapping[str, type] = {"model": str, "input": dict, "machine": dict, "warnings": list, "variants": dict,
                             "settings": dict}  # fmt: skip
-SAME = ("processor", "architecture", "governor", "kernel", "engines")
+SAME = ("board", "processor", "architecture", "cores", "usable_cores", "frequency_mhz", "memory_mb", "virtual",
+        "governor", "kernel", "engines")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Pair:
     first: float
     second: float
     ratio: float
-    sure: bool
-    """Whether the two medians' intervals do not overlap."""
+    sure: bool | None
+    """Whether the two medians' intervals do not overlap; None where a report has too few runs for one."""
     joules: float | None
     """The first's joules over the second's."""
     memory: float | None
@@ -40,6 +41,8 @@ class Pair:
         """In a word."""
         if not self.same:
             return "another model"
+        if self.sure is None:
+            return "too few runs"
         return "no difference" if not self.sure else "faster" if self.ratio > 1 else "slower"
 
 
@@ -56,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         for row in found["rows"]:
             _key(row)
-            figures = [row["wall_ms"]["p50"], *row["wall_ms"]["p50_interval"]]
+            figures = [row["wall_ms"]["p50"], *(row["wall_ms"]["p50_interval"] or [1.0, 1.0])]
             if len(figures) != 3 or not all(isfinite(v) and v > 0 for v in figures):
                 raise ValueError(f"times of {figures} ms")
         for name, kind in PARTS.items():
@@ -78,7 +81,8 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Pair]:
         if other is None:
             continue
         a, b = row["wall_ms"], other["wall_ms"]
-        apart = a["p50_interval"][0] > b["p50_interval"][1] or b["p50_interval"][0] > a["p50_interval"][1]
+        one, two = a["p50_interval"], b["p50_interval"]
+        apart = None if one is None or two is None else one[0] > two[1] or two[0] > one[1]
         found.append(
             Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], apart, _ratio(row, other, "joules"),
                  _ratio(row, other, "model_mb"), _alike(first, second, row["variant"]))

@@ -57,7 +57,7 @@ def recorded(
 ) -> tuple[Trace, list[tuple[list[float], int]]]:
     """One recording of all works; of each the moments of rest, begin, end and rest, and the calls that it returns.
 
-    A work is asked for before its block, so that what prepares it is in no window. Raises MeterError.
+    Each work is made before its block, so its preparation is outside every window. Raises MeterError.
     """
     found = []
     meter.start()

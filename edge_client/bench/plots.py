@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_client.errors import ConfigError
+
+if TYPE_CHECKING:  # matplotlib is large, and not everywhere
+    from matplotlib.figure import Figure
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
@@ -46,16 +49,18 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     median, far = (max(r["wall_ms"][p] for r in rows) for p in ("p50", "p99"))
     figure.axes[0].set_ylim(0, max(1.1 * median, min(1.05 * far, 3 * median)))
     figure.suptitle(f"{report['model']} on {report['machine']['processor']}; grey: p90 to p99", fontsize=10)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path, dpi: int = 120) -> None:
+    """Write a figure as a PNG. Raises ConfigError when it cannot be written."""
     try:
-        figure.savefig(path, dpi=120, format="png")
+        figure.savefig(path, dpi=dpi, format="png", metadata={"Software": None})
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _around(rows: list[Mapping[str, Any]]) -> list[list[float]]:
     """How far the intervals reach below and above the medians."""
-    walls = [r["wall_ms"] for r in rows]
-    return [
-        [max(w["p50"] - w["p50_interval"][0], 0.0) for w in walls],
-        [max(w["p50_interval"][1] - w["p50"], 0.0) for w in walls],
-    ]
+    walls = [(r["wall_ms"]["p50"], r["wall_ms"]["p50_interval"] or [r["wall_ms"]["p50"]] * 2) for r in rows]
+    return [[max(p50 - low, 0.0) for p50, (low, _) in walls], [max(high - p50, 0.0) for p50, (_, high) in walls]]

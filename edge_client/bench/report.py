@@ -25,8 +25,8 @@ def figure(value: float | None, digits: int = 3) -> str:
 def time_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row's times as text, in the order of `TIMES`; ± is half of the median's interval."""
     wall, cpu = row["wall_ms"], row.get("cpu_ms")
-    low, high = wall["p50_interval"]
-    sure = f"{50 * (high - low) / wall['p50']:.1f}%"
+    low, high = wall["p50_interval"] or (None, None)
+    sure = "-" if low is None else f"{50 * (high - low) / wall['p50']:.1f}%"
     return (
         row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), sure,
         figure(wall["p90"]), figure(wall["p99"]), f"{100 * wall['cv']:.0f} %",
@@ -83,9 +83,8 @@ def training_lines(report: Mapping[str, Any]) -> list[str]:
         wall = found[name]["wall_ms"]
         joules = found[name].get("joules")
         energy = "" if joules is None else f", {figure(joules)} J ± {figure(found[name]['joules_error'], 2)}"
-        low, high = wall["p50_interval"]
-        interval = f"[{figure(low)}, {figure(high)}]"
-        lines.append(f"{words}: {figure(wall['p50'])} ms {interval}, p90 {figure(wall['p90'])}{energy}")
+        interval = "" if wall["p50_interval"] is None else " [{}, {}]".format(*map(figure, wall["p50_interval"]))
+        lines.append(f"{words}: {figure(wall['p50'])} ms{interval}, p90 {figure(wall['p90'])}{energy}")
     return lines
 
 

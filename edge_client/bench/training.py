@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.backends import check_parts
+from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.local import run_round
@@ -46,12 +46,10 @@ class Training:
     backend: str
 
 
-def training(
-    bundle: Bundle, data: DeviceData, method: dict[str, Any], backend: str = "onnxruntime", threads: int = 1
-) -> Training:
+def training(bundle: Bundle, data: DeviceData, method: dict[str, Any], threads: int = 1) -> Training:
     """A step on one batch, and round 1 of `method`. Raises ConfigError, BundleError."""
-    check_parts(backend, bundle.manifest)
-    trainer, model = open_trainer(backend, bundle, threads), bundle.model()
+    check_parts(DEFAULT_BACKEND, bundle.manifest)
+    trainer, model = open_trainer(DEFAULT_BACKEND, bundle, threads), bundle.model()
     chosen = make_method(method)
     course = Course(model, SEED, 1, 1)
     a = Assignment(course, 1, "bench")
@@ -79,4 +77,4 @@ def training(
         run_round(chosen, Task(a, trainer, data, SEED), {}, downlink)
 
     named = {"name": chosen.name, **chosen.model_dump(mode="json")}
-    return Training(step, whole, size, len(data.y), steps, named, backend)
+    return Training(step, whole, size, len(data.y), steps, named, DEFAULT_BACKEND)

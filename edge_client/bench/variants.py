@@ -107,10 +107,12 @@ def _artifact(kind: str) -> Maker:
     def write(source: Source, file: Path) -> str:
         base = _smallest(source, file.parent)
         anything = Limits(agreement=0.0, error=np.inf)
-        proof = make(base.read_bytes(), kind, file, source.samples, anything if source.noise else Limits())
+        limits, target = anything if source.noise else Limits(), source.bundle.manifest.target
+        proof = make(base.read_bytes(), kind, file, source.samples, limits, target=target)
         if source.noise and not writer(kind).exact:
             return f"of {base.stem}, calibrated on noise: its speed is real, its outputs are not"
-        return f"of {base.stem}, top-1 equal on {proof.agreement:.1%} of {proof.samples} samples"
+        same = "" if proof.agreement is None else f"the same label for {proof.agreement:.1%}, "
+        return f"of {base.stem}, {same}error {proof.error_rms:.2g} standard deviations on {proof.samples} samples"
 
     return write
 

@@ -193,8 +193,8 @@ def _nonzero(s: Study, name: str) -> Bools:
 
 
 def _others(s: Study, node: NodeProto, k: int) -> Bools | None:
-    """Where input `k` counts: a product's other factor is not zero, a choice takes it. None for other operators."""
-    if node.op_type == "Mul":
+    """Where input `k` counts: a product's other factor or its dividend is not zero, a choice takes it. None: all."""
+    if node.op_type == "Mul" or (node.op_type == "Div" and k == 1):
         return _nonzero(s, node.input[1 - k])
     if node.op_type == "Where":
         (condition, may, _), (x, x_moves, _), (y, y_moves, _) = (s.facts(v) for v in node.input)

@@ -117,7 +117,6 @@ def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
     """Places in the input as places in the output, of which every element has one source of its own."""
     (source,) = sources(w.study, node)
     back = np.full(prod(w.study.shape(node.input[0])) + 2, -1)
-    back[-1] = -1
     back[source.reshape(-1)] = np.arange(source.size)
     return np.where(ids >= 0, back[np.maximum(ids, 0)], ids)
 
@@ -168,10 +167,12 @@ def _regroup(w: Writer, node: NodeProto) -> None:
         if aligned(ids, after, lengths) and (not w.levels.get(out) or by_axis(ids, after) is not None):
             if by_axis(ids, after) is None:
                 w.split.add(out)
+                _note(w, node, dict(enumerate(by_axis(piece.ids, before) or [])))
             w.put(out, w.reshaped(piece.name, lengths, out, name), ids)
             return
     w.split.add(out)
     target = slots(w, node)
+    _note(w, node, target)
     lists = w.lists(name)
     due = [lists[axis] if axis not in target else target[axis] for axis in range(len(before))]
     given = w.adapted(name, due)
@@ -183,6 +184,18 @@ def _regroup(w: Writer, node: NodeProto) -> None:
             return
     whole = [np.arange(n) for n in before]
     w.put(out, w.reshaped(w.adapted(name, whole), after, out, name), np.arange(prod(after)).reshape(after))
+
+
+def _note(w: Writer, node: NodeProto, target: dict[int, Ids]) -> None:
+    """A line where heads keep more than their own live entries: `target` is what stays of the axes that it splits."""
+    name, live = node.input[0], w.study.live(node.output[0]) | w.study.due[node.output[0]]
+    split = live.reshape(w.study.shape(name))
+    for axis, kept in target.items():
+        count = int(some(split, tuple(a for a in range(split.ndim) if a != axis)).sum())
+        more = len(kept) - count
+        if more > 0 and w.study.channels(name)[axis]:
+            reason = f", which {w.why} behind it needs" if w.levels.get(node.output[0]) else ""
+            w.stays(name, f"makes parts of one width{reason}, so {len(kept)} entries stay although {more} are dead")
 
 
 def _lengths(before: Shape, after: Shape, cut: Shape) -> list[list[int]]:
@@ -304,14 +317,14 @@ def _pick_ragged(w: Writer, node: NodeProto, from_: Lists) -> None:
     for axis, given in enumerate(from_):
         if np.array_equal(given, np.arange(shape[axis])):
             continue
-        if not _apart(ids, shape, axis):
+        if not apart(ids, shape, axis):
             w.lists(name)  # raises
         made = w.picked(made, axis, given, shape[axis])
         ids, shape = _carried(np.take(ids, given, axis), shape, axis, np.arange(len(given)), len(given))
     w.put(out, made, ids)
 
 
-def _apart(ids: Ids, shape: Shape, axis: int) -> bool:
+def apart(ids: Ids, shape: Shape, axis: int) -> bool:
     """Whether every entry of `axis` is there, each element of meaning at its own."""
     own = np.unravel_index(np.maximum(ids, 0), shape)[axis]
     here = np.arange(ids.shape[axis]).reshape(-1, *(1,) * (ids.ndim - 1 - axis))
@@ -335,7 +348,7 @@ def _stacked(w: Writer, node: NodeProto, axis: int) -> bool:
         by_axis(p.ids, shape) is not None for p, shape in zip(pieces, shapes, strict=True)
     ):
         return False
-    if not w.net.is_plain(out) or not all(_apart(p.ids, shape, axis) for p, shape in zip(pieces, shapes, strict=True)):
+    if not w.net.is_plain(out) or not all(apart(p.ids, shape, axis) for p, shape in zip(pieces, shapes, strict=True)):
         return False
     most = np.max([p.ids.shape for p in pieces], axis=0)
     made, kept, start = [], [], 0
@@ -385,8 +398,8 @@ def _pad(w: Writer, node: NodeProto) -> None:
     full = np.zeros((2, len(shape)), np.int64)
     full[:, _pad_axes(s, node)] = widths
     free = s.channels(name)
-    apart = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
-    if (full < 0).any() or (apart and given.get("mode", b"constant") != b"constant"):
+    within = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
+    if (full < 0).any() or (within and given.get("mode", b"constant") != b"constant"):
         w.copy_whole(node)
         return
     lists = w.lists(name)
@@ -396,7 +409,7 @@ def _pad(w: Writer, node: NodeProto) -> None:
     for a in range(len(shape)):
         if not full[:, a].any():
             kept.append(target[a])
-        elif a in apart:
+        elif a in within:
             kept.append(np.where(target[a] >= 0, target[a] + full[0, a], target[a]))
             full[:, a] = 0
         else:

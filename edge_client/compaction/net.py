@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class Net:
     """The sizes that the batch enters."""
     repeated: set[str] = field(default_factory=set)
     """Those that are the same for every sample, one sample behind the other along one axis."""
+    _makers: tuple[int, int, dict[str, NodeProto]] | None = None
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""
@@ -65,14 +67,20 @@ class Net:
 
     def layer(self, node: NodeProto) -> str:
         """The name of the weight of a layer; empty for a node that has none."""
-        if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"):
+        if node.op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"):
             return ""
         weights = [v for v in node.input[:2] if v in self.constants and self.constants[v].ndim > 1]
         return self.origins.get(weights[0], "") if weights else ""
 
+    def makers(self) -> dict[str, NodeProto]:
+        """The node that makes each value."""
+        if self._makers is None or self._makers[:2] != (id(self.nodes), len(self.nodes)):
+            self._makers = id(self.nodes), len(self.nodes), {o: n for n in self.nodes for o in n.output if o}
+        return self._makers[2]
+
     def maker(self, name: str) -> str:
         """The weight of the last layer that `name` comes from, or `name` itself."""
-        makers = {o: n for n in self.nodes for o in n.output}
+        makers = self.makers()
         at = name
         while at in makers:
             if found := self.layer(makers[at]):
@@ -85,7 +93,7 @@ class Net:
 
     def above(self, name: str) -> set[str]:
         """`name` and the values it is made of, up to the layers that make their channels."""
-        makers = {o: n for n in self.nodes for o in n.output}
+        makers = self.makers()
         found, pending = {name}, [name]
         while pending:
             node = makers.get(pending.pop())
@@ -136,6 +144,7 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
     _plain_forms(net)
     _measure(net, probe)
     _split_splits(net)
+    _plain_matrices(net)
     drop_unused(net)
     return net
 
@@ -335,6 +344,22 @@ def _repeats(one: Array, two: Array) -> bool:
     """Whether `two` is twice `one` along one axis."""
     longer = [a for a, (n, m) in enumerate(zip(one.shape, two.shape, strict=True)) if n != m]
     return len(longer) == 1 and np.array_equal(np.concatenate([one, one], longer[0]), two)
+
+
+def _plain_matrices(net: Net) -> None:
+    """A constant second factor of one matrix is written with two axes, as `einsum` does not."""
+    for node in net.nodes:
+        weight = node.input[1] if node.op_type == "MatMul" else ""
+        size = net.shapes.get(weight, ())
+        if weight not in net.constants or not 2 < len(size) <= len(net.shapes[node.input[0]]) or prod(size[:-2]) != 1:
+            continue
+        name = f"{node.output[0]}.matrix"
+        net.constants[name] = net.constants[weight].reshape(size[-2:])
+        net.shapes[name], net.kinds[name], net.moving[name] = size[-2:], net.kinds[weight], (False, False)
+        if weight in net.ids:
+            net.ids[name] = net.ids[weight].reshape(size[-2:])
+        net.origins[name] = net.origins.get(weight, "")
+        node.input[1] = name
 
 
 def _split_splits(net: Net) -> None:

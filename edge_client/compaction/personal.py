@@ -5,22 +5,13 @@ module holds the proof and writes the file.
 
 The masked model is `eval.onnx` with the effective values. Its batch-norms are computed in float64: where a unit never
 moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
-than the tolerance.
-
-Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. Probes are random
-inputs, the samples given, and extreme inputs: zeros, ones, large values of both signs, single spikes. A model of ids
-is probed on the samples given and on ids drawn from the rows of its table. The scale of an
-ordinary probe is the larger of the sample's largest absolute output and the standard deviation of all outputs, that of
-an extreme one the largest of 1, the sample's largest output and the probe's largest input.
-
-Float32 rounds in proportion to what passes through the network, even where the outputs then cancel. Where the masked
-model itself moves when its values are rounded to other floats, the two may differ by a few times that, up to `MOST`.
+than the tolerance. When two models count as equal is in `edge_client.equality`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,19 +27,22 @@ from edge_client.compaction.smaller import REPORT, analysed, refused
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.compaction.tuning import Clock, aligned
 from edge_client.compaction.writer import FEWEST, Costs
+from edge_client.equality import Probe, Sides, nudged, probes, prove
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
 
-TOLERANCE = 1e-5
 EVAL = "eval.onnx"
-ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
-MOST = 0.1  # of the scale: an error that no rounding excuses
-PROBES = 16  # samples of each kind of probe
 ELSEWHERE = "choose another place for the personal model"
 MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
-LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
+SIDES = Sides(
+    "the compact model",
+    "the masked model",
+    "keep the dense model and report the bundle",
+    "before anything is cut: it overflows or divides by zero, as a weight-normalised layer does by the length of a "
+    "masked row; keep a weight in each row",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,8 @@ class PersonalReport:
     for each weight how many outputs its layer had and how many it has left. `stopped` has a line for each operator that
     reads channels although they are dead.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
-    probes, divided by the scale.
+    probes, divided by the scale; above `equality.TOLERANCE` where the masked model itself moves as much when its values
+    are rounded.
     """
 
     parameters_dense: int
@@ -174,48 +169,19 @@ def _prove(
     names = {i.name for i in masked.get_inputs()}
     feed = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name in names}
     (x_name,) = (i.name for i in frozen.get_inputs())
-    largest = worst = 0.0
-    for probe, ordinary, x in _probes(bundle.manifest, samples):
-        expected, found = _run(masked, MASKED, {**feed, x_name: x}, probe), _run(frozen, COMPACT, {x_name: x}, probe)
-        if np.isnan(expected).any() and np.isfinite(x).all():
-            raise CompactionError(
-                f"the masked model itself gives NaN on {probe}, before anything is cut: it overflows or divides by "
-                "zero, as a weight-normalised layer does by the length of a masked row; keep a weight in each row"
-            )
-        difference = np.abs(found - expected).max(axis=1)
-        floor = float(expected.std()) if ordinary else max(1.0, float(np.abs(x).max()))
-        scale = np.maximum(floor, np.abs(expected).max(axis=1))
-        scaled = _largest(difference, scale)
-        if not scaled <= TOLERANCE:
-            rounded = _run(masked, MASKED, _rounded(feed, x_name, x, ordinary), probe)
-            own = _largest(np.abs(rounded - expected).max(axis=1), scale)
-            scaled = TOLERANCE if np.isfinite(scaled) and scaled <= min(ROUNDINGS * own, MOST) else scaled
-        if not scaled <= TOLERANCE:  # so that NaN fails too
-            raise CompactionError(
-                f"on {probe} the compact model's outputs differ from the masked model's by {difference.max():.3g} "
-                f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); keep the dense model and report the bundle"
-            )
-        worst = max(worst, scaled)
-        if ordinary:
-            largest = max(largest, float(difference.max()))
-    return largest, worst
 
+    def reference(probe: Probe) -> NDArray[Any]:
+        return _run(masked, MASKED, {**feed, x_name: probe.x}, probe.name)
 
-def _largest(difference: NDArray[np.float64], scale: NDArray[np.float64]) -> float:
-    """The largest difference in units of its scale; where the scale is 0, any difference is infinite."""
-    return float(np.divide(difference, scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0).max())
+    def rounded(probe: Probe) -> NDArray[Any]:
+        x, *values = nudged(probe, *feed.values())
+        return _run(masked, MASKED, {**dict(zip(feed, values, strict=True)), x_name: x}, probe.name)
 
+    def found(probe: Probe) -> NDArray[Any]:
+        return _run(frozen, COMPACT, {x_name: probe.x}, probe.name)
 
-def _rounded(feed: Mapping[str, NDArray[Any]], name: str, x: NDArray[Any], ordinary: bool) -> dict[str, NDArray[Any]]:
-    """Inputs one rounding away: of an ordinary probe the tensors too, each element up or down at random."""
-    if not ordinary:
-        return {**feed, name: np.nextafter(x, np.float32(np.inf))}
-    random = np.random.default_rng(0)
-    step = np.finfo(np.float32).eps
-    return {
-        k: v * (1 + step * random.choice(np.array([-1, 1], np.float32), v.shape)) if v.dtype == np.float32 else v
-        for k, v in {**feed, name: x}.items()
-    }
+    takes = bundle.manifest.input
+    return prove(probes(takes.shape, takes.dtype, takes.ids, samples), reference, found, rounded, SIDES)
 
 
 def _open(model: bytes) -> ort.InferenceSession:
@@ -234,32 +200,8 @@ def _cause(error: Exception) -> str:
 
 def _run(
     session: ort.InferenceSession, what: tuple[str, str], feed: Mapping[str, NDArray[Any]], probe: str
-) -> NDArray[np.float64]:
-    """The outputs, one row a sample: a sequence's steps lie side by side."""
+) -> NDArray[Any]:
     try:
-        output = np.asarray(session.run(None, dict(feed))[0], np.float64)
+        return np.asarray(session.run(None, dict(feed))[0])
     except Exception as error:  # see _open
         raise CompactionError(f"the {what[0]} model does not run on {probe}: {_cause(error)}; {what[1]}") from None
-    return output.reshape(len(output), -1)
-
-
-def _probes(manifest: Manifest, samples: NDArray[Any] | None) -> Iterator[tuple[str, bool, NDArray[Any]]]:
-    """(name, whether it is ordinary, batch) of every probe; the same probes each time."""
-    shape = (PROBES, *manifest.input.shape)
-    if samples is not None and len(samples):
-        yield "the given samples", True, np.ascontiguousarray(samples[: 4 * PROBES], manifest.input.dtype)
-    random = np.random.default_rng(0)
-    if manifest.input.dtype != "float32":
-        if ids := manifest.input.ids:
-            yield "ids of its table", True, random.integers(0, ids, shape, manifest.input.dtype)
-        return
-    normal = random.standard_normal(shape, np.float32)
-    spikes = np.zeros((PROBES, int(np.prod(manifest.input.shape))), np.float32)
-    spikes[np.arange(PROBES), random.integers(0, spikes.shape[1], PROBES)] = random.choice([-LARGE, LARGE], PROBES)
-    yield "normal inputs", True, normal
-    yield "uniform inputs", True, random.random(shape, np.float32)
-    yield "zeros", False, np.zeros((1, *shape[1:]), np.float32)
-    yield "ones", False, np.ones((1, *shape[1:]), np.float32)
-    yield "large inputs", False, np.float32(LARGE) * normal
-    yield "large signs", False, np.where(normal < 0, np.float32(-LARGE), np.float32(LARGE))
-    yield "single spikes", False, spikes.reshape(shape)

@@ -6,12 +6,15 @@ factors keeps the entries of the contracted axis that both need, in each head it
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
+from edge_client.compaction.moves import is_move, sources
 from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, mixed, some
 from edge_client.compaction.writer import Ids, Writer, by_axis
@@ -45,27 +48,33 @@ def _shift_free(s: Study, node: NodeProto) -> bool:
     """Whether a term that is equal for all columns of the product changes nothing: a softmax over columns follows."""
     key = ("shift", node.output[0])
     if key not in s.notes:
-        s.notes[key] = _reaches_softmax(s, node.output[0])
+        shape = s.shape(node.output[0])
+        s.notes[key] = _cancels(s, node.output[0], np.arange(prod(shape)).reshape(shape) // max(1, shape[-1]))
     return bool(s.notes[key])
 
 
-def _reaches_softmax(s: Study, value: str) -> bool:
+def _cancels(s: Study, value: str, rows: Ids) -> bool:
+    """Whether what is common to the elements of one of `rows` cancels in a softmax, through moves, sums and factors."""
     if value == s.net.output:
         return False
     for user in s.users.get(value, []):
         rest = [v for v in user.input if v != value]
-        rank = len(s.shape(value))
+        out = user.output[0]
         if user.op_type == "Softmax":
-            if settings(user).get("axis", -1) % rank != rank - 1:
+            if (rows != np.take(rows, [0], settings(user).get("axis", -1))).any():
                 return False
-        elif user.op_type == "Add" and len(rest) == 1:  # an addend common to all columns cancels
-            if not _reaches_softmax(s, user.output[0]) or len(s.shape(user.output[0])) != rank:
-                return False
-        elif user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1:
-            scalar = rest[0] in s.net.constants and s.net.constants[rest[0]].size == 1
-            if not scalar or not _reaches_softmax(s, user.output[0]):
-                return False
+            continue
+        scalar = user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1
+        if is_move(s.net, user) and s.net.data(user) == [0]:
+            (source,) = sources(s, user)
+            found = rows.reshape(-1)[source] if (source >= 0).all() else None
+        elif (user.op_type == "Add" and len(rest) == 1 and len(s.shape(out)) == rows.ndim) or (
+            scalar and rest[0] in s.net.constants and s.net.constants[rest[0]].size == 1
+        ):
+            found = np.broadcast_to(rows, s.shape(out))
         else:
+            return False
+        if found is None or not _cancels(s, out, found):
             return False
     return bool(s.users.get(value))
 
@@ -80,6 +89,29 @@ def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
     return value, varies, label
 
 
+def _averages(s: Study, name: str) -> bool:
+    """Whether every row of a value sums to one: it is a row of a softmax, perhaps moved."""
+    chain, makers = list[NodeProto](), s.net.makers()
+    while name in makers and makers[name].op_type != "Softmax":
+        chain.append(makers[name])
+        if not is_move(s.net, chain[-1]) or s.net.data(chain[-1]) != [0]:
+            return False
+        name = chain[-1].input[0]
+    if name not in makers:
+        return False
+    shape = s.shape(name)
+    axis = settings(makers[name]).get("axis", -1) % len(shape)
+    entry = np.broadcast_to(np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
+    row = np.broadcast_to(np.take(np.arange(prod(shape)).reshape(shape), [0], axis), shape)
+    for node in chain[::-1]:
+        (source,) = sources(s, node)
+        if (source < 0).any():
+            return False
+        entry, row = entry.reshape(-1)[source], row.reshape(-1)[source]
+    whole = entry.shape[-1] == shape[axis] and bool((np.sort(entry) == np.arange(shape[axis])).all())
+    return whole and bool((row == row[..., :1]).all())
+
+
 def _any(a: Bools, b: Bools) -> Bools:
     """The product of marks: whether any pair of them meets."""
     return np.asarray(np.matmul(a.astype(np.float32), b.astype(np.float32)) > 0)
@@ -90,6 +122,9 @@ def _product_forward(s: Study, node: NodeProto) -> None:
     a, b = _factor(s, first, False), _second(s, node)
     varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
     value = np.matmul(a[0], b[0])
+    if second in s.varies and _averages(s, first):  # the average of one constant is that constant
+        same = ~b[1].any(axis=-2, keepdims=True) & (b[0] == b[0][..., :1, :]).all(axis=-2, keepdims=True)
+        varies, value = varies & ~same, np.where(same, b[0][..., :1, :], value)
     if third:
         value = value + s.net.constants[third]
     out = node.output[0]
@@ -207,6 +242,9 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
         own[summed] = due
         return w.adapted(name, own)
 
+    most = int(need.sum(axis=-1).min())
+    if need.ndim > 1 and most < len(due) and not w.net.moving[first][-1]:
+        w.stays(first, f"sums over {len(due)} entries in all its matrices although one needs only {most}")
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
     a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]

@@ -1,12 +1,15 @@
-"""LSTM and GRU, one or both directions: a unit leaves with its rows of all gates and its column of the recurrence.
+"""LSTM, GRU and plain RNN, one or both directions.
 
-A unit without varying inputs still moves over time, from its start towards a limit. What it adds to the gates of the
-others is a map over time. For an LSTM the few vectors that span this map become further inputs of the layer. A GRU has
-a gate on the recurrent sum, so there the few units whose courses span all the others' stay and stand for them.
+A unit leaves with its rows of all gates and its column of the recurrence. Without varying inputs it still moves over
+time, from its start towards a limit. What it adds to the gates of the others is a map over time. For an LSTM and a
+plain RNN the few vectors that span this map become further inputs of the layer. A GRU has a gate on the recurrent sum.
+There either the few units whose courses span all the others' stay and stand for them, or new units carry the sum's
+share, no more of them than live units; whichever is cheaper.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,13 +17,15 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
+from edge_client.compaction.moves import apart
 from edge_client.compaction.operators import F64
 from edge_client.compaction.study import Bools, Rule, Study, some
-from edge_client.compaction.writer import Ids, Writer
-from edge_client.errors import CompactionError
+from edge_client.compaction.writer import Ids, Ragged, Writer, by_axis
 from edge_client.nodes import settings
 
-GATES = {"LSTM": 4, "GRU": 3}
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+RESET = 2  # the gate of a GRU whose recurrent sum the reset gate multiplies; gate 0 is the update gate
+SHUT = -40.0  # the bias of a gate that is zero
 _Number = TypeVar("_Number", np.int64, np.float64)
 SPAN = 1e-7
 """How far, relative to the largest, a course may lie from those that stand for it."""
@@ -34,7 +39,7 @@ def is_recurrent(s: Study, node: NodeProto) -> bool:
     names = list(node.input) + [""] * 8
     constant = all(names[k] in net.constants for k in (1, 2)) and (not names[3] or names[3] in net.constants)
     plain = not given.get("layout", 0) and not names[4] and not names[7] and not given.get("input_forget", 0)
-    resets = node.op_type == "LSTM" or given.get("linear_before_reset", 0) == 1
+    resets = node.op_type != "GRU" or given.get("linear_before_reset", 0) == 1
     moving = net.moving[names[0]]
     return constant and plain and resets and moving == (False, True, False) and s.shape(names[0])[1] == 1
 
@@ -46,6 +51,10 @@ def _links(s: Study, node: NodeProto) -> tuple[Bools, Bools]:
         weight = s.net.constants[node.input[k]] != 0
         found.append(weight.reshape(len(weight), GATES[node.op_type], -1, weight.shape[2]).any(axis=1))
     return found[0], found[1]
+
+
+def _made(node: NodeProto) -> str:
+    return str(next(o for o in node.output if o))
 
 
 def _starts(s: Study, node: NodeProto) -> list[str]:
@@ -95,7 +104,11 @@ def _backward(s: Study, node: NodeProto) -> None:
     s.mark(node.input[0], np.broadcast_to(read, s.shape(node.input[0])))
     for name in _starts(s, node):
         s.mark(name, np.broadcast_to(live[:, None], s.shape(name)))
-    s.notes["live", node.output[0]] = live
+    s.notes["live", tuple(node.output)] = live
+
+
+def _backwards(node: NodeProto, way: int) -> bool:
+    return settings(node).get("direction", b"forward") == b"reverse" or way == 1
 
 
 def _courses(s: Study, node: NodeProto) -> F64:
@@ -111,8 +124,8 @@ def _courses(s: Study, node: NodeProto) -> F64:
     )
     found = []
     for way, own in enumerate(states):
-        backwards = settings(node).get("direction", b"forward") == b"reverse" or way == 1
-        found.append(np.concatenate([own[1:], start[way]]) if backwards else np.concatenate([start[way], own[:-1]]))
+        before = [own[1:], start[way]] if _backwards(node, way) else [start[way], own[:-1]]
+        found.append(np.concatenate(before))
     return np.stack(found)
 
 
@@ -129,16 +142,114 @@ def _basis(courses: F64) -> tuple[Ids, F64]:
     return np.array(chosen, np.int64), np.linalg.lstsq(span, courses, rcond=None)[0]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """One direction on fewer units u. `own` are their numbers in the whole layer, -1 for a unit that is new.
+
+    `maps` are what dead inputs and units add to the gates at each step, beside the constant biases.
+    """
+
+    own: Ids
+    weight: F64  # [gates, u, i]
+    recurrent: F64  # [gates, u, u]
+    biases: F64  # [2, gates, u]
+    maps: F64  # [t, gates, u]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """One direction as it is: `live` units, and those `still` whose states, `courses` [t, h], do not vary."""
+
+    weight: F64  # [gates, h, i]
+    recurrent: F64  # [gates, h, h]
+    biases: F64  # [2, gates, h]
+    live: Ids
+    still: Ids
+    courses: F64
+    x: F64  # [t, i], what dead inputs hold
+    backwards: bool
+
+
+def _added(a: _Whole) -> _Way:
+    """What still units add goes into the maps."""
+    own, share = a.live, a.recurrent[:, a.live][:, :, a.still]
+    maps = np.einsum("ti,goi->tgo", a.x, a.weight[:, own]) + np.einsum("tk,gok->tgo", a.courses[:, a.still], share)
+    return _Way(own, a.weight[:, own], a.recurrent[:, own][:, :, own], a.biases[:, :, own], maps)
+
+
+def _spanning(a: _Whole) -> _Way:
+    """The few still units whose courses span all the others' stay and stand for them."""
+    basis, mix = _basis(a.courses[:, a.still])
+    own = np.concatenate([a.live, a.still[basis]])
+    share = a.recurrent[:, own][:, :, a.still]
+    biases, recurrent = a.biases.copy(), a.recurrent.copy()
+    biases[1][:, own] += share @ mix[0]
+    recurrent[np.ix_(np.arange(len(recurrent)), own, a.still)] = 0
+    for k, unit in enumerate(a.still[basis]):
+        recurrent[:, own, unit] = share @ mix[1 + k]
+    maps = np.einsum("ti,goi->tgo", a.x, a.weight[:, own])
+    return _Way(own, a.weight[:, own], recurrent[:, own][:, :, own], biases[:, :, own], maps)
+
+
+def _driven(a: _Whole) -> _Way:
+    """New units carry what still units of a GRU add behind the reset gate; further inputs drive them step by step.
+
+    A new unit forgets at once (its update gate is shut), so its state is the tanh of what drove it the step before.
+    """
+    plain = _added(a)
+    own = a.live
+    behind = a.courses[:, a.still] @ a.recurrent[RESET][own][:, a.still].T
+    first = len(behind) - 1 if a.backwards else 0
+    u, scale, v = np.linalg.svd(behind - behind[first], full_matrices=False)
+    count = int((scale > SPAN * scale.max(initial=1e-30)).sum())
+    most = 2 * np.abs(u[:, :count]).max(axis=0, initial=1e-30)
+    states, onto = u[:, :count] / most, (v[:count].T * scale[:count]) * most
+    states = np.where(np.arange(len(states))[:, None] == first, 0.0, states)  # the start is zero
+    drive = np.zeros_like(states)
+    if a.backwards:
+        drive[1:] = np.arctanh(states[:-1])
+    else:
+        drive[:-1] = np.arctanh(states[1:])
+
+    def wider(values: F64, axis: int) -> F64:
+        return np.pad(values, [(0, count if k == axis % values.ndim else 0) for k in range(values.ndim)])
+
+    recurrent = wider(wider(plain.recurrent, -1), -2)
+    recurrent[RESET, : len(own), len(own) :] = onto
+    biases, maps = wider(plain.biases, -1), wider(plain.maps, -1)
+    biases[1, RESET, : len(own)] += behind[first]
+    biases[0, 0, len(own) :] = SHUT
+    maps[:, RESET, : len(own)] -= behind
+    maps[:, RESET, len(own) :] = drive
+    return _Way(np.pad(own, (0, count), constant_values=-1), wider(plain.weight, 1), recurrent, biases, maps)
+
+
+def _fewest(node: NodeProto, wholes: list[_Whole], inputs: int, free: bool) -> list[_Way]:
+    """The directions on fewer units, with the fewest multiply-adds for `inputs`; `free`: the start is none's."""
+    if node.op_type != "GRU":
+        return [_added(a) for a in wholes]
+    found = []
+    for form in (_spanning, _driven) if free else (_spanning,):
+        ways = [form(a) if a.still.size else _added(a) for a in wholes]
+        units = max(len(way.own) for way in ways)
+        more = _spanned(_stacked(ways, units))[0].shape[1]
+        found.append((units * (units + inputs + more), ways))
+    return min(found, key=lambda f: f[0])[1]
+
+
+def _stacked(ways: list[_Way], units: int) -> F64:
+    """The maps of all directions, [d, t, gates, units]."""
+    return np.stack([_placed(way.maps, np.arange(len(way.own)), units, 0.0) for way in ways])
+
+
 def _rewrite(w: Writer, node: NodeProto) -> None:
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
-    live: Bools = s.notes["live", node.output[0]]
+    live: Bools = s.notes["live", tuple(node.output)]
     weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
     ways, h = live.shape
     has_bias = len(node.input) > 3 and bool(node.input[3])
     bias = s.net.constants[node.input[3]] if has_bias else np.zeros((ways, 2 * gates * h))
-    weight, recurrent = weight.reshape(ways, gates, h, -1), recurrent.reshape(ways, gates, h, h)
-    biases = bias.reshape(ways, 2, gates, h).copy()
     inputs, _ = _links(s, node)
     moves = s.live(name).any(axis=(0, 1))
     due = np.flatnonzero((inputs & live[:, :, None]).any(axis=(0, 1)) & moves)
@@ -146,60 +257,41 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     columns = worth(w, lists[2], due, gates * int(live.sum()), last=True)
     x = np.array(s.facts(name)[0])[:, 0]
     x[:, columns[columns >= 0]] = 0
-    courses = _courses(s, node)
-    units: list[Ids] = []
-    maps: list[F64] = []
-    recurrent = recurrent.copy()
-    for way in range(ways):
-        own = np.flatnonzero(live[way])
+    wholes = []
+    for way, courses in enumerate(_courses(s, node)):
         varying = s.varies[node.output[0]].reshape(-1, ways, h)[0, way] if node.output[0] else live[way]
-        still = np.flatnonzero(~varying & np.abs(courses[way]).max(axis=0).astype(bool))
-        if node.op_type == "GRU" and still.size:
-            rows = own
-            basis, mix = _basis(courses[way][:, still])
-            rows = np.concatenate([own, still[basis]])
-            share = recurrent[way][:, rows][:, :, still]
-            biases[way, 1][:, rows] += share @ mix[0]
-            recurrent[way][np.ix_(np.arange(gates), rows, still)] = 0
-            for k, unit in enumerate(still[basis]):
-                recurrent[way][:, rows, unit] = share @ mix[1 + k]
-            own = rows
-            maps.append(np.einsum("ti,goi->tgo", x, weight[way][:, own]))
-        else:
-            share = recurrent[way][:, own][:, :, still]
-            maps.append(
-                np.einsum("ti,goi->tgo", x, weight[way][:, own])
-                + np.einsum("tk,gok->tgo", courses[way][:, still], share)
-            )
-        units.append(own)
-    most = max(1, *map(len, units))
+        still = np.flatnonzero(~varying & np.abs(courses).max(axis=0).astype(bool))
+        each = (weight[way].reshape(gates, h, -1), recurrent[way].reshape(gates, h, h), bias[way].reshape(2, gates, h))
+        wholes.append(_Whole(*each, np.flatnonzero(live[way]), still, courses, x, _backwards(node, way)))
+    made = _fewest(node, wholes, len(columns), not any(s.facts(v)[1].any() for v in _starts(s, node)))
+    most = max(1, *(len(way.own) for way in made))
+    _note(w, node, live, made)
     # Where they are as many as there were, each lies at its own entry.
-    order = [own if most == h else np.arange(len(own)) for own in units]
-    units = [_placed(own, at, most, -1) for own, at in zip(units, order, strict=True)]
-    maps = [_placed(m, at, most, 0.0) for m, at in zip(maps, order, strict=True)]
-    own_x, extra = _spanned(np.stack(maps))
+    order = [way.own if most == h and (way.own >= 0).all() else np.arange(len(way.own)) for way in made]
+    units = [_placed(way.own, at, most, -1) for way, at in zip(made, order, strict=True)]
+    maps = np.stack([_placed(way.maps, at, most, 0.0) for way, at in zip(made, order, strict=True)])
+    own_x, extra = _spanned(maps)
     small_w, small_r, small_b = [], [], []
-    for way, own in enumerate(units):
-        at, on = np.maximum(own, 0), own >= 0
-        part = weight[way][:, at][:, :, np.maximum(columns, 0)] * (columns >= 0) * on[:, None]
-        small_w.append(np.concatenate([part, extra[way]], axis=2).reshape(gates * most, -1))
-        small_r.append((recurrent[way][:, at][:, :, at] * on * on[:, None]).reshape(gates * most, most))
-        both = biases[way][:, :, at] * on
-        both[0] += np.stack(maps)[way].mean(axis=0)
+    for k, (kept, at) in enumerate(zip(made, order, strict=True)):
+        part = kept.weight[:, :, np.maximum(columns, 0)] * (columns >= 0)
+        part = _placed(part.swapaxes(1, 2), at, most, 0.0).swapaxes(1, 2)
+        small_w.append(np.concatenate([part, extra[k]], axis=2).reshape(gates * most, -1))
+        rows = _placed(kept.recurrent, at, most, 0.0).swapaxes(1, 2)
+        small_r.append(_placed(rows, at, most, 0.0).swapaxes(1, 2).reshape(gates * most, most))
+        both = _placed(kept.biases, at, most, 0.0)
+        both[0] += maps[k].mean(axis=0)
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
+        w.stays(_made(node), f"reads {own_x.shape[1]} inputs more, for what dead channels add differently at each step")
         course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
         given = w.emit("Concat", [given, course], axis=2)
-    stacked = [np.stack(v) for v in (small_w, small_r, small_b)]
-    names = [given, w.constant(stacked[0]), w.constant(stacked[1]), w.constant(stacked[2]), ""]
+    names = [given, *(w.constant(np.stack(v)) for v in (small_w, small_r, small_b)), ""]
     names += [_start(w, v, units) if v else "" for v in list(node.input)[5:7]]
-    attributes = {**settings(node), "hidden_size": most}
-    made = w.emit_many(node.op_type, names, len(node.output), **attributes)
-    for value, piece in zip(node.output, made, strict=True):
+    outs = w.emit_many(node.op_type, names, len(node.output), **{**settings(node), "hidden_size": most})
+    for value, piece in zip(node.output, outs, strict=True):
         if value:
-            shape = s.shape(value)
-            whole = np.arange(int(np.prod(shape))).reshape(shape)
+            whole = np.arange(int(np.prod(s.shape(value)))).reshape(s.shape(value))
             ids = np.stack(
                 [
                     np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1)
@@ -208,6 +300,22 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
                 axis=-3,
             )
             w.put(value, piece, np.where(np.isin(ids, whole[s.varies[value]]), ids, -1))
+
+
+def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
+    """Lines for units that stay or come."""
+    most = max(len(way.own) for way in made)
+    for count, way in zip(live.sum(axis=1), made, strict=True):
+        if len(way.own) > count:
+            more = len(way.own) - count
+            w.stays(_made(node), f"keeps {len(way.own)} units, {more} for what dead ones add at each step")
+        kept = way.own[way.own >= 0]
+        used = some(way.weight != 0, (0, 2)) | some(way.recurrent != 0, (0, 2))
+        idle = int((~used[: len(kept)]).sum())
+        if idle and any(w.study.facts(v)[1].any() for v in _starts(w.study, node)):
+            w.stays(_made(node), f"keeps {idle} units without weights, which carry their start on")
+        if most > len(way.own):
+            w.stays(_made(node), f"gives both directions {most} units, although one needs only {len(way.own)}")
 
 
 def _placed(values: NDArray[_Number], at: Ids, length: int, fill: float) -> NDArray[_Number]:
@@ -238,11 +346,32 @@ def _start(w: Writer, name: str, units: list[Ids]) -> str:
     """The state or cell that the layer starts from; none where it is zero."""
     value, varies, _ = w.study.facts(name)
     if varies.any():
-        if len(units) > 1:
-            raise CompactionError(f"the start {name!r} of a layer of two directions depends on the input")
-        return w.adapted(name, [np.zeros(1, np.int64), np.zeros(1, np.int64), units[0]])
+        parts = [_start_of(w, name, way, own) for way, own in enumerate(units)]
+        return w.emit("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
     held = np.stack([value[way][:, np.maximum(own, 0)] * (own >= 0) for way, own in enumerate(units)])
     return w._batched(name, held) if held.any() else ""
+
+
+def _start_of(w: Writer, name: str, way: int, own: Ids) -> str:
+    """The units `own` of one direction of a start that depends on the input; -1: any content."""
+    shape, piece = w.study.shape(name), w.pieces[name]
+    if by_axis(piece.ids, shape) is not None or not apart(piece.ids, shape, 0):
+        return w.adapted(name, [np.array([way]), np.zeros(1, np.int64), own])
+    # Each direction of another layer holds units of its own.
+    held = np.where(piece.ids[way, 0] >= 0, piece.ids[way, 0] % shape[2], -1)
+    at = np.full(shape[2] + 1, -1)
+    at[held[held >= 0]] = np.flatnonzero(held >= 0)
+    places = np.where(own >= 0, at[own], 0)
+    absent = places < 0
+    value, varies, _ = w.study.facts(name)
+    if varies[way, 0, own[absent]].any():
+        raise Ragged(name, "one that varies is gone")
+    made, length = w.picked(piece.name, 0, np.array([way]), shape[0]), len(held)
+    if absent.any():
+        made, places, length = w.padded(made, 2, 3, length, places, absent, True)
+    made = w.picked(made, 2, places, length)
+    fill = np.where(absent, value[way, 0, own], 0.0)
+    return w.emit("Add", [made, w.constant(fill)]) if fill.any() else made
 
 
 RECURRENT = Rule(_forward, _backward, _rewrite)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from edge_client.compaction.chains import straighten
 from edge_client.compaction.net import Net, build, prepare
@@ -71,8 +71,8 @@ def analysed(model: ModelProto, probe: Array) -> Study:
 @refused()
 def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
     """The graph on what is live; `costs` as in `smaller`. Raises CompactionError when it cannot be written so."""
-    net = found.net
     writer = written(found, costs)
+    found, net = writer.study, found.net
     made = build(net, writer.nodes, writer.constants, [net.model.graph.output[0]])
     return Smaller(
         made,
@@ -85,25 +85,46 @@ def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
 def written(found: Study, costs: Costs = FEWEST) -> Writer:
     """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
 
-    Raises CompactionError when the graph cannot be written.
+    Where that does not help, and where an operator cannot be written on fewer elements at all, what it reads stays
+    whole, from the layers that make it. Raises CompactionError when the graph cannot be written even so.
     """
     levels: dict[str, int] = {}
+    why = ""
     while True:
-        writer = Writer(found, levels, costs)
+        writer = Writer(found, levels, costs, why)
         try:
             writer.run()
             return writer
-        except Ragged as error:
-            net = found.net
-            above = net.above(error.value) & writer.split
-            freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
-            if not freer:
-                name = net.maker(error.value)
-                raise CompactionError(
-                    f"{name}: what reads its channels cannot take those that the mask leaves ({error}); {REPORT}"
-                ) from None
+        except Exception as error:
+            freer = set()
+            if isinstance(error, Ragged):
+                above = found.net.above(error.value) & writer.split
+                freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
             for value in freer:
                 levels[value] = levels.get(value, 0) + 1
+            if freer and writer.node is not None:
+                why = writer.node.op_type
+            else:
+                found = found.again({**found.whole, **_kept(found, writer.node, error)})
+
+
+def _kept(found: Study, node: NodeProto | None, error: Exception) -> dict[str, str]:
+    """The values that stay whole because `node` raised `error`, with a line. Raises CompactionError if all do."""
+    net = found.net
+    reads = [] if node is None else [node.input[k] for k in net.data(node)]
+    values = {error.value} if isinstance(error, Ragged) else {*reads, *([] if node is None else node.output)}
+    values = set().union(*(net.above(v) for v in values if v)) - found.whole.keys()
+    values = {v for v in values if v in found.varies and found.varies[v].any()}
+    if node is None or not values:
+        if not isinstance(error, Ragged):
+            raise error
+        raise CompactionError(
+            f"{net.maker(error.value)}: what reads its channels cannot take those that the mask leaves ({error}); "
+            f"{REPORT}"
+        ) from None
+    why = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"
+    makers = list(dict.fromkeys(net.maker(v) for v in reads))
+    return dict.fromkeys(values, f"{', '.join(makers)}: {node.op_type} cannot be written on fewer channels ({why})")
 
 
 def _layers(net: Net, found: Study) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ that is constant reads nothing. Each kind of operator has one `Rule` (in `convol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,12 @@ class Study:
     due: dict[str, Bools] = field(default_factory=dict)
     notes: dict[Any, Any] = field(default_factory=dict)
     """What a rule keeps from one pass for the next."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Values of which nothing goes, and why: all their elements count as varying and read."""
+    rules: list[tuple[NodeProto, Rule]] = field(default_factory=list)
+    """The nodes and the rule of each, in the graph's order."""
+    again: Callable[[Mapping[str, str]], Study] = field(init=False)
+    """The same study with other values whole."""
 
     @cached_property
     def users(self) -> dict[str, list[NodeProto]]:
@@ -68,13 +74,15 @@ class Study:
         """Store the facts of a value; it keeps 0 where it varies."""
         shape = self.shape(name)
         varies = np.array(np.broadcast_to(varies, shape))
+        kept = name in self.whole and bool(varies.any())
+        varies |= kept
         value = np.array(np.broadcast_to(value, shape))
         for axis in self.merged(name):  # one sample's places are no axis of a batch's
             varies |= some(varies | (value != np.take(value, [0], axis)), axis, keepdims=True)
         value[varies] = 0
         self.value[name], self.varies[name] = value, varies
         self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
-        self.read[name] = np.zeros(shape, np.bool_)
+        self.read[name] = np.full(shape, kept)
         self.due[name] = np.zeros(shape, np.bool_)
 
     def merged(self, name: str) -> list[int]:
@@ -119,13 +127,12 @@ class Rule:
     rewrite: Callable[[Writer, NodeProto], None]
 
 
-def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
-    """The facts of `net`; `rule` gives the rule of each node."""
-    found = Study(net)
+def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str, str] | None = None) -> Study:
+    """The facts of `net`; `rule` gives the rule of each node. Nothing of the values `whole` goes (see `Study`)."""
+    found = Study(net, whole=whole or {})
     shape = net.shapes[net.input]
     found.learn(net.input, np.zeros(shape, net.kinds[net.input]), np.True_, np.int64(0))
-    nodes = [n for n in net.nodes if n.output[0] not in net.sizes]
-    rules = []
+    nodes = [n for n in net.nodes if not any(o in net.sizes for o in n.output)]
     with np.errstate(all="ignore"):
         for node in nodes:
             chosen = rule(found, node)
@@ -134,11 +141,11 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule]) -> Study:
             ):
                 chosen = _settled(chosen)
             chosen.forward(found, node)
-            rules.append(chosen)
+            found.rules.append((node, chosen))
         found.read[net.output][:] = True
-        for node, chosen in zip(reversed(nodes), reversed(rules), strict=True):
+        for node, chosen in reversed(found.rules):
             chosen.backward(found, node)
-    found.notes["rules"] = {n.output[0]: r for n, r in zip(nodes, rules, strict=True)}
+    found.again = lambda more: study(net, rule, more)
     return found
 
 
@@ -180,9 +187,6 @@ def opaque_backward(s: Study, node: NodeProto) -> None:
 
 def opaque_rewrite(w: Writer, node: NodeProto) -> None:
     """The node as it is, on whole inputs."""
-    for name in [o for o in node.output if o]:
-        if w.study.net.moving[name] and not w.study.live(name).any():
-            continue
     w.copy_whole(node)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
+from edge_client.axes import POINTWISE
 from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Study
 from edge_client.errors import CompactionError
@@ -99,16 +100,18 @@ class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
     `levels` says for the output of a reshape that splits channels how freely it may cut them (see `moves.slots`).
-    `split` collects those that did.
+    `split` collects those that did. `node` is the one that is written, `why` the operator that
+    raised a level last.
     """
 
-    def __init__(self, study: Study, levels: Mapping[str, int], costs: Costs = FEWEST) -> None:
-        self.study, self.net, self.levels, self.costs = study, study.net, levels, costs
+    def __init__(self, study: Study, levels: Mapping[str, int], costs: Costs = FEWEST, why: str = "") -> None:
+        self.study, self.net, self.levels, self.costs, self.why = study, study.net, levels, costs, why
         self.split: set[str] = set()
         self.pieces: dict[str, Piece] = {}
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, Array] = {}
-        self.stopped: list[str] = []
+        self.stopped: list[str] = list(dict.fromkeys(study.whole.values()))
+        self.node: NodeProto | None = None
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
         self._count = 0
@@ -117,37 +120,37 @@ class Writer:
         """Write every node whose outputs are needed."""
         net, s = self.net, self.study
         self.put(net.input, net.input, np.arange(int(np.prod(s.shape(net.input)))).reshape(s.shape(net.input)))
-        rules = s.notes["rules"]
-        for node in net.nodes:
-            if node.output[0] in rules and any(s.live(o).any() for o in node.output if o):
-                self._note(node)
-                rules[node.output[0]].rewrite(self, node)
+        for node, rule in s.rules:
+            if any(s.live(o).any() for o in node.output if o):
+                self.node = node
+                rule.rewrite(self, node)
         whole = [np.arange(n) for n in s.shape(net.output)]
+        self.node = None
         last = self.adapted(net.output, whole, batch=True)
         if not any(last in node.output for node in self.nodes):
             self.nodes.append(helper.make_node("Identity", [last], [net.output]))
-        for node in self.nodes:
+        read, kept = {last}, []
+        for node in reversed(self.nodes):
+            if read & set(node.output):
+                read |= set(node.input)
+                kept.append(node)
             for names in (node.input, node.output):
                 names[:] = [net.output if v == last else v for v in names]
+        self.nodes = kept[::-1]
+        self.constants = {k: v for k, v in self.constants.items() if k in read}
 
-    def _note(self, node: NodeProto) -> None:
-        """A line for `node` if it reads an axis of channels as a whole while some of them are dead."""
-        s = self.study
-        for name in [node.input[k] for k in self.net.data(node)]:
-            held = [
-                (len(w), n)
-                for w, n, free in zip(s.wanted(name), s.shape(name), s.channels(name), strict=True)
-                if free and n > len(w)
-            ]
-            out = node.output[0]
-            if held and not any(s.channels(out)) and s.shape(out) == s.shape(name):
-                (left, size) = held[0]
-                line = (
-                    f"{self.net.maker(name)}: {node.op_type} mixes its {size} channels, so it reads them all "
-                    f"although {size - left} are dead"
-                )
-                if line not in self.stopped:
-                    self.stopped.append(line)
+    def stays(self, value: str, line: str) -> None:
+        """A line of what stays: the layer that `value` comes from, the operator at hand, and `line`."""
+        assert self.node is not None
+        line = f"{self.net.maker(value)}: {self.node.op_type} {line}"
+        if line not in self.stopped:
+            self.stopped.append(line)
+
+    def _returned(self, value: str, axis: int, count: int) -> None:
+        """A line where the operator at hand reads dead channels: it is no join, whose other sides have them."""
+        joins = self.node is None or POINTWISE.fullmatch(self.node.op_type) or self.node.op_type in ("Concat", "Pad")
+        if count and not joins and self.study.channels(value)[axis]:
+            self.stays(value, f"reads {count} dead channels of {self.study.shape(value)[axis]}")
 
     # --- pieces
 
@@ -219,7 +222,7 @@ class Writer:
 
     def _size(self, name: str) -> str:
         """A size that the batch enters: of whole values, whose pieces here may be smaller."""
-        node = next(n for n in self.net.nodes if name in n.output)
+        node = self.net.makers()[name]
         if node.op_type in ("Shape", "Size") and node.input[0] not in self.net.sizes:
             return self._extent(node)
         made = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
@@ -299,7 +302,8 @@ class Writer:
             if absent.any():
                 if not self.net.is_plain(value):
                     raise Ragged(value, "some of them are gone")
-                name, places, length = self._padded(name, axis, len(shape), len(own), places, absent, not pooled)
+                self._returned(value, axis, int(np.count_nonzero(absent & (due >= 0))))
+                name, places, length = self.padded(name, axis, len(shape), len(own), places, absent, not pooled)
             else:
                 length = len(own)
             name = self.picked(name, axis, places, length)
@@ -312,7 +316,7 @@ class Writer:
                 name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
         return name
 
-    def _padded(
+    def padded(
         self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_], whole: bool
     ) -> tuple[str, Ids, int]:
         """`name` with zeros along an axis, where the wanted entries then lie, and the axis's length."""

@@ -1,4 +1,4 @@
-"""A phone behind `adb`: commands on it, files to and from it. Nothing here knows what they are for."""
+"""A phone behind `adb`: commands on it, files to and from it, whatever they are for."""
 
 from __future__ import annotations
 

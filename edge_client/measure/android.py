@@ -30,6 +30,8 @@ PERIOD = 0.5  # seconds: a command through adb takes a tenth
 RAIL_ACCURACY = Accuracy(0.02, 0.0, 1e-6)
 DUMP_ACCURACY = Accuracy(0.02, 0.0, 0.1)  # dumpsys prints counters through float32
 BATTERY_ACCURACY = Accuracy(0.05, 0.02, 0.004)
+AMPS = {"uA": 1e-6, "mA": 1e-3}
+LEAST = 10_000.0  # a phone that is awake takes more than 10 mA, and less than 10 A
 
 
 def parse_rails(text: str, wanted: re.Pattern[str]) -> tuple[float, float]:
@@ -99,8 +101,12 @@ class Rails:
         return Trace(times, trace.values[fresh], "J", trace.period, trace.accuracy, missing, skew=clock.error)
 
 
-def battery_watts(adb: Adb) -> Callable[[], float]:
-    """A reading of the battery's power. Raises MeterError when the phone does not tell its current or is charged."""
+def battery_watts(adb: Adb, unit: str | None = None) -> Callable[[], float]:
+    """A reading of the battery's power, positive whatever sign the maker gives the current of a phone in use.
+
+    `unit` is that of the current: Android says uA, and some makers give mA. Raises MeterError when the phone hides the
+    current, is being charged, or seems to give mA without that being said.
+    """
     state = dict(re.findall(r"^\s*([\w ]+): (\S+)", adb.shell("dumpsys battery"), re.MULTILINE))
     powered = [name for name in PLUGS if state.get(name) == "true"]
     if powered:
@@ -111,12 +117,18 @@ def battery_watts(adb: Adb) -> Callable[[], float]:
     commands = ("cmd battery get -f current_now", "cat /sys/class/power_supply/battery/current_now")
     for command in commands:
         try:
-            float(adb.shell(command))
+            now = abs(float(adb.shell(command)))
             break
         except (AdbError, ValueError):
             continue
     else:
-        raise MeterError(f"phone {adb.serial} does not tell its battery's current (Android 15 and newer do)")
+        raise MeterError(f"phone {adb.serial} does not report its battery's current (Android 15 and newer do)")
+    if unit is None and now < LEAST:
+        raise MeterError(
+            f"phone {adb.serial} reports a current of {now:g}, too little in uA for a phone that is awake; if it is in "
+            "mA, use --meter battery:unit=mA, else battery:unit=uA"
+        )
+    scale = AMPS[unit or "uA"]
 
     def watts() -> float:
         try:
@@ -126,8 +138,8 @@ def battery_watts(adb: Adb) -> Callable[[], float]:
         first, _, rest = text.partition("\n")
         volts = re.search(r"^\s*voltage: (\d+)", rest, re.MULTILINE)
         if volts is None:
-            raise OSError("the phone does not tell its battery's voltage")
-        return abs(float(first)) / 1e6 * float(volts[1]) / 1e3
+            raise OSError("the phone does not report its battery's voltage")
+        return abs(float(first)) * scale * float(volts[1]) / 1e3
 
     return watts
 
@@ -160,9 +172,12 @@ def find_odpm(options: Options) -> Meter:
 
 def find_battery(options: Options) -> Meter:
     """The phone's battery. Raises MeterError."""
+    unit = options.get("unit")
+    if unit not in (None, *AMPS):
+        raise ConfigError(f"unit={unit}: one of {', '.join(AMPS)} is due")
     adb = _phone(options)
     try:
-        watts = battery_watts(adb)
+        watts = battery_watts(adb, unit)
     except AdbError as error:
         raise MeterError(str(error)) from None
     return Polled("battery", f"battery of phone {adb.serial}", watts, "W", PERIOD, BATTERY_ACCURACY)
@@ -183,4 +198,4 @@ def _pattern(options: Options) -> re.Pattern[str]:
 
 
 ODPM = Family(find_odpm, 10, "android", ("serial", "rails"))
-BATTERY = Family(find_battery, 20, "android", ("serial",))
+BATTERY = Family(find_battery, 20, "android", ("serial", "unit"))

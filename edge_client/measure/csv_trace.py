@@ -22,20 +22,27 @@ import numpy as np
 
 from edge_client.errors import ConfigError, MeterError
 from edge_client.measure import sync
-from edge_client.measure.energy import F64, Accuracy, Meter, Trace, lost
+from edge_client.measure.energy import F64, Accuracy, Meter, Trace, added, lost
 from edge_client.measure.meters import Family, Options, number
 
-TIME = re.compile(r"time|date|elapsed|^t\b|seconds", re.IGNORECASE)
-QUANTITIES = {
-    "watts": re.compile(r"power|watt|^p\b|\(m?w\)|\[m?w\]", re.IGNORECASE),
-    "volts": re.compile(r"volt|vbus|^v\b|^u\b|\(m?v\)|\[m?v\]", re.IGNORECASE),
-    "amps": re.compile(r"curr|amp|ibus|^i\b|^a\b|\(m?a\)|\[m?a\]", re.IGNORECASE),
+WORDS = {
+    "time": "time timestamp datetime date elapsed t",
+    "power": "power p",
+    "voltage": "voltage vbus u",
+    "current": "current ibus i",
 }
-MILLI = re.compile(r"(?<![a-z])m[wva](?![a-z])|milli", re.IGNORECASE)
-TIMES = (
-    (re.compile(r"(?<![a-z])(us|µs|microseconds?)(?![a-z])", re.IGNORECASE), 1e-6),
-    (re.compile(r"(?<![a-z])(ms|milliseconds?)(?![a-z])", re.IGNORECASE), 1e-3),
-)
+"""Words of a column's name that say what it holds."""
+BASES = {
+    "time": "s sec second seconds",
+    "power": "w watt watts",
+    "voltage": "v volt volts",
+    "current": "a amp amps ampere amperes",
+}
+PREFIXES = {"": 1.0, "m": 1e-3, "milli": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "micro": 1e-6, "k": 1e3, "kilo": 1e3}
+UNITS = {p + base: (key, n) for key, bases in BASES.items() for base in bases.split() for p, n in PREFIXES.items()}
+"""What a unit measures, and how much of the base unit it is."""
+OTHER = frozenset({"factor", "max", "min", "peak", "limit", "set", "apparent", "reactive"})  # no readings
+THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 ROWS = 2  # the fewest rows of a recording
 ACCURACY = Accuracy(0.01, 0.005, 0.001)
 
@@ -43,7 +50,7 @@ ACCURACY = Accuracy(0.01, 0.005, 0.001)
 def parse(text: str, where: str) -> tuple[F64, F64]:
     """Times in seconds, rising, and watts. Raises MeterError.
 
-    Rows that are no numbers are left out, as testers write a comment or a broken last line; so are repeated times.
+    A last row without numbers is left out, as a recording may break off; so is a row that repeats a time.
     """
     try:
         dialect: type[csv.Dialect] | str = csv.Sniffer().sniff(text[:4096], ",;\t")
@@ -56,63 +63,113 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
             f"{where} has no line of column names with a time and a power, or a voltage and a current; name the "
             "columns like: time (s), power (W)"
         )
-    names = rows[head]
-    columns = _columns(names)
+    columns, names, rows = _columns(rows[head]), rows[head], rows[head + 1 :]
+    scales = [_scale(names, key, places, where) for key, places in columns.items()]
+    chosen = [at for at, *_ in columns.values()]
+    mark = _mark([row[i] for row in rows for i in chosen if i < len(row)], where)
     figures: list[list[float]] = []
-    for row in rows[head + 1 :]:
+    for n, row in enumerate(rows, 1):
         try:
-            figures.append([_moment(row[i]) if key == "time" else _decimal(row[i]) for key, i in columns.items()])
+            figures.append([_moment(row[chosen[0]], mark), *(_decimal(row[i], mark) for i in chosen[1:])])
         except (ValueError, IndexError):
-            continue
+            if n < len(rows):
+                said = ", ".join(row)
+                raise MeterError(f"{where}: row {n} of {len(rows)} is no numbers: {said}; remove or mend it") from None
     if len(figures) < ROWS:
         raise MeterError(f"{where} has {len(figures)} rows of numbers; record for longer")
-    table = dict(zip(columns, np.array(figures).T, strict=True))
-    for key, values in table.items():
-        name = names[columns[key]]
-        if key == "time":
-            values *= next((scale for pattern, scale in TIMES if pattern.search(name)), 1.0)
-        elif MILLI.search(name):
-            values *= 1e-3
-    times = table["time"]
-    fresh = np.concatenate([[True], np.diff(np.maximum.accumulate(times)) > 0])
-    watts = table["watts"] if "watts" in table else table["volts"] * table["amps"]
-    return times[fresh], watts[fresh]
+    times, *values = np.array(figures).T * np.array(scales)[:, None]
+    back = np.flatnonzero(np.diff(times) < 0)
+    if len(back):
+        raise MeterError(f"{where}: time goes back after row {back[0] + 1}; record with dates, or not over midnight")
+    fresh = np.concatenate([[True], np.diff(times) > 0])
+    if 2 * fresh.sum() < len(times):
+        raise MeterError(f"{where}: most rows repeat a time of {names[chosen[0]].strip()!r}; record with finer times")
+    watts = np.prod(values, axis=0)[fresh]
+    try:
+        added([("the recording", float(np.median(watts)))], ACCURACY.offset)
+    except OSError as error:
+        raise MeterError(f"{where}: {error}") from None
+    return times[fresh], watts
 
 
-def _columns(names: Sequence[str]) -> dict[str, int]:
-    """Which column is what; empty when these are no names of a recording."""
-    clean = [name.strip().lower() for name in names]
-    found: dict[str, int] = {}
-    for i, name in enumerate(clean):
-        if TIME.search(name):
-            found.setdefault("time", i)
-            continue
-        for key, pattern in QUANTITIES.items():
-            if pattern.search(name):
-                found.setdefault(key, i)
-                break
-    if "time" not in found or not ("watts" in found or {"volts", "amps"} <= found.keys()):
+def _columns(names: Sequence[str]) -> dict[str, list[int]]:
+    """The columns that may be the time, and those that may be the power, or voltage and current; empty without them.
+
+    A name that is the quantity's alone comes before one with more words and a unit, and that before a unit alone.
+    """
+    ranks: dict[str, dict[int, int]] = {}
+    for i, name in enumerate(names):
+        key, rank, _ = _meaning(name)
+        ranks.setdefault(key, {})[i] = rank
+    best = {key: min(found.values()) for key, found in ranks.items()}
+    pair = max(best.get("voltage", 9), best.get("current", 9))
+    wanted = ("time", "power") if best.get("power", 9) <= pair else ("time", "voltage", "current")
+    if not set(wanted) <= ranks.keys():
         return {}
-    return {k: found[k] for k in (("time", "watts") if "watts" in found else ("time", "volts", "amps"))}
+    return {key: [i for i, rank in ranks[key].items() if rank == best[key]] for key in wanted}
 
 
-def _decimal(text: str) -> float:
-    value = float(text.strip().replace(",", "."))
+def _scale(names: Sequence[str], key: str, places: Sequence[int], where: str) -> float:
+    """How much of the base unit a number of this column is. Raises MeterError when column or unit is in doubt."""
+    said = " and ".join(repr(names[i].strip()) for i in places)
+    if len(places) > 1:
+        raise MeterError(f"{where}: {said} may each be the {key}; remove all but one")
+    scale = _meaning(names[places[0]])[2]
+    if not scale:
+        unit = BASES[key].split()[0]
+        raise MeterError(f"{where}: {said} has a unit that is not known; give the {key} in {unit}, m{unit} or u{unit}")
+    return scale
+
+
+def _meaning(name: str) -> tuple[str, int, float]:
+    """What a column holds ("" for anything else), how surely (0 the most), its unit's scale (0: not known, 1: none)."""
+    bracket = re.search(r"[(\[]([^)\]]*)[)\]]", name)
+    unit = bracket[1].strip() if bracket else ""
+    words = re.findall(r"[^\W\d_]+", name.replace(bracket[0], " ") if bracket else name)
+    if not bracket and words and words[-1].lower() in UNITS:
+        unit = words.pop()
+    words = [word.lower() for word in words]
+    # A capital M is no milli.
+    measured, scale = UNITS.get(unit.lower(), ("", 0.0)) if not re.match(r"M[A-Za-z]$", unit) else ("", 0.0)
+    if OTHER & set(words):
+        return "", 0, 0.0
+    if not words:
+        return measured, 2, scale
+    key = next((k for k, known in WORDS.items() if set(words) & set(known.split())), "")
+    if len(words) == 1 and key:
+        bare = not unit or (key == "time" and ":" in unit)  # hh:mm:ss
+        return key, 0, 1.0 if bare else scale if measured == key else 0.0
+    return (key, 1, scale) if key and measured == key else ("", 0, 0.0)
+
+
+def _mark(texts: Sequence[str], where: str) -> str:
+    """The decimal mark of all these numbers. Raises MeterError when a comma may be either."""
+    commas = [text.strip() for text in texts if "," in text]
+    if any("." in text for text in texts):
+        return "," if any(text.rfind(",") > text.rfind(".") >= 0 for text in commas) else "."
+    if commas and all(THOUSANDS.fullmatch(text) for text in commas):
+        raise MeterError(f"{where}: {commas[0]!r} may be a thousand or a fraction; export with a decimal point")
+    return "," if commas else "."
+
+
+def _decimal(text: str, mark: str) -> float:
+    if mark == ",":
+        text = text.translate({ord(","): ".", ord("."): ","})
+    whole, point, rest = text.strip().partition(".")
+    value = float((whole.replace(",", "") if THOUSANDS.fullmatch(whole) else whole) + point + rest)
     if not np.isfinite(value):
         raise ValueError(text)
     return value
 
 
-def _moment(text: str) -> float:
-    """Seconds, ``12:03:04.5``, or a date and time."""
-    try:
-        return _decimal(text)
-    except ValueError:
-        pass
-    text = text.strip()
+def _moment(text: str, mark: str) -> float:
+    """A number, ``12:03:04.5`` in seconds, or a date and time."""
+    if ":" not in text:
+        return _decimal(text, mark)
+    text = text.strip().replace(",", ".")
     parts = text.split(":")
     if len(parts) == 3 and " " not in text and "T" not in text:
-        return 3600 * float(parts[0]) + 60 * float(parts[1]) + float(parts[2].replace(",", "."))
+        return 3600 * float(parts[0]) + 60 * float(parts[1]) + float(parts[2])
     return datetime.fromisoformat(text.replace("/", "-")).timestamp()
 
 

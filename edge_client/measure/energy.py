@@ -7,7 +7,7 @@ subtracts what the machine takes anyway. Each result has an error estimate and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from typing import Literal, Protocol
@@ -143,17 +143,32 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
     )  # fmt: skip
 
 
+def added(rails: Iterable[tuple[str, float]], zero: float) -> float:
+    """The watts of all `rails`, pairs of name and watts. What a device takes is positive in every meter.
+
+    Raises OSError for a rail of less than -`zero`, which is how far a meter's zero may be off: added to the others it
+    would make them smaller.
+    """
+    total = 0.0
+    for name, watts in rails:
+        if watts < -zero:
+            said = "what a device takes is positive; swap the two wires of its shunt"
+            raise OSError(f"{name} reads {watts:.3g} W, and {said}")
+        total += watts
+    return total
+
+
 def above_idle(measured: Energy, idle: Sequence[Energy]) -> Energy:
     """What was taken beyond the mean power of the `idle` windows, which lie before and after where possible.
 
-    A constant offset of the meter cancels. How much the idle windows differ is part of the scatter. Without idle
-    windows the result is `measured`.
+    A constant offset of the meter cancels. How much the idle windows differ is part of the scatter; a single one cannot
+    say how the idle power drifts. Without idle windows the result is `measured`.
     """
     if not idle:
         return measured
     seconds = sum(e.seconds for e in idle)
     watts = sum(e.joules for e in idle) / seconds
-    drift = float(np.std([e.watts for e in idle]))
+    drift = float(np.std([e.watts for e in idle], ddof=1)) if len(idle) > 1 else 0.0
     noise = hypot(*(e.scatter for e in idle)) / seconds
     return replace(
         measured,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch is large, and not everywhere
 
 ONNX, EXECUTORCH = "onnxruntime", "executorch"
 ENGINE_OF = {".onnx": ONNX, ".pte": EXECUTORCH}
+ADVICE = "name a model that ONNX Runtime runs, such as a personal.onnx"
 Call = Callable[[], object]
 
 
@@ -74,7 +75,7 @@ def onnx_call(model: Path | bytes, x: NDArray[Any], threads: int = 1) -> Call:
     if threads < 1:
         raise ConfigError(f"threads = {threads}: need 1 at least")
     what = str(model) if isinstance(model, Path) else "the model"
-    session = onnx.open_onnx(model, threads=threads, settings=onnx.NO_SPINNING_AFTER)
+    session = onnx.open_onnx(model, threads=threads, settings=onnx.NO_SPINNING_AFTER, advice=ADVICE)
     try:
         (name,) = (i.name for i in session.get_inputs())
         feed = {name: x}
@@ -100,7 +101,7 @@ def sample_of(path: Path) -> tuple[tuple[int, ...], str]:
     if engine_of(path) == EXECUTORCH:
         program = _pte(path)
         return (1, *program.sizes[0][1:]), program.dtypes[0].name
-    inputs = onnx.open_onnx(path).get_inputs()
+    inputs = onnx.open_onnx(path, advice=ADVICE).get_inputs()
     if len(inputs) != 1 or inputs[0].type not in NUMPY:
         said = ", ".join(f"{i.name} {i.type}" for i in inputs) or "none"
         raise ConfigError(f"{path} has inputs {said}; a model with one input of numbers can be measured")

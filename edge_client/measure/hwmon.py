@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_client.errors import MeterError
-from edge_client.measure.energy import Accuracy, Meter
+from edge_client.measure.energy import Accuracy, Meter, added
 from edge_client.measure.meters import Family, Options
 from edge_client.measure.polling import Polled
 
@@ -101,7 +101,7 @@ def _usable(every: list[Rail]) -> str:
 
 def _meter(name: str, where: str, every: list[Rail]) -> Meter:
     def watts() -> float:
-        return sum(rail.watts() for rail in every)
+        return added([(f"rail {rail.label}", rail.watts()) for rail in every], ACCURACY.offset)
 
     what = f"{where}, {', '.join(rail.label for rail in every)}"
     return Polled(name, what, watts, "W", PERIOD, ACCURACY)

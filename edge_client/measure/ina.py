@@ -1,26 +1,27 @@
 """INA219 and INA3221 current sensors on an I2C bus of this machine, through smbus2 (extra `meters`).
 
-Registers are two bytes, the higher first. Both chips measure the voltage over a shunt resistor and that of the supply;
-the INA219 also multiplies them, by a calibration that the shunt and the largest current give.
+Registers are two bytes, the higher first. Both chips measure the voltage over a shunt resistor and that of the supply.
+They are multiplied here: the INA219's own product knows no sign and overflows.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol
 
 from edge_client.errors import ConfigError, MeterError
-from edge_client.measure.energy import Accuracy, Meter
+from edge_client.measure.energy import Accuracy, Meter, added
 from edge_client.measure.meters import Family, Options, number
 from edge_client.measure.polling import Polled
 
-T = TypeVar("T", "Ina219", "Ina3221")
 CONFIG = 0x00
 PERIOD = 0.02  # seconds: both chips are set to average for 14 to 17 ms
-ADDRESS_MOST, BUS_MOST, OHMS_MOST, AMPS_MOST = 0x77, 999, 100.0, 1000.0
+MOST_READS = 2000  # of a flag, each a tenth of a millisecond at least
+ADDRESS_MOST, BUS_MOST, OHMS_MOST = 0x77, 999, 100.0
 SUPPLY = 5.0  # volts assumed where an error of the shunt voltage is given in watts
 
 
@@ -52,66 +53,54 @@ class Chip:
     def write(self, register: int, value: int) -> None:
         self.bus.write_i2c_block_data(self.address, register, [value >> 8, value & 0xFF])
 
+    def convert(self, config: int, clears: int, flags: int, ready: int) -> None:
+        """Set the configuration, and wait until its first result replaces the one before. Raises OSError.
+
+        Reading register `clears` clears the bit `ready` of `flags`, which the end of a conversion sets.
+        """
+        self.write(CONFIG, config)
+        self.unsigned(clears)
+        for _ in range(MOST_READS):
+            if self.unsigned(flags) & ready:
+                return
+        raise OSError(f"the chip at {self.address:#x} finishes no conversion")
+
 
 # --- INA219
 
-SHUNT, BUS, POWER, CALIBRATION = 0x01, 0x02, 0x03, 0x05
+SHUNT, BUS, POWER, READY = 0x01, 0x02, 0x03, 0x0002
 AT_RESET = 0x399F  # the configuration after a reset: the chip has no other mark
-OVERFLOW = 0x0001  # of the bus register: current or power left their 16 bits
 SHUNT_STEP, BUS_STEP = 10e-6, 4e-3  # volts
-SHUNT_MOST = (0.04, 0.08, 0.16, 0.32)  # volts of the amplifier's four ranges
-CONFIGURATION = 0x2000 | 0b1100 << 7 | 0b1100 << 3 | 0b111  # 32 V, 16 readings averaged for each, without end
+FULL = 32_000  # steps of the widest range, 320 mV; a step is the same in all ranges
+CONFIGURATION = 0x2000 | 0b11 << 11 | 0b1100 << 7 | 0b1100 << 3 | 0b111  # 32 V, 320 mV, 16 readings averaged, on and on
 
 
 @dataclass
 class Ina219:
-    """Watts of one INA219. `amps` is the largest current expected: it is raised when the chip says that it was more."""
+    """Watts of one INA219 over a shunt of `shunt` ohms."""
 
     chip: Chip
     shunt: float
-    amps: float
-    registers: ClassVar = (CONFIG, CALIBRATION)
+    zero: float
     clipped: int = field(default=0, init=False)
-    power_step: float = field(default=0.0, init=False)
-    shunt_most: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self._range()
-
-    def _range(self) -> tuple[int, int]:
-        """The amplifier's range and the calibration for `amps`."""
-        volts = min(self.amps * self.shunt, SHUNT_MOST[-1])
-        gain = next(i for i, most in enumerate(SHUNT_MOST) if most >= volts)
-        self.shunt_most = SHUNT_MOST[gain]
-        # 0.04096 is the datasheet's constant; the register's lowest bit is always 0.
-        calibration = min(int(0.04096 * 2**15 / volts), 0xFFFE) & 0xFFFE
-        self.power_step = 20 * 0.04096 / (calibration * self.shunt)
-        return gain, calibration
 
     def set_up(self) -> None:
-        """Range of the amplifier, calibration. Raises OSError."""
-        gain, calibration = self._range()
-        self.chip.write(CONFIG, CONFIGURATION | gain << 11)
-        self.chip.write(CALIBRATION, calibration)
+        """Measure without end. Raises OSError."""
+        self.chip.convert(CONFIGURATION, POWER, BUS, READY)
 
     def watts(self) -> float:
-        """Power now. Where the multiplication overflowed it is done here, and the range is doubled for the next."""
-        bus, power = self.chip.unsigned(BUS), self.chip.unsigned(POWER)
-        shunt = self.chip.signed(SHUNT) * SHUNT_STEP
-        full = abs(shunt) >= self.shunt_most - SHUNT_STEP
-        if not (bus & OVERFLOW or full):
-            return power * self.power_step
-        self.clipped += full
-        if self.amps * self.shunt < SHUNT_MOST[-1]:
-            self.amps *= 2
-            self.set_up()
-        return abs(shunt) / self.shunt * (bus >> 3) * BUS_STEP
+        """Power now. Raises OSError when it is negative."""
+        shunt = self.chip.signed(SHUNT)
+        self.clipped += abs(shunt) >= FULL - 1
+        volts = (self.chip.unsigned(BUS) >> 3) * BUS_STEP
+        return added([("the chip", shunt * SHUNT_STEP / self.shunt * volts)], self.zero)
 
 
 # --- INA3221
 
 MAKER, MAKER_IS, DIE, DIE_IS = 0xFE, 0x5449, 0xFF, 0x3220
 CHANNELS = (1, 2, 3)
+FLAGS, READY3 = 0x0F, 0x0001
 SHUNT3_STEP, BUS3_STEP, FULL3 = 40e-6, 8e-3, 4095
 CONFIGURATION3 = 0b111 << 12 | 0b001 << 9 | 0b011 << 6 | 0b011 << 3 | 0b111  # 4 readings of 588 us, all channels
 
@@ -122,23 +111,24 @@ class Ina3221:
 
     chip: Chip
     shunt: float
+    zero: float
     channels: tuple[int, ...] = CHANNELS
-    registers: ClassVar = (CONFIG,)
     clipped: int = field(default=0, init=False)
 
     def set_up(self) -> None:
         """Measure all channels without end. Raises OSError."""
-        self.chip.write(CONFIG, CONFIGURATION3)
+        self.chip.convert(CONFIGURATION3, FLAGS, FLAGS, READY3)
 
     def watts(self) -> float:
-        """Power now, of all channels."""
-        total, full = 0.0, False
+        """Power now, of all channels. Raises OSError when one is negative."""
+        rails, full = [], False
         for channel in self.channels:
             shunt = self.chip.signed(2 * channel - 1) >> 3
             full |= abs(shunt) >= FULL3
-            total += shunt * SHUNT3_STEP / self.shunt * (self.chip.signed(2 * channel) >> 3) * BUS3_STEP
+            volts = (self.chip.signed(2 * channel) >> 3) * BUS3_STEP
+            rails.append((f"channel {channel}", shunt * SHUNT3_STEP / self.shunt * volts))
         self.clipped += full
-        return total
+        return added(rails, self.zero)
 
 
 # --- finding them
@@ -162,61 +152,75 @@ def open_bus(number: int, root: Path = Path("/")) -> Bus:
     return bus
 
 
-def _setting(options: Options) -> tuple[int, float]:
-    return int(number(options, "bus", 1, -1, BUS_MOST)), number(options, "shunt", 0.1, most=OHMS_MOST)
+def _bus(options: Options) -> int:
+    return int(number(options, "bus", 1, -1, BUS_MOST))
 
 
 def _look(
-    bus: Bus, options: Options, addresses: range, known: Callable[[Chip], bool], make: Callable[[Chip], T]
-) -> T | None:
-    """The first chip that is known by its marks, or the one whose address is given; None without any. It only reads."""
-    asked = "address" in options
-    for address in (int(number(options, "address", 0, 0, ADDRESS_MOST)),) if asked else addresses:
+    name: str, options: Options, opens: Callable[[int], Bus], addresses: range, known: Callable[[Chip], bool]
+) -> Chip:
+    """The first chip that is known by its marks, or the one whose address is given. It only reads.
+
+    Raises MeterError without any.
+    """
+    number_of_bus = _bus(options)
+    asked = int(number(options, "address", 0, 0, ADDRESS_MOST)) if "address" in options else None
+    bus = opens(number_of_bus)
+    others, held = [], []
+    for address in addresses if asked is None else (asked,):
         chip = Chip(bus, address)
         try:
             if known(chip):
-                return make(chip)
-        except OSError:  # no chip answers there
-            continue
+                return chip
+            others.append(f"{address:#x}")
+        except OSError as error:  # mostly: no chip answers there
+            if error.errno == errno.EBUSY:
+                held.append(f"{address:#x}")
     bus.close()
-    return None
+    where = f"on I2C bus {number_of_bus}" + ("" if asked is None else f" at address {options['address']}")
+    if held:
+        raise MeterError(f"a driver of the kernel holds {', '.join(held)} {where}; use --meter hwmon")
+    if others and asked is None and name == "ina219":
+        raise MeterError(
+            f"no INA219 {where} is in its state after a reset, and chips answer at {', '.join(others)}; if one is an "
+            f"INA219, name it: --meter ina219:address={others[0]}"
+        )
+    raise MeterError(f"no {name.upper()} answers {where}; check the wiring with: i2cdetect -y {number_of_bus}")
 
 
-def _meter(name: str, sensor: Ina219 | Ina3221, where: str, accuracy: Accuracy) -> Meter:
-    kept: dict[int, int] = {}
+def _meter(name: str, sensor: Ina219 | Ina3221, more: str, accuracy: Accuracy) -> Meter:
+    kept: list[int] = []
 
     def begin() -> None:
-        kept.update({register: sensor.chip.unsigned(register) for register in sensor.registers})
+        kept[:] = [sensor.chip.unsigned(CONFIG)]
         sensor.set_up()
 
     def end() -> None:  # as it was: an INA219 is known by its state after a reset, another program may use the chip
-        for register, value in kept.items():
-            sensor.chip.write(register, value)
+        sensor.chip.write(CONFIG, *kept)
 
-    what = f"{name.upper()} at {sensor.chip.address:#x} of I2C bus {where}, shunt {sensor.shunt:g} ohm"
+    what = f"{name.upper()} at {sensor.chip.address:#x} of I2C bus {more}, shunt {sensor.shunt:g} ohm"
     return Polled(
         name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped, at_start=begin, at_end=end
     )
 
 
 def find_ina219(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
-    """An INA219 at `address`, else the first of 0x40 to 0x4F that is in its state after a reset."""
-    number_of_bus, shunt = _setting(options)
-    amps = number(options, "amps", 3.2, most=AMPS_MOST)
+    """An INA219 at `address`, else the first of 0x40 to 0x4F in its state after a reset or a measurement."""
+    shunt = number(options, "shunt", 0.1, most=OHMS_MOST)
 
     def known(chip: Chip) -> bool:
-        fresh = chip.unsigned(CONFIG) == AT_RESET  # an OSError where no chip answers
-        return "address" in options or (fresh and chip.unsigned(MAKER) != MAKER_IS)
+        state = chip.unsigned(CONFIG)  # an OSError where no chip answers
+        return "address" in options or (state in (AT_RESET, CONFIGURATION) and chip.unsigned(MAKER) != MAKER_IS)
 
-    found = _look(opens(number_of_bus), options, range(0x40, 0x50), known, lambda chip: Ina219(chip, shunt, amps))
-    if found is None:
-        raise MeterError(_absent("INA219", number_of_bus, options))
-    return _meter("ina219", found, str(number_of_bus), Accuracy(0.012, 1e-4 / shunt * SUPPLY, found.power_step))
+    chip = _look("ina219", options, opens, range(0x40, 0x50), known)
+    zero = 1e-4 / shunt * SUPPLY
+    step = SHUNT_STEP / shunt * SUPPLY
+    return _meter("ina219", Ina219(chip, shunt, zero), str(_bus(options)), Accuracy(0.012, zero, step))
 
 
 def find_ina3221(options: Options, opens: Callable[[int], Bus] = open_bus) -> Meter:
     """An INA3221 at `address`, else at 0x40 to 0x43, known by its maker's and die's numbers."""
-    number_of_bus, shunt = _setting(options)
+    shunt = number(options, "shunt", 0.1, most=OHMS_MOST)
     text = options.get("channels", "123")
     if not text or set(text) - set("123"):
         raise ConfigError(f"channels={text}: some of 1, 2 and 3 are due, like 13")
@@ -225,19 +229,12 @@ def find_ina3221(options: Options, opens: Callable[[int], Bus] = open_bus) -> Me
     def known(chip: Chip) -> bool:
         return (chip.unsigned(MAKER), chip.unsigned(DIE)) == (MAKER_IS, DIE_IS)
 
-    bus = opens(number_of_bus)
-    found = _look(bus, options, range(0x40, 0x44), known, lambda chip: Ina3221(chip, shunt, channels))
-    if found is None:
-        raise MeterError(_absent("INA3221", number_of_bus, options))
-    where = f"{number_of_bus}, channels {', '.join(map(str, channels))}"
-    step = SHUNT3_STEP / shunt * SUPPLY
-    return _meter("ina3221", found, where, Accuracy(0.012, 8e-5 / shunt * SUPPLY, step))
+    chip = _look("ina3221", options, opens, range(0x40, 0x44), known)
+    where = f"{_bus(options)}, channels {', '.join(map(str, channels))}"
+    zero = 8e-5 / shunt * SUPPLY
+    sensor = Ina3221(chip, shunt, zero, channels)
+    return _meter("ina3221", sensor, where, Accuracy(0.012, zero, SHUNT3_STEP / shunt * SUPPLY))
 
 
-def _absent(chip: str, bus: int, options: Options) -> str:
-    where = f"at address {options['address']}" if "address" in options else "at its addresses"
-    return f"no {chip} answers on I2C bus {bus} {where}; check the wiring with: i2cdetect -y {bus}"
-
-
-INA219 = Family(find_ina219, 30, options=("bus", "address", "shunt", "amps"))
+INA219 = Family(find_ina219, 30, options=("bus", "address", "shunt"))
 INA3221 = Family(find_ina3221, 20, options=("bus", "address", "shunt", "channels"))

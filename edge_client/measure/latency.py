@@ -74,14 +74,17 @@ def in_turns(
 
 @dataclass(frozen=True)
 class Summary:
-    """What is said of a series of times in ms. Intervals hold the true percentile with probability `SURE`."""
+    """What is said of a series of times in ms.
+
+    Intervals hold the true percentile with probability `SURE`, of independent runs; None where the runs are too few.
+    """
 
     p50: float
     p90: float
     p99: float
-    p50_interval: tuple[float, float]
-    p90_interval: tuple[float, float]
-    p99_interval: tuple[float, float]
+    p50_interval: tuple[float, float] | None
+    p90_interval: tuple[float, float] | None
+    p99_interval: tuple[float, float] | None
     mean: float
     cv: float
     """Coefficient of variation: standard deviation over mean."""
@@ -95,21 +98,43 @@ class Summary:
 def _digits(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_digits(v) for v in value]
-    return value if isinstance(value, int) else float(f"{value:.4g}")
+    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
 
 
 def summary(times: F64) -> Summary:
-    """Percentiles with intervals by a bootstrap over blocks of neighbours, as a busy moment lasts for several runs."""
-    n = len(times)
+    """Percentiles with intervals, each the wider of two at either end.
+
+    One lies between two of the sorted times, and holds for any distribution. The other is by a bootstrap over blocks
+    of neighbours, as a busy moment lasts for several runs: alone it is too short where few runs lie beyond.
+    """
+    n, rising = len(times), np.sort(times)
     block = max(1, round(n ** (1 / 3)))
     starts = np.random.default_rng(0).integers(0, n, (RESAMPLES, -(-n // block)))
     chosen = (starts[:, :, None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :n] % n
     again = np.percentile(times[chosen], PERCENTILES, axis=1)
     ends = np.percentile(again, [50 * (1 - SURE), 50 * (1 + SURE)], axis=1)
     p50, p90, p99 = (float(v) for v in np.percentile(times, PERCENTILES))
-    i50, i90, i99 = ((float(low), float(high)) for low, high in ends.T)
+
+    def interval(percent: int, low: float, high: float) -> tuple[float, float] | None:
+        places = ranks(n, percent / 100)
+        return None if places is None else (float(min(low, rising[places[0]])), float(max(high, rising[places[1]])))
+
+    i50, i90, i99 = (interval(percent, *both) for percent, both in zip(PERCENTILES, ends.T, strict=True))
     mean = float(times.mean())
     return Summary(p50, p90, p99, i50, i90, i99, mean, float(times.std() / mean) if mean else 0.0, n)
+
+
+def ranks(n: int, share: float) -> tuple[int, int] | None:
+    """Places among `n` sorted values between which the quantile `share` lies with probability `SURE`; None for few.
+
+    How many of the values lie below it is binomial.
+    """
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    k = np.arange(n + 1)
+    below = np.cumsum(np.exp(logs[n] - logs[k] - logs[n - k] + k * np.log(share) + (n - k) * np.log(1 - share)))
+    tail = (1 - SURE) / 2
+    low, high = int(np.sum(below <= tail)) - 1, int(np.sum(below < 1 - tail))
+    return (low, high) if low >= 0 and high < n else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Meters by name: those of this project and of other packages, what is there, and which one is taken.
 
 An entry point of the group `maskfleet.meters` is a `Family`: its `find` gives a meter or raises MeterError with the
-reason, which for a missing permission is the command that mends it. A meter is asked for as
-`NAME`, `NAME:OPTION=VALUE,...`, `auto` or `none`.
+reason; for a missing permission the reason is the command that grants it. `--meter` takes `NAME`,
+`NAME:OPTION=VALUE,...`, `auto` or `none`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OF: Mapping[Where, str] = {"here": "this machine", "android": "a phone (--adb)"}
 class Family:
     """Meters of one kind. `find(options)` opens one or raises MeterError.
 
-    `where` says whose energy they measure: of the machine they are read on ("here"), of a phone behind adb ("android"),
-    or of whatever is wired to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there.
-    `options` names those that `find` knows. An `exported` recording comes in a file by hand, once a measurement.
+    `where` says whose energy they measure: this machine's ("here"), that of a phone behind adb ("android"), or that of
+    any device wired to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there. `options` are
+    the names that `find` accepts. An `exported` recording is a file that a person exports once a measurement.
     """
 
     find: Callable[[Options], Meter]
@@ -79,11 +79,10 @@ def choose(
     more: Options | None = None,
     exported: bool = False,
 ) -> Choice:
-    """The meter for `asked`. `more` are options added to all families that know them (an adb serial).
+    """The meter for `asked`. `more` are options for all families that accept them (an adb serial).
 
-    A meter asked for by name that is not there raises MeterError; one that measures another device than `where`, or
-    whose recording is `exported` by hand where that does not do, ConfigError. `auto` without any gives a choice of
-    none.
+    `auto` without any meter gives a choice of none. A named meter that is absent raises MeterError. One that measures
+    another device than `where`, or an exported recording without `exported`, raises ConfigError.
     """
     (found, faults), more = families() if known is None else (known, {}), more or {}
     name, _, words = asked.partition(":")
@@ -126,7 +125,7 @@ def _known(family: Family, more: Options) -> dict[str, str]:
 
 
 def _options(name: str, family: Family, words: str) -> dict[str, str]:
-    """``a=1,b=2`` as a table. Raises ConfigError for one that the family does not know."""
+    """``a=1,b=2`` as a table. Raises ConfigError for an option that the family does not accept."""
     table = {}
     for word in filter(None, words.split(",")):
         key, equals, value = word.partition("=")

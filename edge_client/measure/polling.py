@@ -23,7 +23,7 @@ Wait = Callable[[float], bool]
 
 @dataclass
 class Readings:
-    """Times and values as they come in. `failed` counts readings that gave none, `fault` is the last one's reason."""
+    """Times and values. `failed` counts readings without a value, `fault` is the reason of the last of them."""
 
     times: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Read
 class Polled:
     """A meter behind `read`, which gives watts, or joules of a counter that only rises.
 
-    `clipped`, if given, tells how many readings so far were at the end of the range. `at_start` prepares the device and
+    `clipped`, if given, counts the readings so far at the end of the range. `at_start` prepares the device and
     `at_end` leaves it as it was; both may raise OSError.
     """
 
@@ -74,26 +74,35 @@ class Polled:
     at_end: Callable[[], None] = lambda: None
     now: Now = time.monotonic
     _thread: threading.Thread | None = field(default=None, init=False, repr=False)
+    _begun: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _found: Readings = field(default_factory=Readings, init=False, repr=False)
     _fault: Exception | None = field(default=None, init=False, repr=False)
     _clipped: int = field(default=0, init=False, repr=False)
 
     def start(self) -> None:
-        """Begin to read in a thread. Raises MeterError."""
+        """Begin to read in a thread; the first reading is over once this returns. Raises MeterError."""
         try:
             self.at_start()
         except OSError as error:
             raise MeterError(f"meter {self.name} does not start: {error.strerror or error}") from None
         self._clipped = self.clipped()
         self._stop.clear()
+        self._begun.clear()
         self._fault = None
         self._thread = threading.Thread(target=self._run, name=f"meter {self.name}", daemon=True)
         self._thread.start()
+        self._begun.wait()  # a thread may start late: the recording is to cover what the caller does next
 
     def _run(self) -> None:
+        def read() -> float:
+            try:
+                return self.read()
+            finally:
+                self._begun.set()
+
         try:
-            self._found = poll(self.read, self.period, self.now, self._stop.wait)
+            self._found = poll(read, self.period, self.now, self._stop.wait)
         except Exception as error:  # it is raised in `stop`, in the caller's thread
             self._found, self._fault = Readings(), error
 

@@ -14,7 +14,8 @@ from edge_client.measure.energy import Energy, Meter, above_idle, joules
 from edge_client.protocol.cost import Cost, measured
 
 T = TypeVar("T")
-IDLE = 2.0  # seconds of rest before the first round, from which idle power is taken
+IDLE = 2.0  # seconds of rest before a round, from which idle power is taken
+LASTS = 3600.0  # seconds until it is taken anew: a device's power at rest drifts
 log = logging.getLogger("maskfleet")
 
 
@@ -25,10 +26,12 @@ class RoundCost:
     meter: Meter | None
     rest: Callable[[float], None] = time.sleep
     idle: list[Energy] = field(default_factory=list)
+    lasts: float = LASTS
+    _rested: float = field(default_factory=time.monotonic, init=False)
 
     def of(self, work: Callable[[], T]) -> tuple[T, Cost]:
         """What `work` returns, and what it cost. Its exceptions pass through."""
-        self._start(measure_idle=not self.idle)
+        self._start(measure_idle=not self.idle or time.monotonic() - self._rested >= self.lasts)
         memory.forget_peak()
         begin = time.monotonic()
         try:
@@ -57,7 +60,7 @@ class RoundCost:
                 begin = time.monotonic()
                 self.rest(IDLE)
                 end = time.monotonic()
-                self.idle = [joules(self.meter.stop(), begin, end)]
+                self.idle, self._rested = [joules(self.meter.stop(), begin, end)], end
             self.meter.start()
         except Exception as error:  # another package's meter may fail in any way
             self._give_up(error)

@@ -118,6 +118,13 @@ class Method(BaseModel):
         """What of a trained model never leaves the devices, as a sentence's part; None when the state holds a model."""
         return None
 
+    def caution(self, course: Course) -> str | None:
+        """What one would not expect of these settings with this model and so many rounds, in a sentence; None: nothing.
+
+        `simulate` prints it and the coordinator logs it before round 1.
+        """
+        return None
+
     @abstractmethod
     def exchanged(self, model: Model) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""

@@ -33,6 +33,7 @@ from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, pretrained
 from edge_client.methods.bernoulli_network import Bits, MaskedNetwork, own_statistics
 from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.local_sgd import descend_on
 from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -314,17 +315,12 @@ class BernoulliMasks(MaskedNetwork):
     def probe(self, task: Task, kept: Any, head: F32) -> Local:
         """One round of linear probing: SGD with momentum on the head, behind the dense frozen network."""
         model = task.assignment.model
-        part, own = self.probed(model), head.copy()
-        values, buffers = self.dense(model, own), own_statistics(model, kept)
-        optimiser, loss = Sgd(part.size, self.probe_lr, self.probe_momentum), EpochLoss()
-        for batch in task.batches(self.probe_epochs, self.batch, "probe"):
-            g = task.gradient(values, buffers, batch)
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            optimiser.step(own, part.gather(g.parameters))
-            part.scatter(own, values)
+        part, values, buffers = self.probed(model), self.dense(model, head), own_statistics(model, kept)
+        optimiser = Sgd(part.size, self.probe_lr, self.probe_momentum)
+        batches = task.batches(self.probe_epochs, self.batch, "probe")
+        own, loss = descend_on(part, task, batches, values, buffers, optimiser)
         update = Payload({"head": own}, {"samples": task.samples})
-        return Local(self.kept_type(buffers), update, Personal(values, buffers), loss.mean)
+        return Local(self.kept_type(buffers), update, Personal(values, buffers), loss)
 
     def train(self, task: Task, kept: Any, theta: F64, head: F32) -> Trained:
         """Adam on the scores; each batch sees the weights under a draw from the device's secret randomness."""

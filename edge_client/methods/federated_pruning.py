@@ -35,11 +35,15 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 @dataclass(frozen=True)
 class State:
-    """The whole server model, float32[d] and float32[buffers_d], and the units of this choice, packed bits."""
+    """The whole server model, float32[d] and float32[buffers_d], and the units of this choice, packed bits.
+
+    `period` numbers the choice: the whole periods of `every` rounds before it.
+    """
 
     parameters: F32
     buffers: F32
     units: Packed
+    period: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class FederatedPruning(LocalSgd):
 
     def start(self, course: Course) -> State:
         m = course.model
-        return State(m.parameters.copy(), m.buffers.copy(), self._choose(m, m.parameters).packed)
+        return State(m.parameters.copy(), m.buffers.copy(), self._choose(m, m.parameters).packed, 0)
 
     def audience(self, course: Course, round_: int, record: Holds | None) -> str:
         """Devices that hold the same units."""
@@ -128,13 +132,17 @@ class FederatedPruning(LocalSgd):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Holds]]:
-        """The means in place, the values of pruned units as they were, and after `every` rounds another choice."""
+        """The means in place, the values of pruned units as they were, and after `every` rounds another choice.
+
+        A choice that fell to a round without an update is made up for.
+        """
         small = unpacked(course.model.manifest, state.units).small
         parameters, buffers, units = state.parameters.copy(), state.buffers.copy(), state.units
         parameters[small.parameters], buffers[small.buffers] = total[0].value, total[1].value
-        if round_ % self.every == 0 and round_ < course.rounds:
+        period = round_ // self.every if round_ < course.rounds else state.period
+        if period != state.period:
             units = self._choose(course.model, parameters).packed
-        return State(parameters, buffers, units), {}
+        return State(parameters, buffers, units, period), {}
 
     def of_device(self, course: Course, state: State, record: Holds | None, everyone: Personal) -> Personal | None:
         return everyone

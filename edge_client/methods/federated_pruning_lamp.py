@@ -13,6 +13,7 @@ its whole model, on FedMap's schedules. Devices train the pruned model; the serv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from edge_kernels.pruning import keep_largest, lamp_scores
 from edge_client.bundle import F32
 from edge_client.errors import LostError
 from edge_client.methods.fedavg import Total
-from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State
+from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State, Update
 from edge_client.methods.pruned import (
     MASK,
     Bits,
@@ -39,10 +40,18 @@ from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course
 
 
+@dataclass(frozen=True)
+class Chosen(State):
+    """The dense model theta float32[d] and the mask of the period to which round `since` belongs."""
+
+    since: int
+
+
 class FederatedPruningLamp(FedMap):
     """Masks picked by the server from its dense model."""
 
     name: ClassVar[str] = "federated_pruning_lamp"
+    state_type: ClassVar[type[State]] = Chosen
 
     dr: None = None
 
@@ -58,6 +67,17 @@ class FederatedPruningLamp(FedMap):
 
     # --- server half
 
+    def start(self, course: Course) -> Chosen:
+        return Chosen(**vars(super().start(course)), since=1)
+
+    def current(self, course: Course, round_: int, state: State) -> Chosen:
+        """The state at the start of a round: in a new period with another mask."""
+        assert isinstance(state, Chosen)
+        if self.period(course, round_) == self.period(course, state.since):
+            return state
+        mask = bitset.pack(self.chosen(course, round_, state.theta))
+        return replace(state, mask=mask, since=round_)
+
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         """Devices that hold the mask receive values alone."""
         if round_ == 1:
@@ -68,21 +88,21 @@ class FederatedPruningLamp(FedMap):
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         """Of a whole downlink as FedMap has it, what the audience lacks."""
         audience = self.audience(course, round_, record)
-        payload = super().downlink(course, round_, state, None)
+        payload = super().downlink(course, round_, self.current(course, round_, state), None)
         arrays = {n: a for n, a in payload.arrays.items() if n != MASK or audience == "whole"}
         return Payload(arrays, payload.meta)
+
+    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+        return super().read_update(a, self.current(a.course, a.round, state), record, payload)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """Move the values at the mask by the mean change; in a new period pick another mask."""
-        manifest, (change, buffers) = course.model.manifest, total
-        mask = unpacked(manifest, state.mask)
-        theta = moved(manifest, state.theta, mask, change.value)
-        if self.period(course, round_ + 1) != self.period(course, round_):
-            mask = self.chosen(course, round_ + 1, theta)
-        statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
-        return State(theta, bitset.pack(mask), statistics, state.change), {}
+        manifest, (change, buffers), now = course.model.manifest, total, self.current(course, round_, state)
+        theta = moved(manifest, now.theta, unpacked(manifest, now.mask), change.value)
+        statistics = buffers.value if self.sent_buffers(manifest) else now.buffers
+        return self.current(course, round_ + 1, replace(now, theta=theta, buffers=statistics)), {}
 
     # --- client half
 

@@ -1,23 +1,35 @@
 """Lattice: federated averaging on a grid of whole numbers, exact both ways, at a small fraction of the bits. Our own.
 
-The model is ``w0 + step / K * N``: the bundle's weights w0, an integer N for each trainable parameter, a step for each
-tensor, the federation's cohort K. Whole numbers merge without error, so a device that missed rounds receives one sum.
+The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an integer N for each trainable parameter, a
+step for each tensor, the federation's cohort K. Whole numbers merge without error, so a device that missed rounds
+receives one sum.
 
 - **Steps.** In round 1 a device's steps follow from the root mean square of its own local change (`rms`, a float for
-  each tensor, travels once). From then on all use the steps of the cohort's median rms. `quantum` is step / K in units
-  of the rms of all parameters.
+  each tensor, travels once); they are a quarter of what `quantum` says, because devices do not share them. From then on
+  all use the steps of the cohort's median rms. `quantum` is step / K in units of the rms of all parameters.
+- **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one level more doubles the step, one less
+  halves it. N itself stays what it is, so nothing is rounded and late devices need not know when the level changed.
+- **Budget.** After each round the server has the bytes that a device sends and receives in it: moves, statistics, and
+  the change for a device that missed as many rounds as this cohort's devices did. When those, times the rounds left,
+  exceed what is left of 1 / `budget` of FedAvg's bytes, the level rises by one. It may rise again once the devices'
+  changes are all of the new level. It stays in the rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
-- **Server.** ``N += sum of m``; with S < K reports N += floor(K / S * sum + u'), u' with the key (seed, "rounding",
-  round). In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is counted,
-  the next round is played like the first one.
+- **Server.** ``N += 2**level * floor(K * mean samples / samples of the round * sum of m + u')``, u' with the key (seed,
+  "rounding", round): a round weighs its devices as federated averaging does, and the factor is 1 for K devices of the
+  mean samples. In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is
+  counted, the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
 - **Guard.** An update says by how much the received model's loss on the device's first batch exceeds that of the
-  bundle's model. When the cohort's median is above 0 in two successive rounds the steps are halved and N is doubled.
+  bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one, and the budget
+  does not raise it again.
+- **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
+  rounded to quarters of a move. It differs little from round to round, so the noise of rounding and of uneven data
+  largely cancels. Statistics are averaged over the same rounds.
 - **Statistics** of batch-norm travel as float16 differences, up from the received ones, down from the bundle's, and
   are averaged by samples; or they stay local.
 
@@ -26,11 +38,12 @@ tensor, the federation's cohort K. Whole numbers merge without error, so a devic
   with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
 - **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
 
-With `residual` the server keeps what is left: R += K / S * sum of m; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
-N += q, with a unit of 2.5 step / K. That sends fewer bits down, and is safe only when few devices of many take part.
+With `residual` the server keeps what is left: R += that product; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
+N += 2**level * q, with a unit of 2.5 step / K / 2**MIDDLE. That sends fewer bits down, and is safe only when few
+devices of many take part.
 
-The cohort's figures (rms, loss) enter by their median, so that no single device sets
-them; the mean number of samples is that of all reports so far.
+The cohort's figures (rms, loss, bytes) enter by their median, so that no single device sets them; the mean number of
+samples is that of all reports so far.
 """
 
 from __future__ import annotations
@@ -39,7 +52,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import ClassVar
 
 import numpy as np
@@ -52,7 +65,9 @@ from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
+    HIGHEST,
     HISTORY,
+    MIDDLE,
     MOST,
     Counts,
     History,
@@ -61,6 +76,7 @@ from edge_client.methods.lattice_grid import (
     moves,
     rms,
     rounded,
+    sizes,
     spans,
     spread,
     steps,
@@ -88,8 +104,8 @@ from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
-MOST_HALVINGS = 16
 BAD_ROUNDS = 2  # in a row that halve the steps
+FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # what the variant with a residual adds before rounding down
 
@@ -118,12 +134,14 @@ class Lattice(Settings):
         if self.prune is not None:
             check(course, self.prune, self.prune_after, self.prune_keep)
         part = grid(course.model.manifest)
-        none = History(np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.int32))
+        statistics = course.model.buffers[: self.buffers(course.model)].copy()
+        none = np.zeros(0, np.int64)
         return State(
             counts=np.zeros(part.size, np.int32),
             steps=np.zeros(len(part.blocks), np.float32),
-            statistics=course.model.buffers[: self.buffers(course.model)].copy(),
-            history=none,
+            statistics=statistics,
+            history=History(none, none.astype(np.uint32), none.astype(np.int32), none),
+            recent=statistics[None][:0],
             residual=np.zeros(part.size, np.float32) if self.residual else None,
         )
 
@@ -137,7 +155,8 @@ class Lattice(Settings):
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         """Nothing in round 1; then how N changed, and the steps for a device that never received them.
 
-        While no update has been counted, a later round begins like the first one and its downlink says so.
+        While no update has been counted, a later round begins like the first one and its downlink says so. After the
+        last round N is its mean over the last rounds.
         """
         state = self.current(course, round_, state)
         if not state.reports:
@@ -145,28 +164,40 @@ class Lattice(Settings):
             return Payload(units, {REPORTS: 0} if round_ > 1 else {})
         net, base = network(course, state.units), self.base(round_, record)
         base = 1 if base <= state.first else base  # N was 0 and without steps
-        held = np.zeros_like(state.counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
+        counts, statistics, rounds = state.counts, state.statistics, 1
+        if round_ > course.rounds and len(state.recent):
+            rounds = len(state.recent)
+            counts = state.history.mean(counts, rounds)
+            statistics = state.recent.mean(axis=0, dtype=np.float64).astype(np.float32)
+        low = state.history.lowest(state.round + 1 - base) if base > 1 else state.lowest
+        if rounds > 1:
+            low = min(low, state.history.fine(rounds))
+        held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
         missed = 0 if base == 1 else round_ - base
-        head = DownHead(coupling.checksum([state.counts]), missed, state.halvings, state.samples)
-        known = self.known_down(net, base, round_, held)
-        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode(state.counts - held, known))}
+        head = DownHead(coupling.checksum([counts]), missed, state.level, low, state.samples)
+        known = self.known_down(net, base, round_, low, held)
+        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode((counts - held) >> low, known))}
         if base == 1:
             arrays["steps"] = state.steps
         if state.units is not None and base <= self.prune_after:
             arrays[UNITS] = state.units
-        if len(state.statistics):
-            arrays["statistics"] = halved(state.statistics - net.model.buffers)
+        if len(statistics):
+            arrays["statistics"] = halved(statistics - net.model.buffers)
         return Payload(arrays)
 
-    def known_down(self, net: Network, base: int, round_: int, held: Counts) -> Known:
-        """What both sides know of the change of N from the start of round `base` to that of `round_`."""
+    def known_down(self, net: Network, base: int, round_: int, low: int, held: Counts) -> Known:
+        """What both sides know of the change of N from the start of round `base` to that of `round_`.
+
+        The mean after the last round also differs where N has changed in the rounds that it covers.
+        """
         if round_ - base > HISTORY:
             return lattice.whole(spans(net.part))
-        return lattice.down(*net.nearest(base, round_, self.prune_after), spans(net.part), held)
+        first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - self.window(net.course)))
+        return lattice.down(*net.nearest(first, round_, self.prune_after), spans(net.part), sizes(held, low))
 
-    def known_up(self, net: Network, a: Assignment, held: Counts) -> Known:
+    def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
-        return lattice.up(dither(a, net.part.size), spans(net.part), held)
+        return lattice.up(dither(a, net.part.size), spans(net.part), sizes(held, level))
 
     def exchanged(self, model: Model) -> int:
         return grid(model.manifest).size
@@ -182,30 +213,31 @@ class Lattice(Settings):
         net, first = network(a.course, state.units), () if state.reports else ("rms",)
         allow_only(payload, MOVES, "statistics", *first)
         a = net.assignment(a)
-        gain, moved = read_moves(a, packed(payload, MOVES), self.known_up(net, a, state.counts))
+        data = packed(payload, MOVES)
+        gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level))
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
-                step = steps(net.part, each, self.quantum, a.course.cohort)
+                step = self.own_steps(a, net.part, each)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
         statistics = difference(payload, "statistics", self.buffers(net.model))
         with np.errstate(over="ignore"):
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain)
+        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain, len(data))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
         part = network(a.course, self.current(a.course, a.round, state).units).part
         statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
-        sizes = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
+        each = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
             own = self.own_steps(a, part, update.rms).astype(np.float64)
             few = FEW * float(own @ [p.stop - p.start for p in part.places]) / max(1, part.size)
-            return Influence(max(float(own @ sizes), few), update.samples, statistics)
+            return Influence(max(float(own @ each), few), update.samples, statistics)
         few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
-        return Influence(max(float(sizes.sum()), few) / update.samples, update.samples, statistics)
+        return Influence(max(float(each.sum()), few) / update.samples, update.samples, statistics)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
@@ -223,7 +255,7 @@ class Lattice(Settings):
 
     def own_steps(self, a: Assignment, part: Part, rms: F32) -> F32:
         """The steps of the first round, from the device's own figures."""
-        return steps(part, rms, self.quantum, a.course.cohort)
+        return steps(part, rms, FIRST * self.quantum, a.course.cohort)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
@@ -237,6 +269,8 @@ class Lattice(Settings):
         total.statistics.add(update.samples, update.statistics)
         total.samples.append(update.samples)
         total.gains.append(update.gain)
+        total.sizes.append(update.size)
+        total.missed.append(a.round - self.base(a.round, record))
         if update.rms is not None:
             total.rms.append(update.rms)
         return total, Record(a.round)
@@ -244,7 +278,7 @@ class Lattice(Settings):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        """N with the round's moves in it; finer steps after bad rounds; the pruning after the last dense round."""
+        """N with the round's moves in it; the level of the next ones; the pruning after the last dense round."""
         state = self.current(course, round_, state)
         net = network(course, state.units)
         reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
@@ -253,39 +287,58 @@ class Lattice(Settings):
             each = steps(net.part, middle, self.quantum, course.cohort)
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
-            moved = total.moves * (course.cohort / reports)
+            moved = total.moves * (course.cohort * state.samples / weight)
         change, residual = self.rounded(course, round_, state, moved)
-        counts = np.clip(state.counts.astype(np.int64) + change, -MOST, MOST).astype(np.int32)
+        top = MOST >> state.level << state.level
+        counts = np.clip(state.counts + (change.astype(np.int64) << state.level), -top, top).astype(np.int32)
         history = state.history
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
-            history = history.then(np.zeros(0, np.int32))
-        history = history.then(counts - state.counts)
+            history = history.then(np.zeros(0, np.int32), HIGHEST)
+        history = history.then(counts - state.counts, state.level)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
-        finer = bad >= BAD_ROUNDS and state.halvings < MOST_HALVINGS
-        if finer:
-            counts = np.clip(2 * counts.astype(np.int64), -MOST, MOST).astype(np.int32)
-            history = replace(history, values=2 * history.values)
-            residual = None if residual is None else 2 * residual
         seen = state.reports + reports
         statistics = state.statistics
         if len(statistics):
             received = received_statistics(net.model, halved(statistics - net.model.buffers))
             statistics = received + total.statistics.value
-        state = State(
+        now = State(
             counts=counts,
             steps=each,
             statistics=statistics,
             history=history,
+            recent=np.concatenate([state.recent, statistics[None]])[-self.window(course) :],
             first=state.first or round_,
             round=round_,
             samples=(state.samples * state.reports + weight) / seen,
             reports=seen,
-            halvings=state.halvings + finer,
-            bad=0 if finer else bad,
+            level=state.level,
+            highest=state.highest,
+            lowest=min(state.lowest, state.level),
+            spent=state.spent,
+            bad=bad,
             residual=residual,
             units=state.units,
         )
-        return self.current(course, round_ + 1, state), {}
+        if round_ < course.rounds:
+            now = self.levelled(course, round_, now, total)
+        return self.current(course, round_ + 1, now), {}
+
+    def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
+        """The state with the level of the next round's moves: lower after bad rounds, higher to keep to the budget."""
+        level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
+        late = max(1, round(fmean(total.missed)))
+        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
+        each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
+        spent += each
+        over = (course.rounds - round_) * each > self.allowed(course) - spent
+        settled = (state.history.levels[-1 - late :] == level).all()
+        if over and settled and round_ + self.window(course) < course.rounds:
+            level = min(level + 1, highest)
+        if bad >= BAD_ROUNDS and state.level > 0:
+            level = highest = state.level - 1
+            bad = 0
+        residual = None if state.residual is None else np.ldexp(state.residual, state.level - level)
+        return replace(state, level=level, highest=highest, bad=bad, spent=spent, residual=residual)
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""
@@ -295,7 +348,7 @@ class Lattice(Settings):
     def pruned(self, course: Course, state: State, prune: float) -> State:
         """The state of the smaller network."""
         whole = network(course, None)
-        weights = whole.weights(self.unit(course, state.steps, state.halvings), state.counts)
+        weights = whole.weights(self.unit(course, state.steps), state.counts)
         units = choose(course.model.manifest, weights, prune, self.prune_keep)
         net = network(course, units)
         return replace(
@@ -303,6 +356,7 @@ class Lattice(Settings):
             counts=state.counts[net.live],
             statistics=net.buffers(state.statistics) if len(state.statistics) else state.statistics,
             history=net.history(state.history),
+            recent=net.buffers(state.statistics)[None][:0] if len(state.statistics) else state.recent[:0],
             bad=0,
             residual=None if state.residual is None else state.residual[net.live],
             units=units,
@@ -337,7 +391,7 @@ class Lattice(Settings):
             own = kept.statistics
         if first:
             zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
-            return Received(net, zeros, none, 0, 0.0, own, net.model.parameters)
+            return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
         head, data = down_head(packed(downlink, CHANGE))
         base = a.round - head.missed if head.missed else 1
         if not head.missed:
@@ -345,14 +399,14 @@ class Lattice(Settings):
             if not (each > 0).all():
                 raise PayloadError("a step of the downlink is not above 0")
         else:
-            each, held = self.held(net, a, kept, base, head.halvings)
-        counts = read_counts(a, base, head.crc, data, held, self.known_down(net, base, a.round, held))
+            each, held = self.held(net, a, kept, base)
+        counts = read_counts(a, base, head, data, held, self.known_down(net, base, a.round, head.low, held))
         if self.statistics == "mean":
             own = received_statistics(net.model, difference(downlink, "statistics", self.buffers(net.model)))
-        parameters = net.weights(self.unit(a.course, each, head.halvings), counts)
+        parameters = net.weights(self.unit(a.course, each), counts)
         if not np.isfinite(parameters).all():
             raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
-        return Received(net, counts, each, head.halvings, head.samples, own, parameters)
+        return Received(net, counts, each, head.level, head.samples, own, parameters)
 
     def network(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Network:
         """The network of this round. Raises LostError when the device should know its units and does not."""
@@ -367,15 +421,15 @@ class Lattice(Settings):
         except PayloadError as error:
             raise stale(a, str(error)) from None
 
-    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int, halvings: int) -> tuple[F32, Counts]:
-        """The steps and the N of the start of round `base`, in today's units. Raises LostError."""
+    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int) -> tuple[F32, Counts]:
+        """The steps and the N of the start of round `base`. Raises LostError."""
         if kept is None:
             raise stale(a, "it holds no counts")
         if base < 2:
             raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
-        if kept.round != base or kept.counts.size != net.part.size or kept.halvings > halvings:
+        if kept.round != base or kept.counts.size != net.part.size:
             raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
-        return kept.steps, (kept.counts.astype(np.int64) << (halvings - kept.halvings)).astype(np.int32)
+        return kept.steps, kept.counts
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
@@ -387,17 +441,18 @@ class Lattice(Settings):
         arrays: Arrays = {}
         if not received.samples:
             arrays["rms"] = each = rms(part, change)
-            step, share = steps(part, each, self.quantum, a.course.cohort), 1.0
+            step, share = self.own_steps(a, part, each), 1.0
         else:
-            step, share = received.steps, task.samples / received.samples * 2.0**received.halvings
+            step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - received.level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
         head = UpHead(coupling.checksum([own_moves]), own.gain)
-        arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, self.known_up(net, a, received.counts)))
+        known = self.known_up(net, a, received.counts, received.level)
+        arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):
             arrays["statistics"] = halved(own.buffers - received.statistics)
         local = own.buffers if self.statistics == "local" else own.buffers[:0]
         units = None if net.units is None else net.units.packed
-        keep = Kept(a.round, received.counts, received.steps, received.halvings, local, units)
+        keep = Kept(a.round, received.counts, received.steps, local, units)
         return Local(
             keep, Payload(arrays, {"samples": task.samples}), net.personal(own.parameters, own.buffers), own.loss
         )

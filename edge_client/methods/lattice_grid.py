@@ -1,8 +1,8 @@
 """What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, past changes.
 
-The weights are ``w0 + step / K * count``: an integer count for each trainable parameter, one step for each tensor, K
-the federation's cohort. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that
-machines agree.
+The weights are ``w0 + step / K / 2**MIDDLE * count``: an integer count for each trainable parameter, one step for each
+tensor, K the federation's cohort. A move at *level* j adds 2**j to a count, so at MIDDLE one step / K. Everything here
+is integers, or float64 with nothing but +, -, *, / and square roots, so that machines agree.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must n
 HISTORY = 16  # rounds whose changes the server keeps for late devices
 BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
 NONE = np.zeros(0, np.uint32)
+MIDDLE = 8  # the level of the first round's moves
+HIGHEST = 16  # the level of the coarsest moves
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
@@ -111,6 +113,11 @@ def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]
     return fall, rise
 
 
+def sizes(counts: Counts, level: int) -> Counts:
+    """|N| in whole moves of a level, as the coder takes what both sides hold."""
+    return np.abs(counts) >> level
+
+
 def moves(part: Part, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
     """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
     out = np.empty(part.size, np.int32)
@@ -146,11 +153,29 @@ def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:
 
 @dataclass(frozen=True)
 class History:
-    """The changes of N in the last rounds, in today's units: a round's `lengths` places uint32 and values int32."""
+    """The changes of N in the last rounds: a round's `lengths` places uint32 and values int32, multiples of
+    2**`levels`."""
 
     lengths: NDArray[np.int64]
     places: NDArray[np.uint32]
     values: Counts
+    levels: NDArray[np.int64]
+
+    def mean(self, counts: Counts, rounds: int) -> Counts:
+        """The mean of N over so many rounds, the last one `counts`, rounded to the level `fine`."""
+        level, back = self.fine(rounds), np.zeros(counts.size, np.int64)
+        for past in range(1, rounds):
+            back += counts - self.before(counts, past)
+        whole = (2 * back + (rounds << level)) // (2 * rounds << level) << level
+        return (counts - whole).astype(np.int32)
+
+    def fine(self, rounds: int) -> int:
+        """The level of the mean of N over so many rounds: quarters of their moves, since halves would be much noise."""
+        return max(0, self.lowest(rounds) - 2)
+
+    def lowest(self, rounds: int) -> int:
+        """The lowest level of the last rounds, so many; HIGHEST for none."""
+        return int(self.levels[len(self.levels) - rounds :].min(initial=HIGHEST))
 
     def before(self, counts: Counts, rounds: int) -> Counts:
         """N as it was so many rounds ago."""
@@ -159,7 +184,7 @@ class History:
         np.subtract.at(held, self.places[first:], self.values[first:])
         return held.astype(np.int32)
 
-    def then(self, change: Counts) -> History:
+    def then(self, change: Counts, level: int) -> History:
         """With one round more, and without those that are too old."""
         places = np.flatnonzero(change)
         old = max(0, len(self.lengths) + 1 - HISTORY)
@@ -168,4 +193,5 @@ class History:
             np.append(self.lengths[old:], len(places)),
             np.append(self.places[first:], places.astype(np.uint32)),
             np.append(self.values[first:], change[places]),
+            np.append(self.levels[old:], level),
         )

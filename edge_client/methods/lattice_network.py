@@ -96,7 +96,7 @@ class Network:
         stays = moved >= 0
         rounds = np.repeat(np.arange(len(history.lengths)), history.lengths)[stays]
         lengths = np.bincount(rounds, minlength=len(history.lengths)).astype(np.int64)
-        return History(lengths, moved[stays].astype(np.uint32), history.values[stays])
+        return History(lengths, moved[stays].astype(np.uint32), history.values[stays], history.levels)
 
 
 def network(course: Course, packed: Packed | None) -> Network:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
+from edge_client.methods.lattice_grid import HISTORY, MIDDLE, grid
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
 from edge_client.methods.local_sgd import LocalSgd
@@ -16,18 +17,24 @@ from edge_client.task import Course
 
 COARSER = 2.5  # the unit of the variant with a residual, in steps / K
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
+LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
 class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(gt=0, le=10_000)] = 5.0
+    quantum: Annotated[float, Field(gt=0, le=10_000)] = 2.5
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
+    budget: Annotated[float, Field(ge=1)] = 110.0
+    """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled where a run would take
+    more. 1: they stay as they are."""
+    average: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
     residual: bool = False
@@ -45,10 +52,19 @@ class Settings(LocalSgd):
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model after the last round, at a third of the whole network's rate."""
 
-    def unit(self, course: Course, each: F32, halvings: int) -> F32:
+    def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
-        share = (COARSER if self.residual else 1.0) * 0.5**halvings / course.cohort
+        share = (COARSER if self.residual else 1.0) * 0.5**MIDDLE / course.cohort
         return (each.astype(np.float64) * share).astype(np.float32)
+
+    def window(self, course: Course) -> int:
+        """The number of rounds whose mean is the final model."""
+        return min(HISTORY, max(1, round(self.average * course.rounds)))
+
+    def allowed(self, course: Course) -> float:
+        """Coded bytes that a device may send and receive in all rounds."""
+        each = 8 * (grid(course.model.manifest).size + self.buffers(course.model)) / self.budget
+        return course.rounds * max(each, LEAST)
 
     def guarded(self, net: Network) -> bool:
         """Whether devices compare this network with the bundle's."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.methods.fedavg import Mean
-from edge_client.methods.lattice_grid import Counts, History
+from edge_client.methods.lattice_grid import HIGHEST, MIDDLE, Counts, History
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.units import Packed
 
@@ -22,22 +22,28 @@ from edge_client.methods.units import Packed
 class State:
     """The global model and what it takes to go on.
 
-    `counts` int32[n] is N. `steps` float32[tensors] are as at first, to be divided by 2**halvings; zeros before any
-    update was counted. `statistics` float32[buffers_d] are exact. `first` and `round` are the first and the last round
-    that counted an update, 0 before. `samples` is the mean over `reports` updates. `bad` counts the bad rounds in a
-    row. `residual` float32[n], in units of step / K, only in that variant.
-    `units` are packed bits, None before the pruning.
+    `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
+    `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds,
+    whose mean is the final model. `first` and `round` are the first and the last round that counted an update, 0
+    before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `highest` what it may reach
+    and `lowest` the lowest that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad
+    rounds in a row. `residual` float32[n], in moves of `level`, only in that variant. `units` are packed bits, None
+    before the pruning.
     """
 
     counts: Counts
     steps: F32
     statistics: F32
     history: History
+    recent: F32
     first: int = 0
     round: int = 0
     samples: float = 0.0
     reports: int = 0
-    halvings: int = 0
+    level: int = MIDDLE
+    highest: int = HIGHEST
+    lowest: int = HIGHEST
+    spent: float = 0.0
     bad: int = 0
     residual: F32 | None = None
     units: Packed | None = None
@@ -60,22 +66,21 @@ class Kept:
     round: int
     counts: Counts
     steps: F32
-    halvings: int
     statistics: F32
     units: Packed | None = None
 
 
 @dataclass(frozen=True)
 class Received:
-    """A downlink decoded: the network, N, the steps as at first, the model float32[d].
+    """A downlink decoded: the network, N, the steps of level MIDDLE, the level of the moves, the model float32[d].
 
-    `samples` is 0 while no update has been counted.
+    `samples` is 0 while no update has been counted. After the last round `counts` is the mean of N over several rounds.
     """
 
     net: Network
     counts: Counts
     steps: F32
-    halvings: int
+    level: int
     samples: float
     statistics: F32
     parameters: F32
@@ -83,25 +88,32 @@ class Received:
 
 @dataclass(frozen=True)
 class Update:
-    """A device's moves int32[n], to be multiplied by `scale`; at first also its rms. `statistics` are changes."""
+    """A device's moves int32[n], to be multiplied by `scale`; at first also its rms. `statistics` are changes.
+
+    `size` is how many bytes the moves took.
+    """
 
     moves: Counts
     rms: F32 | None
     statistics: F32
     samples: float
     gain: float
+    size: int = 0
     scale: float = 1.0
 
 
 @dataclass
 class Total:
-    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain and rms."""
+    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain, rms, bytes of moves,
+    and rounds since it last took part."""
 
     moves: NDArray[np.float64]
     statistics: Mean
     samples: list[float] = field(default_factory=list)
     gains: list[float] = field(default_factory=list)
     rms: list[F32] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
 
 
 def cut(kept: Kept | None, net: Network) -> Kept | None:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods.lattice_grid import Counts
+from edge_client.methods.lattice_grid import HIGHEST, Counts
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
 MOST_MOVE = (1 << 15) - 1  # of a device's number
 
-_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IBBf")
+_UP, _DOWN = struct.Struct("<If"), struct.Struct("<IBBBf")
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,20 @@ class UpHead:
 
 @dataclass(frozen=True)
 class DownHead:
-    """`crc` of the counts; `missed` rounds since the counts that the change builds on, 0 for no counts; how often
-    steps were halved; the mean number of samples behind an update."""
+    """`crc` of the counts; `missed` rounds since the counts that the change builds on, 0 for no counts.
+
+    `level` is that of the next moves; the change is coded in units of 2**`low`; `samples` is the mean number behind an
+    update.
+    """
 
     crc: int
     missed: int
-    halvings: int
+    level: int
+    low: int
     samples: float
 
     def pack(self) -> bytes:
-        return _DOWN.pack(self.crc, self.missed, self.halvings, self.samples)
+        return _DOWN.pack(self.crc, self.missed, self.level, self.low, self.samples)
 
 
 def up_head(data: bytes) -> tuple[UpHead, bytes]:
@@ -59,10 +63,10 @@ def up_head(data: bytes) -> tuple[UpHead, bytes]:
 
 def down_head(data: bytes) -> tuple[DownHead, bytes]:
     """The head of a downlink and what follows it. Raises PayloadError."""
-    crc, missed, halvings, samples = _fields(_DOWN, data)
-    if not (halvings < 32 and 0 < samples < math.inf):
-        raise PayloadError(f"the downlink says {halvings} halvings, {samples} samples; it is damaged")
-    return DownHead(crc, missed, halvings, samples), data[_DOWN.size :]
+    crc, missed, level, low, samples = _fields(_DOWN, data)
+    if not (max(level, low) <= HIGHEST and 0 < samples < math.inf):
+        raise PayloadError(f"the downlink says levels {level} and {low}, {samples} samples; it is damaged")
+    return DownHead(crc, missed, level, low, samples), data[_DOWN.size :]
 
 
 def _fields(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
@@ -91,14 +95,14 @@ def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]
     return head.gain, moves
 
 
-def read_counts(a: Assignment, base: int, crc: int, coded: bytes, held: Counts, known: Known) -> Counts:
+def read_counts(a: Assignment, base: int, head: DownHead, coded: bytes, held: Counts, known: Known) -> Counts:
     """The counts of a downlink, which changed from those `held` since round `base`. Raises LostError, PayloadError."""
     try:
         change = lattice.decode(coded, known)
     except CodecError as error:
         raise fault(a, base, str(error)) from None
-    counts: Counts = (held.astype(np.int64) + change).astype(np.int32)
-    if coupling.checksum([counts]) != crc:
+    counts: Counts = (held + (change.astype(np.int64) << head.low)).astype(np.int32)
+    if coupling.checksum([counts]) != head.crc:
         raise fault(a, base, "the counts do not match their checksum")
     return counts
 

@@ -105,6 +105,14 @@ class LGFedAvg(LocalSgd):
     def stays(self, course: Course) -> str | None:
         return None if self.whole(course.rounds) else "only the last layers are shared, the rest stays on the devices"
 
+    def caution(self, course: Course) -> str | None:
+        if not self.whole(course.rounds):
+            return None
+        return (
+            f"global_rounds = {self.global_rounds} covers all {course.rounds} rounds, so everything is federated "
+            f"averaging; set global_rounds below {course.rounds}"
+        )
+
     def exchanged(self, model: Model) -> int:
         return model.manifest.d if self.global_rounds else self.head(model).size
 

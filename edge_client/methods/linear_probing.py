@@ -18,11 +18,11 @@ from pydantic import Field
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Mean, distance, toward
-from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.local_sgd import LocalSgd, descend_on
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
-from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
+from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
 
@@ -111,16 +111,12 @@ class LinearProbing(LocalSgd):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Epochs of SGD on the head behind the frozen backbone."""
         start, part = self.personal(task, kept, received), self.head(task.assignment.model.manifest)
-        values, buffers, own = start.parameters, start.buffers.copy(), received.head.copy()
-        optimiser, loss = Sgd(own.size, self.learning_rate(task.assignment.model), self.momentum), EpochLoss()
-        for batch in task.batches(self.epochs, self.batch):
-            g = task.gradient(values, buffers, batch)
-            loss.add(batch, g)
-            buffers[:] = g.buffers
-            optimiser.step(own, part.gather(g.parameters))
-            part.scatter(own, values)
+        values, buffers = start.parameters, start.buffers.copy()
+        optimiser = Sgd(part.size, self.learning_rate(task.assignment.model), self.momentum)
+        batches = task.batches(self.epochs, self.batch)
+        own, loss = descend_on(part, task, batches, values, buffers, optimiser)
         update = Payload({"head": own}, {"samples": task.samples})
-        return Local(Kept(buffers), update, Personal(values, buffers), loss.mean)
+        return Local(Kept(buffers), update, Personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The bundle's backbone with the global head and the device's own statistics."""

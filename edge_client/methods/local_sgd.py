@@ -6,6 +6,7 @@ weights, before the federation has learned anything. So the rate's default depen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -15,7 +16,8 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method, pretrained
-from edge_client.task import EpochLoss, Task
+from edge_client.parts import Part
+from edge_client.task import Batch, EpochLoss, Task
 from edge_client.training.sgd import Sgd
 
 CAREFUL = 0.3  # of a method's usual rate
@@ -79,3 +81,20 @@ class LocalSgd(Method):
                     slope *= live
             optimiser.step(w, slope)
         return w, buffers, loss.mean
+
+
+def descend_on(
+    part: Part, task: Task, batches: Iterable[Batch], values: F32, buffers: F32, optimiser: Sgd
+) -> tuple[F32, float]:
+    """SGD on `part` alone, in place: the rest of `values` float32[d] stays, the statistics `buffers` follow.
+
+    Returns the part's values and the last epoch's mean loss.
+    """
+    own, loss = part.gather(values), EpochLoss()
+    for batch in batches:
+        g = task.gradient(values, buffers, batch)
+        loss.add(batch, g)
+        buffers[:] = g.buffers
+        optimiser.step(own, part.gather(g.parameters))
+        part.scatter(own, values)
+    return own, loss.mean

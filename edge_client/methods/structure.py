@@ -106,7 +106,7 @@ class PrunedMasks(Method):
     keep: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the pruned layers' weights that a device keeps (the paper's p_r); 1 prunes nothing."""
     prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
-    """The last so many masked layers, or layers by name."""
+    """The last masked layers, at most so many, or layers by name."""
     head: Head | None = None
     """`local`: the last layer is float32, trained and kept on the device."""
     group_lasso: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -135,8 +135,13 @@ class PrunedMasks(Method):
         layers = m.layers[:-1] if choice.head == "local" else m.layers
         names = tuple(layer.name for layer in layers)
         pruned = names[max(0, len(names) - count) :] if isinstance(count, int) else count
-        if not names or not set(pruned) <= set(names) or count not in (len(pruned), pruned):
-            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some")
+        if not names:
+            raise ConfigError(
+                f"the model has one layer, {m.layers[-1].name!r}, and head = {choice.head!r} leaves it unmasked; "
+                'set head = "masked", or take a method that averages weights'
+            )
+        if not set(pruned) <= set(names):
+            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some of these")
         every, masked = weights(m, layers), weights(m, layers, self.real_gates)
         groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned and choice.keep < 1]
         groups = [g for g in groups if g.size]

@@ -1,4 +1,4 @@
-"""What a stream of events says: messages of `GET .../events`, each with a `kind` of its own."""
+"""The events of a stream: messages of `GET .../events`, each with a `kind` of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UpdateTaken(Message):
 
 
 class UpdateRefused(Message):
-    """A device's update was refused at the coordinator that is asked; another one does not show it."""
+    """A device's update was refused. Only the coordinator process that refused it sends this event."""
 
     kind: Literal["refused"] = "refused"
     round: int
@@ -68,21 +68,21 @@ class PhaseChanged(Message):
 
 
 class SettingsChanged(Message):
-    """The operator changed settings; those that are new."""
+    """The operator changed settings; `settings` has the new values."""
 
     kind: Literal["changed"] = "changed"
     settings: dict[str, int | float]
 
 
 class Faulted(Message):
-    """What keeps the federation from going on by itself; null when nothing does any more."""
+    """What stops the federation from continuing by itself; null when that is over."""
 
     kind: Literal["fault"] = "fault"
     fault: str | None
 
 
 class Snapshot(Message):
-    """The federation as it stands: the first event of a stream that cannot go on from where its reader was."""
+    """The federation as it stands: the first event of a stream that cannot continue from its reader's last event."""
 
     kind: Literal["snapshot"] = "snapshot"
     federation: Federation

@@ -1,7 +1,9 @@
-"""Every JSON message of the REST API, as pydantic models: the one place where a field's name and range are written.
+"""JSON messages of the REST API, as pydantic models: the one place where a field's name and range are written.
 
-Those of a stream of events are in `changes`. Times are seconds, sizes are bytes, rounds count from 1, digests are
-SHA-256 in lower-case hex. Examples are those of the OpenAPI document, `coord_server/http/examples.json`.
+Here are a federation's configuration, a device's conversation with the coordinator, and the record of a round; what an
+operator alone exchanges is in `operator`, the events of a stream in `changes`. Times are seconds, sizes are bytes,
+rounds count from 1, digests are SHA-256 in lower-case hex. Examples are those of the OpenAPI document,
+`coord_server/http/examples.json`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
 Parameters = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
-
-
 Deadline = Annotated[float, Field(strict=True, ge=0.5, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
@@ -142,7 +142,7 @@ class Federation(Message):
 
     id: str
     config: FederationConfig | None
-    """None, as is the next, when the coordinator cannot read it: `fault` says why."""
+    """None, as is `phase`, when the coordinator cannot read it: `fault` says why."""
     phase: Phase | None
     round: int
     """The round under way (or about to start), 0 while recruiting, `rounds` when finished."""
@@ -158,57 +158,10 @@ class Federation(Message):
     deadline_in: float | None = None
     """Seconds until the round's deadline; None while there is none (idle, aggregating, paused)."""
     fault: str | None = None
-    """What keeps the federation from going on by itself (a full disk) or is damaged, None when nothing does or is."""
+    """Why the federation cannot continue by itself (a full disk, a damaged record); None when it can."""
     created_at: float = 0.0
     places: int | None = None
-    """The cohort it was created with, by which methods divide whatever the cohort is now; None when not readable."""
-
-
-class TokenRequest(Message):
-    """Ask for a join token."""
-
-    uses: Devices = 1000
-    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 7 * 86400.0
-
-
-class JoinToken(Message):
-    """A token a device enrols with. Shown once."""
-
-    token: str
-    id: str
-    """Its name in lists, and for revoking it."""
-    federation: str
-    uses: int
-    expires_at: float
-
-
-class TokenSummary(Message):
-    """A join token as lists show it."""
-
-    id: str
-    uses_left: int
-    expires_at: float
-
-
-class ViewerRequest(Message):
-    """Ask for a viewer's token: it may read everything but secrets, and change nothing."""
-
-    expires_in: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 30 * 86400.0
-
-
-class ViewerToken(Message):
-    """A viewer's token. Shown once."""
-
-    token: str
-    id: str
-    expires_at: float
-
-
-class Viewer(Message):
-    """A viewer's token as lists show it."""
-
-    id: str
-    expires_at: float
+    """The cohort it was created with, which methods divide by even after a change; None when not readable."""
 
 
 class Enrol(Message):
@@ -295,7 +248,7 @@ class Receipt(Message):
     sha256: Sha256
     size: Size
     work: Annotated[Train | Finish | Stopped, Field(discriminator="status")] | None = None
-    """What the device is to do next, when its request had a `wait` and there was something in time; None: ask."""
+    """The device's next work, when its request had a `wait` and work came in time; None: ask for it."""
 
 
 class Report(Message):
@@ -395,122 +348,4 @@ class Round(Message):
     guarded: dict[str, str] = {}
     """By device: an update that was out of line, clipped to the medians of the round or left out, and why."""
     failed: dict[str, Failure] = {}
-    """Why devices that were asked could not do the round."""
-
-
-DeviceState = Literal["new", "ready", "failed", "removed"]
-
-
-class Device(Message):
-    """A device as the operator sees it.
-
-    `bytes_up` and `bytes_down` are payloads: acknowledged updates, and downlinks as often as they were fetched (the one
-    after the last round too). `messages_up` and `messages_down` are the bodies of everything else, by kind: "enrol",
-    "report" up, "enrol", "work", "receipt", "bundle" (manifest and parts) down. HTTP's own headers are not counted.
-    """
-
-    device: str
-    enrolled_at: float
-    last_seen_at: float
-    updates: int
-    bytes_up: int
-    bytes_down: int
-    messages_up: dict[str, int] = {}
-    messages_down: dict[str, int] = {}
-    removed: bool = False
-    state: DeviceState = "ready"
-    """"new": it has only enrolled; "failed": `failure` says why, it may be drawn again; "removed" by the operator."""
-    ready: bool = True
-    """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
-    report: Report | None = None
-    failure: Failure | None = None
-    """Why it could not do the last round it failed in; None once an update of it was taken again."""
-    cost: dict[str, float] = {}
-    """What its last update cost it, as far as it said so: "seconds", "joules", "megabytes", "celsius", and "battery",
-    what is left of it in percent."""
-    client: str = ""
-    """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
-    engine: str = ""
-    """Its training engine, as `onnxruntime`; empty when it does not say."""
-
-
-class BundleReceipt(Message):
-    """What the coordinator still lacks of a bundle: PUT each missing part, then create federations from it."""
-
-    digest: Sha256
-    name: str
-    missing: list[str]
-
-
-class ExportRequest(Message):
-    """Ask for a model as a file of this kind: the one that all share, or with `device` that device's own.
-
-    Where a part of a device's model is on the device alone, it is the shared one; `source` of the answer says so. So it
-    does where the device has reported that it kept a model of its own training.
-    """
-
-    kind: Literal["onnx", "pte"]
-    device: Name | None = None
-
-
-class Export(Message):
-    """A model's file: what it is, and how far its making is.
-
-    `detail` is the worker's last line, why it failed, or what was written. `source` says of a file that is ready
-    whether it is the model that all devices share ("global") or the own one of `device` ("personal").
-    """
-
-    id: Sha256
-    kind: Literal["onnx", "pte"]
-    device: str | None
-    round: int
-    """The last closed round when it was asked for."""
-    state: Literal["waiting", "running", "ready", "failed"]
-    source: Literal["global", "personal"] | None = None
-    detail: str = ""
-    size: int | None = None
-
-
-class BundleSummary(Message):
-    """A bundle in figures: what its manifest says, what is missing, who uses it."""
-
-    digest: Sha256
-    added_at: float
-    federations: list[str]
-    """Those that use it; while there is one, the bundle cannot be deleted."""
-    fault: str | None = None
-    """Why its manifest cannot be read; the other fields are empty then."""
-    name: str = ""
-    missing: list[str] = []
-    input: list[int] = []
-    """The shape of a sample."""
-    target: str = ""
-    parameters: int = 0
-    statistics: int = 0
-    """Values of batch normalisation."""
-    layers: int = 0
-    groups: int = 0
-    """Groups of channels that can be pruned together."""
-    seed: int | None = None
-    """What the weights are drawn from; null when they are stored."""
-    parts: dict[str, int] = {}
-    """Bytes of each part."""
-
-
-class MethodSummary(Message):
-    """A method that federations can run."""
-
-    name: str
-    description: str
-    defaults: dict[str, Any]
-    """Of every setting that has one."""
-    settings: dict[str, Any]
-    """The JSON Schema of its settings, those of `method` beside `name` in a federation's configuration."""
-
-
-class Health(Message):
-    """The coordinator is up."""
-
-    status: Literal["ok"] = "ok"
-    version: str
-    federations: int
+    """By device, why it could not do the round."""

@@ -37,7 +37,7 @@ def export(
     name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
     about: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.toml", help="Class names, and how raw samples are normalised; see docs/export.md."),
+        typer.Option(metavar="FILE.toml", help="Class names, the scale of samples; see docs/export.md."),
     ] = None,
     torch_part: Annotated[bool, typer.Option(help="Add model.pt2, which the PyTorch backend needs.")] = True,
     executorch: Annotated[
@@ -57,6 +57,7 @@ def export(
     said = About() if about is None else read_about(about)
     if executorch:
         check_installed()
+    notes: list[str] = []
     try:
         bundle = export_factory(
             factory,
@@ -70,6 +71,8 @@ def export(
             torch_part=torch_part,
             class_names=said.class_names,
             normalisation=said.normalisation,
+            between=said.between,
+            note=notes.append,
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
@@ -90,3 +93,5 @@ def export(
         typer.echo(
             f"no method masks or prunes {', '.join(whole)}: only linear, convolution and LSTM layers are maskable"
         )
+    for line in notes:
+        typer.echo(line)

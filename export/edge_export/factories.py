@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_client import authored
-from edge_client.bundle import Bundle, Normalisation
+from edge_client import authored, toml
+from edge_client.bundle import Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme
 from edge_export.writer import export_bundle
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 WHAT = "a function that returns the torch module"
 
@@ -28,19 +23,21 @@ class About(BaseModel):
     """What a bundle says of its samples beside their shape; `--about` names a TOML file with it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    class_names: tuple[str, ...] = ()
+    class_names: ClassNames = ()
     """What the classes are called, in their order."""
     normalisation: Normalisation | None = None
     """What raw samples go through before the module."""
+    between: Between | None = None
+    """The lowest and the highest value of samples that go through nothing."""
 
 
 def read_about(path: Path) -> About:
     """The file's tables. Raises ConfigError with the setting at fault."""
     try:
-        return About.model_validate(tomllib.loads(path.read_text("utf-8")))
+        return About.model_validate(toml.loads(path.read_text("utf-8")))
     except OSError as error:
         raise ConfigError(f"--about {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--about {path} is not TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"--about {path}: setting {first_fault(error, 'file', About.model_fields)}") from None
@@ -59,11 +56,14 @@ def export_factory(
     torch_part: bool = True,
     class_names: Sequence[str] = (),
     normalisation: Normalisation | None = None,
+    between: tuple[float, float] | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
     The other arguments are those of `export_bundle`. PyTorch's generator starts from `seed`, or 0, so the same file
-    gives the same weights. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
+    gives the same weights. `note` gets a sentence when weights that will count as trained are not the same when they
+    are built again. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
     module cannot be a bundle.
     """
     build = authored.load(place, WHAT)
@@ -72,6 +72,8 @@ def export_factory(
         module = build()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{place} returned a {type(module).__name__}; it must return a torch.nn.Module")
+    if seed is None and (found := drawn(build, module)):
+        note(found)
     example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     return export_bundle(
         module,
@@ -84,4 +86,34 @@ def export_factory(
         torch_part=torch_part,
         class_names=class_names,
         normalisation=normalisation,
+        between=between,
     )
+
+
+def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
+    """What to say of the layers of `module` whose weights differ when it is built again; nothing when none do.
+
+    Weights of one value, such as those of a new batch-norm, speak for neither.
+    """
+    other, layers, trained = None, dict[str, None](), False
+    torch.manual_seed(1)
+    with suppress(Exception):  # a function that can run only once
+        other = build()
+    again = dict(other.named_parameters()) if isinstance(other, torch.nn.Module) else {}
+    for name, weights in module.named_parameters():
+        if name not in again or weights.shape != again[name].shape:
+            continue
+        if not torch.equal(weights, again[name]):
+            layers[name.rpartition(".")[0] or name] = None
+        elif weights.numel() and not torch.equal(weights, weights.flatten()[0].expand_as(weights)):
+            trained = True
+    if not layers:
+        return ""
+    function = getattr(build, "__name__", "the function")
+    count = f"drawn anew each time {function}() runs and count as trained"
+    if trained:
+        return (
+            f"the weights of {', '.join(layers)} are {count}; "
+            'for a new head, set head = "probe" where coupled, deltamask or fedpm is the method'
+        )
+    return f"the weights are {count}; if they are random, pass --seed 1 (in a simulation's [export]: seed = 1)"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import onnx
@@ -69,8 +69,9 @@ def train_graph(
         def forward(free: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             state = {k: b.clone() for k, b in zip(buffers, bs, strict=True)}
             state |= {k: stats[k].clone() for k in fixed_buffers}
+            state |= {**fixed, **dict(zip(trainable, free, strict=True))}
             with Rewriting({**training_table(), **drops.table(), **norms.table()}), slow_paths():
-                outputs = functional_call(module, {**fixed, **dict(zip(trainable, free, strict=True)), **state}, (x,))
+                outputs = functional_call(module, state, (x,))  # puts what forward assigns to a buffer into `state`
             return target.torch_loss(outputs, y), [norms.newest(state[k]) for k in buffers]
 
         free = [p for k, p in zip(parameters, ps, strict=True) if k in trainable]
@@ -119,8 +120,8 @@ def _written(traced: torch.fx.GraphModule, keyed: bool = True) -> onnx.ModelProt
     batch = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder" and n.meta["val"].ndim]
     if not any(isinstance(v.shape[0], torch.SymInt) and not v.shape[0].node.expr.is_number for v in batch):
         raise ModelError(
-            "the forward pass holds for one number of samples only; take it from x.shape[0] and let no other size or "
-            "branch depend on it"
+            "the forward pass holds for one number of samples only: int(), len(), range() or a list makes a Python "
+            "number of the batch's size; use x.shape[0] itself, -1 in reshape, and operators on the whole batch"
         )
     table: dict[str, Handler] = {**operators(), **moves(), **layers()}
     return to_onnx(traced, table)
@@ -166,16 +167,26 @@ def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], d
     """
     training, evaluation = in_training(duplicate(module)), in_evaluation(duplicate(module))
     inputs: tuple[Tensor, ...] = (example, torch.zeros(1, dtype=torch.int64)) if draws else (example,)
-    if draws:
-        author = training.forward
+    author = training.forward
 
-        def forward(x: Tensor, key: Tensor) -> Tensor:
-            with Rewriting(repeatable(Drops(key))):
-                made: Tensor = author(x)
-            return made
+    def forward(x: Tensor, key: Tensor | None = None) -> Tensor:
+        with Rewriting({} if key is None else repeatable(Drops(key))), _in_place(training):
+            made: Tensor = author(x)
+        return made
 
-        training.forward = forward
+    training.forward = forward
     return {"model.pt2": _saved(training, inputs, given), "model-eval.pt2": _saved(evaluation, (example,), given)}
+
+
+@contextlib.contextmanager
+def _in_place(module: nn.Module) -> Iterator[None]:
+    """A buffer that forward assigns anew is changed in place: a program drops an assignment."""
+    before = [(part, k, b) for part in module.modules() for k, b in part._buffers.items() if b is not None]
+    yield
+    for part, name, buffer in before:
+        now = part._buffers[name]
+        if now is not None and now is not buffer:
+            part._buffers[name] = buffer.copy_(now)
 
 
 def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]) -> bytes:

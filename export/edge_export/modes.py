@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from edge_client.errors import ModelError
+
 
 def duplicate(module: nn.Module) -> nn.Module:
     """A deep copy; values that a hook computes from parameters, as `weight_norm` does, are copied without history."""
@@ -17,11 +19,27 @@ def duplicate(module: nn.Module) -> nn.Module:
         for value in vars(part).values():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad:
                 known[id(value)] = value.detach().clone()
-    made = copy.deepcopy(module, known)
+    try:
+        made = copy.deepcopy(module, known)
+    except Exception as error:  # an object of the author's may raise anything
+        raise ModelError(
+            f"{_uncopied(module)} cannot be copied ({type(error).__name__}: {error}), and the export runs copies; make "
+            "it outside the module"
+        ) from error
     for part in made.modules():
         if isinstance(part, nn.modules.batchnorm._NormBase):
             part.num_batches_tracked = None  # counts what no graph needs
     return made
+
+
+def _uncopied(module: nn.Module) -> str:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            try:
+                copy.deepcopy(value) if name not in vars(nn.Module()) else None
+            except Exception:  # as above
+                return f"attribute {'.'.join(filter(None, (path, name)))!r}"
+    return "the module"
 
 
 def in_training(module: nn.Module) -> nn.Module:

@@ -170,9 +170,9 @@ def _silu(w: Writer, a: Any, out: Any) -> str:
 
 
 def _threshold_backward(w: Writer, a: Any, out: Any) -> str:
-    """`grad` where the input is above the threshold: times 1 or 0, but selected where a root makes it infinite at 0."""
+    """`grad` where the input is above the threshold: times 1 or 0, but selected where it may be infinite at 0."""
     above, grad = w.op("Greater", w.tensor(a.self), w.constant(a.threshold, out.dtype)), w.tensor(a.grad_output)
-    if w.roots:
+    if w.endless:
         return w.op("Where", above, grad, w.constant(0.0, out.dtype))
     return w.op("Mul", grad, w.op("Cast", above, to=TensorProto.FLOAT))
 

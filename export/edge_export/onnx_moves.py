@@ -111,6 +111,9 @@ def _repeat(w: Writer, a: Any, out: Any) -> str:
     x, extra = w.tensor(a.self), len(a.repeats) - w.meta(a.self).ndim
     if extra:
         x = w.op("Unsqueeze", x, w.ints(range(extra)))
+    sizes = [1] * extra + [w.fixed(s) for s in w.meta(a.self).shape]
+    if all(size == 1 or w.fixed(times) == 1 for size, times in zip(sizes, a.repeats, strict=True)):
+        return w.op("Expand", x, w.shape(out.shape))  # whose size shape inference knows, also where it is the batch's
     return w.op("Tile", x, w.shape(a.repeats))
 
 

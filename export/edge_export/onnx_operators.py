@@ -141,15 +141,21 @@ def _rsqrt(w: Writer, a: Any, out: Any) -> str:
     return w.op("Reciprocal", w.op("Sqrt", w.tensor(a.self, out.dtype)))
 
 
-def _log_of(shift: float, scale: float) -> Handler:
+def _log_of(scale: float) -> Handler:
     def made(w: Writer, a: Any, out: Any) -> str:
-        x = w.tensor(a.self, out.dtype)
-        if shift:
-            x = w.op("Add", x, w.constant(shift, out.dtype))
-        x = w.op("Log", x)
-        return x if scale == 1 else w.op("Mul", x, w.constant(scale, out.dtype))
+        return w.op("Mul", w.op("Log", w.tensor(a.self, out.dtype)), w.constant(scale, out.dtype))
 
     return made
+
+
+def _log1p(w: Writer, a: Any, out: Any) -> str:
+    """``log(1 + x)`` with what ``1 + x`` rounds off, ``r``: ``log(u + r) = log(u) + r / u``, to float32's precision."""
+    x, one = w.tensor(a.self, out.dtype), w.constant(1.0, out.dtype)
+    u = w.op("Add", x, one)
+    kept = w.op("Sub", u, one)
+    lost = w.op("Div", w.op("Sub", x, kept), u)
+    exact = w.op("Equal", kept, x)  # at -1 and infinity too, where `lost` is no number
+    return w.op("Add", w.op("Log", u), w.op("Where", exact, w.constant(0.0, out.dtype), lost))
 
 
 def _expm1(w: Writer, a: Any, out: Any) -> str:
@@ -279,8 +285,8 @@ def operators() -> dict[str, Handler]:
     found |= dict.fromkeys(("clamp", "clamp_min", "clamp_max", "clip"), _clamp)
     found |= {
         "ne": _ne, "rsub": _rsub, "div": _div, "floor_divide": _floor_divide, "remainder": _remainder, "fmod": _fmod,
-        "where": _where, "rsqrt": _rsqrt, "log2": _log_of(0, 1 / math.log(2)), "log10": _log_of(0, 1 / math.log(10)),
-        "log1p": _log_of(1, 1), "expm1": _expm1, "exp2": _exp2, "trunc": _trunc, "hardtanh": _hardtanh,
+        "where": _where, "rsqrt": _rsqrt, "log2": _log_of(1 / math.log(2)), "log10": _log_of(1 / math.log(10)),
+        "log1p": _log1p, "expm1": _expm1, "exp2": _exp2, "trunc": _trunc, "hardtanh": _hardtanh,
         "sum": _reduce("ReduceSum"), "mean": _reduce("ReduceMean"), "amax": _reduce("ReduceMax"),
         "amin": _reduce("ReduceMin"), "max": _reduce("ReduceMax"), "min": _reduce("ReduceMin"),
         "prod": _reduce("ReduceProd"), "any": _any_all("ReduceMax"), "all": _any_all("ReduceMin"),

@@ -8,6 +8,7 @@ Each pass is a function over :class:`onnx.GraphProto`, in place. Same graph in, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -16,6 +17,10 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
 from edge_export.recurrence_onnx import to_scans
+
+# Names of a graph's inputs and outputs beside the module's tensors, and of the values in between that `_canonical` and
+# `to_scans` make. No tensor of a module may have one.
+OWN_NAMES = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")
 
 
 def tidy(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto:

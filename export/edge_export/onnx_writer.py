@@ -49,8 +49,8 @@ class Unsupported(Exception):
 class Writer:
     """The ONNX graph while it is written. Values are names; `values` maps the traced nodes to them."""
 
-    def __init__(self, roots: bool = False) -> None:
-        self.roots = roots  # whether a gradient may be infinite where all values are finite
+    def __init__(self, endless: bool = False) -> None:
+        self.endless = endless  # whether a gradient may be infinite where all values are finite
         self.graph = GraphProto(name="g")
         self.values: dict[Node, Any] = {}
         self.batch: dict[sympy.Symbol, str] = {}  # a symbol's value, int64[1]
@@ -242,7 +242,7 @@ def _is_float(expr: sympy.Expr) -> bool:
 
 def to_onnx(traced: GraphModule, operators: Mapping[str, Handler]) -> ModelProto:
     """`traced` as an ONNX model whose inputs and outputs have the order of its placeholders and results."""
-    w = Writer(any(_is_root(node) for node in traced.graph.nodes))
+    w = Writer(any(_is_endless(node) for node in traced.graph.nodes))
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             _input(w, node)
@@ -261,11 +261,23 @@ def to_onnx(traced: GraphModule, operators: Mapping[str, Handler]) -> ModelProto
     return helper.make_model(w.graph, opset_imports=opsets, ir_version=IR_VERSION)
 
 
-def _is_root(node: Node) -> bool:
-    """A square root or a power below 1, whose derivative at 0 is infinite."""
-    if node.target is torch.ops.aten.pow.Tensor_Scalar:
-        return 0 < float(node.args[1]) < 1  # type: ignore[arg-type]
-    return node.target is torch.ops.aten.sqrt.default
+_ENDLESS = {  # operators whose derivative is infinite where the argument of this number is 0
+    **dict.fromkeys((f"{name}.default" for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10")), 0),
+    "div.Tensor": 1,
+    "pow.Tensor_Scalar": 0,
+}
+
+
+def _is_endless(node: Node) -> bool:
+    """Whether the derivative at 0 is infinite: a root, a logarithm, a divisor without a positive number added."""
+    place = _ENDLESS.get(str(node.target).removeprefix("aten."))
+    if place is None or (node.target is torch.ops.aten.pow.Tensor_Scalar and not 0 != float(node.args[1]) < 1):  # type: ignore[arg-type]
+        return False
+    at = node.args[place]
+    if not isinstance(at, Node) or not isinstance(at.meta.get("val"), Tensor) or not at.meta["val"].ndim:
+        return False
+    shift = at.args[1] if str(at.target).startswith("aten.add.") else 0
+    return not (isinstance(shift, int | float) and shift > 0)
 
 
 def _trim(graph: GraphProto) -> None:

@@ -19,6 +19,13 @@ from edge_export.onnx_writer import Unsupported
 ADVICE = {
     "add_ sub_ mul_ div_ copy_ fill_ zero_": "keep it as a float32 buffer (register_buffer), or do not change it",
     "sort topk kthvalue median mode argsort": "use max or a softmax: ties would fall differently on each engine",
+    "rrelu": "use torch.nn.LeakyReLU, or torch.nn.Dropout, whose draws repeat",
+    "bucketize searchsorted": "write (x.unsqueeze(-1) > edges).sum(-1)",
+    "linalg_matrix_exp linalg_householder_product linalg_solve linalg_inv linalg_qr linalg_svd linalg_eigh linalg_det "
+    "linalg_cholesky_ex _linalg_solve_ex linalg_inv_ex _linalg_svd _linalg_eigh _linalg_det": (
+        "compute it before the export and keep it as a buffer, or drop the parametrization "
+        "(torch.nn.utils.parametrize.remove_parametrizations)"
+    ),
     "cumprod prod": "use exp(log(x).cumsum(dim)) or products of slices",
     "cummax cummin": "use max over a window",
     "nonzero masked_select unique unique_consecutive _unique2": "keep the size and use where or masked_fill",
@@ -26,7 +33,7 @@ ADVICE = {
         "use torch.nn.Dropout, whose draws repeat; no other randomness is exported"
     ),
     "grid_sampler_2d grid_sampler_3d grid_sampler": "use interpolate, padding and slices",
-    "_fft_r2c _fft_c2c _fft_c2r complex view_as_complex view_as_real": "multiply by a matrix of sines and cosines",
+    "_fft_r2c _fft_c2c _fft_c2r complex polar view_as_complex view_as_real": "multiply by sines and cosines",
     "atan2": "use atan",
     "native_dropout": "let dropout follow module.training",
     "_cdist_forward cdist _euclidean_dist": "write it out: x.square().sum() - 2 x @ y + y.square().sum()",
@@ -39,6 +46,25 @@ _READS_DATA = re.compile(
     r"|boolean value of Tensor|FakeTensor.*numpy|Cannot access data pointer|aten\.item|nonzero"
     r"|\.item\(\)|\.tolist\(\)|\.numpy\(\)|unbacked",
     re.IGNORECASE,
+)
+
+
+_CAUSES = (  # a part of PyTorch's text, what it is about, what to write
+    (
+        "autograd.Function with functorch",
+        "calls an autograd.Function of the old form, forward(ctx, ...)",
+        "give it forward without ctx, and setup_context(ctx, inputs, output)",
+    ),
+    (
+        "would mutate a captured Tensor",
+        "changes a tensor in place that it has not made: its input, or a plain attribute",
+        "start from a copy, as in x = x.clone()",
+    ),
+    (
+        "INTERNAL ASSERT",
+        "makes PyTorch fail on a change in place",
+        "compute a new tensor, or keep what changes as a float32 buffer",
+    ),
 )
 
 
@@ -61,6 +87,39 @@ class Path:
 def named(path: str) -> str:
     """A part of the module as a sentence names it."""
     return f"module {path!r}" if path else "the module's own forward"
+
+
+def refuse_parts(module: nn.Module) -> None:
+    """Raise ModelError for a part whose kind or settings no graph can have, and for hooks that change gradients."""
+    advice = "no graph runs it: remove it, and write what it does as tensor operators or requires_grad_(False)"
+    known = set(module.modules())
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if name != "_modules" and any(isinstance(v, nn.Module) and v not in known for v in held):
+                raise ModelError(
+                    f"attribute {'.'.join(filter(None, (path, name)))!r} holds a layer that the module does not know; "
+                    "keep it in a torch.nn.ModuleList or ModuleDict"
+                )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(f"{named(path)} is a TorchScript module; give the module itself, without torch.jit")
+        if hasattr(part, "_orig_mod"):
+            raise ModelError(f"{named(path)} is compiled; give the module itself, without torch.compile")
+        if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(f"{named(path)} has sparse gradients; set sparse=False")
+        if getattr(part, "max_norm", None) is not None and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"{named(path)} changes its table in forward; set max_norm=None, and scale what it returns"
+            )
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ModelError(f"{named(path)} has a backward hook; {advice}")
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.track_running_stats:
+            raise ModelError(f"{named(path)}: batch-norm keeps no running statistics; set track_running_stats=True")
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
+            raise ModelError(f"{named(path)}: batch-norm has momentum=None; give a number, such as momentum=0.1")
+    for name, p in module.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ModelError(f"parameter {name!r} has a gradient hook (register_hook); {advice}")
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +155,7 @@ def where(module: nn.Module, example: Tensor, operator: str) -> str:
 def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> ModelError:
     """The refusal of an operator without an ONNX form."""
     operator = error.operator.rpartition(".")[2] or error.operator
-    advice = _BY_NAME.get(operator.removesuffix("_backward"))
+    advice = _BY_NAME.get(operator.partition("_with_noise")[0].removesuffix("_backward"))
     what, _, instead = error.why.partition("; ")
     what = what or ("changes a tensor that is no buffer in place" if operator.endswith("_") else "has no ONNX form")
     instead = instead or advice or GENERAL
@@ -119,8 +178,9 @@ def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iter
         if line := authored.place_of(error):
             place = f"{place} ({line})"
         text = reason(error)
-        if "INTERNAL ASSERT" in text:
-            text = "PyTorch fails on a change in place"
+        for found, what, instead in _CAUSES:
+            if found in text:
+                raise ModelError(f"{place} {what}; {instead}") from error
         if _READS_DATA.search(f"{type(error).__name__} {error}"):
             raise ModelError(
                 f"{place} reads a tensor's values in Python (an if, int(), .item(), .tolist() or an index by a mask); "

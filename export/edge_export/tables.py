@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
 from edge_client.errors import ModelError
-from edge_export.modes import duplicate, evaluating, in_training
+from edge_export.draws import buffers_by_step, same_values
+from edge_export.modes import duplicate, in_evaluation, slow_paths
 
 InitScheme = Literal["he", "torch", "sign"]
 """How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
@@ -73,7 +74,7 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
 def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
     """The float buffers that a training step moves, and every norm's running statistics. All others are constants.
 
-    Raises ModelError for a buffer of another dtype that a step changes.
+    Raises ModelError for a buffer of another dtype that a step changes, or of another shape.
     """
     own = {
         f"{prefix}.{name}" if prefix else name
@@ -81,15 +82,8 @@ def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
         if isinstance(part, nn.modules.batchnorm._NormBase)
         for name in ("running_mean", "running_var")
     }
-    probe = in_training(duplicate(module))
-    before = {k: b.clone() for k, b in probe.named_buffers()}
-    try:
-        with torch.no_grad():
-            probe(example)
-    except Exception as error:  # the author's forward may raise anything
-        raise ModelError(f"the module does not run in training mode on {tuple(example.shape)}: {error}") from error
-    moved = {k for k, b in probe.named_buffers() if k in before and not torch.equal(b, before[k])}
-    moved -= {k for k in moved if bool((before[k] != before[k]).any())}  # NaN differs from itself
+    start, *later = buffers_by_step(module, example)
+    moved = {k for k, b in start.items() if any(not same_values(b, state[k]) for state in later)}
     found = {k: b for k, b in module.named_buffers() if k in own or k in moved}
     for name, buffer in found.items():
         if not buffer.is_floating_point():
@@ -97,6 +91,8 @@ def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
                 f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')}) changes in forward; devices keep "
                 "float32 buffers only: register it as float32, or do not change it"
             )
+        if any(state[name].shape != buffer.shape for state in later if name in state):
+            raise ModelError(f"buffer {name!r} changes its shape in forward; give it its final shape in __init__")
     return found
 
 
@@ -111,21 +107,17 @@ def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collecti
 
 
 def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
+    copy = in_evaluation(duplicate(module))
     names: dict[nn.Module, str] = {
-        m: n for n, m in module.named_modules() if isinstance(m, (*_MASKABLE, nn.MultiheadAttention))
+        m: n
+        for n, m in copy.named_modules()
+        if isinstance(m, nn.MultiheadAttention) or (isinstance(m, _MASKABLE) and _weighted(m))
     }
     called: list[nn.Module] = []
-    for m in [
-        m for m in names if isinstance(m, _MASKABLE) and not _weighted(m)
-    ]:  # its weight is computed from other parameters
-        del names[m]
-    hooks = [m.register_forward_hook(lambda m, _in, _out: called.append(m)) for m in names]
-    try:
-        with evaluating(module):
-            module(example)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for m in names:
+        m.register_forward_hook(lambda m, _in, _out: called.append(m))
+    with torch.no_grad(), slow_paths():
+        copy(example)
     first = _first_names(module)
     return _each_tensor_once([layer for m in dict.fromkeys(called) for layer in _layers_of(names[m], m, first)])
 

@@ -7,37 +7,35 @@ exports to the same bytes.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from edge_client import authored
-from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
+from edge_client.bundle import WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
-from edge_client.graphs import check_file
 from edge_client.targets import Target, target_type
+from edge_export.files import check_free, write_bundle
 from edge_export.graphs import eval_graph, torch_programs, train_graph
 from edge_export.groups import with_groups
-from edge_export.modes import evaluating
+from edge_export.kept_state import refuse_state
+from edge_export.modes import duplicate, evaluating
+from edge_export.onnx_passes import OWN_NAMES
 from edge_export.proof import Shown, prove
-from edge_export.refusals import in_a_sentence
+from edge_export.refusals import in_a_sentence, refuse_parts
 from edge_export.tables import InitScheme, Tables, tables, unseeded
+from edge_export.witness import Witness
 
-_TAKEN = re.compile(r"(x|y|key|loss|logits|[cnrtv]\d.*|grad:.*|new:.*)$")  # names of a graph's own values
-_FILES = frozenset(
-    {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
-)
+_SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_WHOLE = (TensorProto.INT32, TensorProto.INT64)
 
 
 def export_bundle(
@@ -53,6 +51,7 @@ def export_bundle(
     torch_part: bool = True,
     class_names: Sequence[str] = (),
     normalisation: Normalisation | Mapping[str, Any] | None = None,
+    between: tuple[float, float] | None = None,
 ) -> Bundle:
     """Write `module` as a bundle to `folder` and open it.
 
@@ -79,6 +78,8 @@ def export_bundle(
     normalisation:
         What raw samples go through before the module, such as ``{"mean": [0.5], "std": [0.25]}``. Devices then hold
         raw samples; `example_batch` is normalised.
+    between:
+        Without one, the lowest and the highest value of samples: a device whose own are far from that says so.
 
     Raises
     ------
@@ -86,8 +87,7 @@ def export_bundle(
         The module cannot be a bundle: what is wrong with it, and what to change.
     """
     folder = Path(folder)
-    if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
-        raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
+    check_free(folder)
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
     module, example, target, found = made.module, made.example, made.target, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
@@ -102,8 +102,9 @@ def export_bundle(
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     dtype = "int64" if example.dtype == torch.int64 else "float32"
-    ids = _ids(made.evaluation, found)
-    takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "ids": ids}
+    ids = _ids(made.evaluation, found) if dtype == "int64" else None
+    takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "between": between,
+             "ids": ids}  # fmt: skip
     try:
         manifest = Manifest(
             name=name,
@@ -119,13 +120,23 @@ def export_bundle(
         )
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
-    return _write(with_groups(manifest, graphs), parts, folder)
+    return write_bundle(with_groups(manifest, graphs), parts, folder)
 
 
 def _ids(graph: ModelProto, found: Tables) -> int | None:
-    """Rows of the smallest table that the samples index, None without one. ONNX takes the id -1 for the last row."""
+    """Rows of the smallest table that whole-number samples index, None without one.
+
+    What holds the samples' values and no others counts as the samples; a slice or a sum does not. ONNX takes the id -1
+    for the last row.
+    """
     rows = {row.name: row.shape[0] for row in (*found.parameters, *found.buffers) if row.shape}
-    looked_up = [n.input[0] for n in graph.graph.node if n.op_type == "Gather" and n.input[1] == "x"]
+    samples, looked_up = {"x"}, set[str]()
+    for node in graph.graph.node:
+        given = {a.name: a.i for a in node.attribute}
+        if node.op_type in _SAME_VALUES and node.input[0] in samples and given.get("to", TensorProto.INT64) in _WHOLE:
+            samples.add(node.output[0])
+        elif node.op_type == "Gather" and node.input[1] in samples and given.get("axis", 0) == 0:
+            looked_up.add(node.input[0])
     return min((rows[table] for table in looked_up if table in rows), default=None)
 
 
@@ -151,12 +162,16 @@ def proved_graphs(
     trainable: Collection[str] | None = None,
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
-    module, prefix = _renamed(module)
+    refuse_parts(module)
+    if any(map(is_lazy, module.parameters())):  # as PyTorch does in the first run
+        _run(module, example_batch)
+    module, prefix = _renamed(_in_float32(module))
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
     found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
+    refuse_state(Witness(module, target, free, buffers), example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
     shown = prove(module, example, target, parameters, buffers, free, train, evaluation)
@@ -179,20 +194,29 @@ class _Named(nn.Module):
 def _renamed(module: nn.Module) -> tuple[nn.Module, str]:
     """`module`, and the prefix of its tensors' names: none, unless a graph uses one of the names itself."""
     names = [n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
-    if any(_TAKEN.match(name) for name in names):
+    if any(map(OWN_NAMES.match, names)):
         return _Named(module), "model."
     return module, ""
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """`module`, or a copy in which every buffer of other floats that float32 holds exactly is float32."""
+
+    def exact(b: Tensor) -> bool:
+        return b.is_floating_point() and b.dtype != torch.float32 and torch.equal(b.float().to(b.dtype), b)
+
+    if not any(map(exact, module.buffers())):
+        return module
+    made = duplicate(module)
+    for part in made.modules():
+        part._buffers.update({k: b.float() for k, b in part.named_buffers(recurse=False) if exact(b)})
+    return made
 
 
 def _example(module: nn.Module, batch: Tensor) -> Tensor:
     """A batch for tracing whose size no other axis has, after checks of the module and the batch."""
     if batch.dtype not in (torch.float32, torch.int64) or batch.ndim < 2 or batch.shape[0] < 1:
         raise ModelError(f"the example is {batch.dtype} of shape {tuple(batch.shape)}; give float32 or int64 [n, ...]")
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (
-            not part.track_running_stats or part.momentum is None
-        ):
-            raise ModelError("batch-norm needs track_running_stats=True and a number as momentum")
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point() and value.dtype != torch.float32:
             raise ModelError(f"tensor {name!r} is {value.dtype}; call module.float()")
@@ -203,13 +227,7 @@ def _example(module: nn.Module, batch: Tensor) -> Tensor:
 
 def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
     """The shape of one sample's outputs. Raises ModelError when the module does not run or gives something else."""
-    try:
-        with evaluating(module):
-            outputs = module(batch)
-    except Exception as error:  # the author's forward may raise anything
-        place = authored.place_of(error) or "the module"
-        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
-        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
+    outputs = _run(duplicate(module), batch)
     if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
         found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ModelError(f"the module returns {found}; it must return one float32 tensor")
@@ -219,6 +237,17 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
             "axis must be the samples, and another must hold each sample's outputs"
         )
     return tuple(outputs.shape[1:])
+
+
+def _run(module: nn.Module, batch: Tensor) -> Any:
+    """What `module` gives in evaluation mode. Raises ModelError when it does not run."""
+    try:
+        with evaluating(module):
+            return module(batch.clone())
+    except Exception as error:  # the author's forward may raise anything
+        place = authored.place_of(error) or "the module"
+        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
+        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
 
 
 def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Target:
@@ -251,24 +280,3 @@ def _shape(output: tuple[int, ...]) -> str:
 def _stored(module: nn.Module, found: Tables) -> dict[str, Tensor]:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {r.name: state[r.name].detach().contiguous() for r in (*found.parameters, *found.buffers)}
-
-
-def _write(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
-    """All files or none: written beside `folder`, then moved there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
-            (fresh / part).write_bytes(data)
-            if part.endswith(".onnx"):
-                try:
-                    check_file(fresh / part, manifest.input.shape)
-                except ValueError as error:
-                    raise ModelError(f"devices would refuse {part}: {error}; use other layers or settings") from None
-        fresh.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return Bundle.open(folder)

@@ -27,11 +27,12 @@ import numpy as np
 import onnxruntime as ort
 import typer
 from edge_bench import datasets, provenance
-from edge_bench.cli import write_json
-from edge_bench.demo import BUNDLES, Ended, Fleet, fleet, settings
+from edge_bench.command_line import write_json
+from edge_bench.demo import BUNDLES, settings
+from edge_bench.fleet import Ended, Fleet, fleet
 from edge_bench.over_http import differences, over_http
 from edge_bench.processes import ProcessError
-from edge_bench.simulate import find_bundle
+from edge_bench.simulation_file import find_bundle
 from edge_kernels import counter
 from numpy.typing import NDArray
 

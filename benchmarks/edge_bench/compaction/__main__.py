@@ -20,7 +20,7 @@ import torch
 import typer
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed
@@ -118,7 +118,9 @@ def line(r: Result) -> str:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
-    family: Annotated[str | None, typer.Option(help="Only this family: chains, joins, sequences, known.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Only this family: chains, joins, sequences, hostile, known.")
+    ] = None,
     masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
     kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
     runs: Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no timing.")] = 0,

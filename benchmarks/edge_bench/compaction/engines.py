@@ -24,7 +24,7 @@ import typer
 from numpy.typing import NDArray
 
 from edge_bench import provenance
-from edge_bench.cli import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.__main__ import chosen
 from edge_bench.compaction.masks import KINDS, MaskKind
 from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
@@ -188,7 +188,9 @@ def line(r: Row) -> str:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
-    family: Annotated[str | None, typer.Option(help="Only this family: chains, joins, sequences, known.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Only this family: chains, joins, sequences, hostile, known.")
+    ] = None,
     masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
     kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
     engines: Annotated[str, typer.Option(help="Engines beside ONNX Runtime, by comma.")] = ",".join(ENGINES),

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from edge_bench.compaction.zoo.case import Case
 
@@ -24,6 +25,7 @@ MaskKind = Literal["weight", "act"]
 KINDS: tuple[MaskKind, ...] = ("act", "weight")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1, nn.LSTMCell: 4, nn.GRUCell: 3, nn.RNNCell: 1}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CALIBRATION = 32  # samples behind the statistics
 
@@ -99,6 +101,7 @@ def prunable(module: nn.Module, whole: Collection[str]) -> Iterator[Rows]:
         if layer in whole:
             continue
         own = {n: names[id(p)] for n, p in part.named_parameters(recurse=False)}
+        own |= {n: names[id(p)] for n, p in _parametrised(part)}
         if isinstance(part, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)):
             axis = 1 if isinstance(part, TRANSPOSED) else 0
             channels = part.weight.shape[axis] * (part.groups if isinstance(part, TRANSPOSED) else 1)
@@ -106,11 +109,25 @@ def prunable(module: nn.Module, whole: Collection[str]) -> Iterator[Rows]:
             yield Rows(layer, int(channels), (own["weight"],), biases, axis)
         elif isinstance(part, nn.MultiheadAttention):
             yield Rows(f"{layer}.in", 3 * part.embed_dim, (own["in_proj_weight"],), (own["in_proj_bias"],))
-        elif isinstance(part, (nn.LSTM, nn.GRU)):
-            for suffix in sorted({n.split("_", 2)[2] for n in own}):  # l0, l0_reverse, l1, ...
-                pick = tuple(own[n] for n in own if n.split("_", 2)[2] == suffix and n.startswith("weight"))
-                bias = tuple(own[n] for n in own if n.split("_", 2)[2] == suffix and n.startswith("bias"))
-                yield Rows(f"{layer}.{suffix}", part.hidden_size, pick, bias, 0, 4 if isinstance(part, nn.LSTM) else 3)
+        elif type(part) in GATES:
+            for suffix in sorted({_suffix(n) for n in own}):  # l0, l0_reverse, l1, ...; of a cell none
+                pick = tuple(own[n] for n in own if _suffix(n) == suffix and n.startswith("weight"))
+                bias = tuple(own[n] for n in own if _suffix(n) == suffix and n.startswith("bias"))
+                name = f"{layer}.{suffix}" if suffix else layer
+                yield Rows(name, int(part.hidden_size), pick, bias, 0, GATES[type(part)])
+
+
+def _parametrised(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A reparametrised tensor by its name, with the smallest parameter that has its rows: the lengths, say."""
+    if is_parametrized(part):
+        for name, made in part.parametrizations.items():  # type: ignore[union-attr,operator]
+            rows = len(getattr(part, name))
+            yield name, min((p for p in made.parameters() if len(p) == rows), key=lambda p: p.numel())
+
+
+def _suffix(name: str) -> str:
+    """What follows `weight_ih` in the name of a recurrent layer's parameter."""
+    return "_".join(name.split("_")[2:])
 
 
 def _ordinary(module: nn.Module) -> None:

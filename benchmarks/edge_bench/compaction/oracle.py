@@ -1,7 +1,7 @@
 """The bound: multiply-adds of a masked module when every contraction keeps only what matters, found by numbers alone.
 
 The module runs in float64 on a few samples with every contraction watched (linear layers, convolutions, products of
-matrices, einsum, attention, LSTM, GRU). An entry of a contraction's input or output is live when
+matrices, einsum, attention, recurrent layers). An entry of a contraction's input or output is live when
 
 - it differs from sample to sample: what is the same for every sample is a constant, whatever the place, and
 - the outputs' gradient reaches it. For an input that is the gradient through this contraction alone.
@@ -12,9 +12,9 @@ multiply-adds as it has triples (input entry, output entry, place) with both ent
 grouped convolution, and within one head of attention.
 
 Nothing of the exporter or of compaction is used: a channel counts as dead because of the numbers, not of the graph.
-Two things are adapted. A ReLU's flat side is given a slope of a quarter, so that a unit which happens to be off on
-every sample counts as live: no exact compaction may remove it. LSTM and GRU run as loops, so that their gates and
-states can be watched; steps are united.
+Two things are adapted. The flat sides of a ReLU and a clamp are given a slope of a quarter, so that a unit which
+happens to be off on every sample counts as live: no exact compaction may remove it. LSTM, GRU and RNN run as loops, so
+that their gates and states can be watched; steps are united.
 
 The bound is not always reachable by an exact graph of ordinary layers: an index of a product that is constant on one
 side still counts, but one that cancels (a constant added to every score before a softmax) does not.
@@ -129,8 +129,12 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "relu6_"):
             return functional.leaky_relu(args[0], SLOPE)
-        if name in ("lstm", "gru") and len(args) == 9:
+        if name in ("clamp", "clamp_min", "clamp_max", "clip") and args[0].requires_grad:
+            return SLOPE * args[0] + (1 - SLOPE) * func(*args, **kwargs)
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
             return _recurrent(self, name, *args)
+        if name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
+            return _cell(self, name.removesuffix("_cell"), *args)
         if name == "scaled_dot_product_attention":
             return _attention(self, *args, **kwargs)
         if name == "multi_head_attention_forward":
@@ -146,6 +150,8 @@ class _Watch(TorchFunctionMode):
             return args[0] + self.product(args[1], args[2])
         if name == "einsum":
             return self._einsum(func, *args)
+        if name == "bilinear":
+            return self._bilinear(*args)
         if name == "linear":
             return self.linear(*args, **kwargs)
         if name.startswith("conv") and name[-2:] in ("1d", "2d", "3d"):
@@ -169,7 +175,8 @@ class _Watch(TorchFunctionMode):
         groups = kwargs.get("groups", args[place] if len(args) > place else 1)
         site = self.sites.setdefault(len(self.sites), _Site("channels", groups=int(groups)))
         out = self._note(site, x, None, lambda a, _: func(a, *args[1:], **kwargs))
-        site.each = prod(weight.shape[2:]) * prod(x.shape[2:] if transposed else out.shape[2:])
+        places = prod(x.shape[2:] if transposed else out.shape[2:])
+        site.each = prod(weight.shape[2:]) * places * (len(x) // SAMPLES)
         return out
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -181,9 +188,27 @@ class _Watch(TorchFunctionMode):
         return self._note(site, a, b, torch.matmul)
 
     def _einsum(self, func: Callable[..., Tensor], equation: str, *operands: Any) -> Tensor:
-        a, b = operands[0] if len(operands) == 1 else operands
-        site = self.sites.setdefault(len(self.sites), _Site("einsum", equation=equation.replace(" ", "")))
+        """From left to right, two at a time, each time without the letters that nothing later reads."""
+        parts = list(operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands)
+        equation = equation.replace(" ", "")
+        if len(parts) == 1:
+            return func(equation, *parts)
+        left, _, right = equation.partition("->")
+        letters = left.split(",")
+        while len(parts) > 2:
+            later = {*"".join(letters[2:]), *right}
+            made = "".join(dict.fromkeys(c for c in letters[0] + letters[1] if c in later))
+            parts[:2] = [self._einsum(func, f"{letters[0]},{letters[1]}->{made}", *parts[:2])]
+            letters[:2] = [made]
+        equation, (a, b) = f"{','.join(letters)}->{right}", parts
+        if not (a.requires_grad or b.requires_grad):
+            return func(equation, a, b)
+        site = self.sites.setdefault(len(self.sites), _Site("einsum", equation=equation))
         return self._note(site, a, b, lambda p, q: func(equation, p, q))
+
+    def _bilinear(self, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        made = self._einsum(torch.einsum, "ni,oij,nj->no", a, weight, b)
+        return made if bias is None else made + bias
 
     def _note(self, site: _Site, a: Tensor, b: Tensor | None, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
         """Run on copies of the operands, whose gradients are those through this contraction alone."""
@@ -224,13 +249,41 @@ def _multi_head(
     return watch.linear(joined, out_weight, out_bias), None
 
 
+def _step(
+    watch: _Watch, kind: str, from_x: Tensor, state: tuple[Tensor, Tensor], w: Tensor, b: Tensor | None, key: object
+) -> tuple[Tensor, Tensor]:
+    """One step of a recurrent layer: its state and cell (of all but an LSTM the state again)."""
+    h, c = state
+    if not h.requires_grad:  # the first state is a constant, watched all the same
+        h = h.clone().requires_grad_()
+    from_h = watch.linear(h, w, b, key)
+    if kind == "lstm":
+        return _lstm(from_x + from_h, c)
+    if kind == "gru":
+        return _gru(from_x, from_h, h)
+    made = functional.leaky_relu(from_x + from_h, SLOPE) if kind == "rnn_relu" else torch.tanh(from_x + from_h)
+    return made, made
+
+
+def _cell(
+    watch: _Watch, kind: str, x: Tensor, state: Any, w_in: Tensor, w_state: Tensor,
+    b_in: Tensor | None = None, b_state: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """`nn.LSTMCell`, `nn.GRUCell` or `nn.RNNCell`; the calls of one cell are its steps."""
+    state = tuple(state) if kind == "lstm" else (state, state)
+    from_x = watch.linear(x, w_in, b_in, (id(w_in), "x"))
+    made = _step(watch, kind, from_x, state, w_state, b_state, (id(w_state), "h"))
+    return made if kind == "lstm" else made[0]
+
+
 def _recurrent(
     watch: _Watch, kind: str, x: Tensor, state: Any, weights: Sequence[Tensor], biased: bool, layers: int,
     dropout: float, training: bool, both: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`torch.lstm` or `torch.gru` by its definition."""
+    """`torch.lstm`, `torch.gru` or a plain recurrence by its definition."""
     x = x.transpose(0, 1) if batch_first else x
     each, place, last = 4 if biased else 2, 0, []
+    call = len(watch.sites)
     for layer in range(layers):
         made = []
         for direction in range(1 + both):
@@ -242,12 +295,9 @@ def _recurrent(
             c = state[1][layer * (1 + both) + direction] if kind == "lstm" else h
             from_x = watch.linear(x, w_in, b_in)
             outputs: list[Tensor] = []
-            key = (id(x), layer, direction)
+            key = (call, layer, direction)
             for t in range(len(x)) if not direction else reversed(range(len(x))):
-                if not h.requires_grad:  # the first state is a constant, watched all the same
-                    h = h.clone().requires_grad_()
-                from_h = watch.linear(h, w_state, b_state, key)
-                h, c = _lstm(from_x[t] + from_h, c) if kind == "lstm" else _gru(from_x[t], from_h, h)
+                h, c = _step(watch, kind, from_x[t], (h, c), w_state, b_state, key)
                 outputs.append(h)
             last.append((h, c))
             made.append(torch.stack(outputs[::-1] if direction else outputs))
@@ -287,24 +337,30 @@ def _count(site: _Site, largest: float) -> tuple[int, int]:
         rows, columns = out.any(-1).sum(-1), out.any(-2).sum(-1)
         live = int((index.sum(-1) * rows * columns).sum())
         return out.numel() * varies_a.shape[-1], live
-    axis = 0 if site.kind == "channels" else -1
+    # Of a convolution's tensor the channels are axis 1. What was folded into the samples' axis lies before them.
+    axis = varies_a.ndim - (site.a[0].ndim - 1) if site.kind == "channels" else -1
     a, o = _only(varies_a & reached_a, axis), _only(out, axis)
     a, o = a.view(site.groups, -1), o.view(site.groups, -1)
     return site.groups * a.shape[1] * o.shape[1] * site.each, int((a.sum(1) * o.sum(1)).sum()) * site.each
 
 
 def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:
-    """Triples of live entries, by the equation itself without its samples' axis."""
+    """Triples by the equation itself, without its samples' axis: either side is live and the other is not zero."""
     left, _, right = site.equation.partition("->")
     (letters_a, letters_b), batch = left.split(","), right[0]
-    masks = []
+    live, some = [], []  # of each operand what varies and is reached, and what is not zero
     for tensors in (site.a, site.b):
         varies, reached = _live(tensors, largest)
-        masks.append(varies & reached if tensors[0].requires_grad else torch.ones_like(varies))
+        live.append(varies & reached)
+        sizes = torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors])
+        some.append(sizes.any(0) if tensors[0].requires_grad else torch.ones_like(varies))  # zeros of a weight count
     equation = f"{letters_a},{letters_b},{right}->".replace(batch, "")
-    all_of = [torch.ones_like(m, dtype=torch.float64) for m in (*masks, out)]
-    dense = torch.einsum(equation, *all_of)
-    return int(dense), int(torch.einsum(equation, *(m.double() for m in (*masks, out))))
+
+    def triples(a: Tensor, b: Tensor, made: Tensor = out) -> int:
+        return int(torch.einsum(equation, a.double(), b.double(), made.double()))
+
+    whole = [torch.ones_like(m) for m in (*live, out)]
+    return triples(*whole), triples(live[0], some[1]) + triples(some[0], live[1]) - triples(*live)
 
 
 def _only(live: Tensor, axis: int) -> Tensor:

@@ -33,25 +33,32 @@ constant is it otherwise, and does an output depend on it. What does not vary or
 * Layers that meet in a sum or a concatenation keep different channels. Each layer is cut by its own mask, and a gather
   or a padding brings the channels together.
 * Which entries of which tensors belong to one channel follows from the graph's own operators. So splits, shuffles,
-  depthwise and grouped convolutions, gates, skips, shared layers, attention heads, LSTM and GRU need no list.
+  depthwise and grouped convolutions, gates, skips, shared layers, attention heads, LSTM, GRU and RNN need no list.
 
 What stays although its mask would let it go:
 
 * **Norms over channels** (layer norm, group norm, softmax or a length over channels): a constant channel takes part in
   the mean and the deviation. The layers before it are cut, the norm reads all its channels.
-* **Attention under masks that leave biases**: a pruned query or key entry is a constant, not zero, so its product with
-  the other side stays. The bound counts an entry that cancels in the softmax as dead; not every such entry is found.
-* **LSTM and GRU under masks that leave biases**: a pruned unit's state is constant for all inputs but moves from step
-  to step. Cutting it costs an addition at every step, which ONNX's cells cannot do inside.
+* **Heads**: all heads of an attention are computed at once, so each is as wide as the widest. An operator that takes
+  heads only of the same entries, as the rotation of pairs by their positions does, keeps more.
+* **Attention under masks that leave biases**: a pruned query entry is a constant, not zero, so its product with the
+  keys stays. A pruned key entry cancels in the softmax, and the average of a pruned value entry is that constant.
+* **Recurrent layers under masks that leave biases**: a pruned unit's state is constant for all inputs but moves from
+  step to step. What it adds goes through further inputs of an LSTM or RNN. Of a GRU, whose reset gate multiplies the
+  recurrent sum, a few pruned units stay for the others, or new units, no more than live ones, carry that sum.
+* **Starts of decoders**: a unit without weights carries a start that depends on the input from step to step.
 * **Choices**: of a maximum or a condition both sides are computed unless one is settled.
+
+Each of these but the last has a line in the report (`stays:`), with the layer and the operator. Where an operator
+cannot be written on fewer channels at all, the layers before it stay whole, with a line, and the others are cut.
 
 Where a reshape merges the batch with another axis (the heads of an attention, windows of an image, the rows of a
 sequence), the part up to the reshape that undoes it is written with the batch in an axis of its own. A constant that
 differs within a merged axis, such as a position of a frame, counts as varying elsewhere.
 
-A file has no more parameters than are not zero in the dense model, where pruned channels emit zero. Where they emit a
-constant it may have more: the maps of these constants are parameters too. It has fewer than the dense model, except for
-constants of the graph that no bundle counts, such as a causal mask.
+A file has no more parameters than are not zero in the dense model, where pruned channels emit zero and no heads or
+steps are padded or unrolled. Where they emit a constant it may have more: the maps of these constants are parameters.
+It has fewer than the dense model, except for constants of the graph that no bundle counts, such as a causal mask.
 
 `personal.onnx` is refused, and the masked dense model written instead, when the two models' outputs differ.
 
@@ -72,8 +79,7 @@ are cut in memory when the channels change. This is another cut than the one abo
 Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that
 a graph cannot be cut by is named in the manifest under `stopped`, with the operator. These can be cut: linear layers,
 convolutions (also depthwise, grouped by whole groups, and transposed), batch-norms, sums and shortcuts padded with
-channels, heads of an attention, and units of LSTM and GRU, alike in both directions. Norms over channels cannot, nor
-PyTorch's plain RNN, of which no group is found.
+channels, heads of an attention, and units of LSTM, GRU and RNN, alike in both directions. Norms over channels cannot.
 
 A test compares the table with trial runs. A trial understands operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The

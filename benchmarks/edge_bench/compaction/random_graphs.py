@@ -21,7 +21,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edge_bench.cli import run_module
+from edge_bench.command_line import run_module
 from edge_bench.compaction.masks import KINDS
 from edge_bench.compaction.suite import compacted, export, prepare
 from edge_bench.compaction.zoo.case import CLASSES, Case, conv

@@ -1,7 +1,7 @@
 """Networks pre-trained on ImageNet, for methods that mask a frozen backbone: MobileNetV2 and SqueezeNet 1.1.
 
 Names of parameters are those of the stored weights (torchvision's). Both take 32x32 RGB images normalised as
-`sources.read_cifar` does, enlarge them by whole factors, and convert colours to what their weights expect. Neither has
+`sources.read_cifar` does, double their sides, and convert colours to what their weights expect. Neither has
 batch-norm: MobileNetV2's is folded into its convolutions. The classifier is a new linear layer on the mean of the last
 features.
 """
@@ -56,11 +56,10 @@ class _Block(nn.Module):
 
 
 class MobileNetBackbone(nn.Module):
-    """MobileNetV2 with folded batch-norm. 2,219,626 parameters for 10 classes; images grow `enlarge`-fold."""
+    """MobileNetV2 with folded batch-norm. 2,219,626 parameters for 10 classes."""
 
-    def __init__(self, classes: int, enlarge: int = 2) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__()
-        self.enlarge = enlarge
         blocks, inner = [], 32
         for i, (expansion, out) in enumerate(zip(EXPANSIONS, CHANNELS, strict=True)):
             blocks.append(_Block(inner, out, 2 if i in (1, 3, 6, 13) else 1, expansion))
@@ -73,7 +72,7 @@ class MobileNetBackbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits [n, classes] of images [n, 3, 32, 32]."""
         x = _colours(x, (0, 1, 2), 1 / 128, (128.0, 128.0, 128.0))
-        y = self.features(_enlarged(x, self.enlarge))
+        y = self.features(_enlarged(x))
         logits: Tensor = self.head(y.mean(dim=(2, 3)))
         return logits
 
@@ -91,11 +90,10 @@ class _Fire(nn.Module):
 
 
 class SqueezeNetBackbone(nn.Module):
-    """SqueezeNet 1.1 without its classifier. 727,626 parameters for 10 classes; images grow `enlarge`-fold."""
+    """SqueezeNet 1.1 without its classifier. 727,626 parameters for 10 classes."""
 
-    def __init__(self, classes: int, enlarge: int = 2) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__()
-        self.enlarge = enlarge
         pool = nn.MaxPool2d(3, 2)
         self.features = nn.Sequential(
             nn.Conv2d(3, 64, 3, 2),
@@ -117,11 +115,11 @@ class SqueezeNetBackbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits [n, classes] of images [n, 3, 32, 32]."""
         x = _colours(x, (2, 1, 0), 1.0, (103.939, 116.779, 123.68))
-        y = self.features(_enlarged(x, self.enlarge))
+        y = self.features(_enlarged(x))
         logits: Tensor = self.head(y.mean(dim=(2, 3)))
         return logits
 
 
-def _enlarged(x: Tensor, factor: int) -> Tensor:
-    """Every pixel of [n, c, h, w] repeated `factor` times along both sides."""
-    return x.repeat_interleave(factor, 2).repeat_interleave(factor, 3) if factor > 1 else x
+def _enlarged(x: Tensor) -> Tensor:
+    """Every pixel of [n, c, h, w] repeated in a 2x2 square."""
+    return x.repeat_interleave(2, 2).repeat_interleave(2, 3)

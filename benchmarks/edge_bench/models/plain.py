@@ -39,9 +39,9 @@ def binary_mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*parts[:-2])
 
 
-def small_cnn(channels: int = 1, classes: int = 10) -> nn.Sequential:
-    """Two convolutions with batch-norm and max-pooling on 28x28 images, then one linear layer."""
-    return nn.Sequential(*_normed_convolutions(channels), nn.Flatten(), nn.Linear(32 * 7 * 7, classes))
+def small_cnn() -> nn.Sequential:
+    """Two convolutions with batch-norm and max-pooling on 28x28 images, then one linear layer for ten classes."""
+    return nn.Sequential(*_normed_convolutions(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
 
 def image_cnn(classes: int) -> nn.Sequential:
@@ -50,13 +50,13 @@ def image_cnn(classes: int) -> nn.Sequential:
     213,678 parameters for FEMNIST's 62 classes, 206,970 for ten classes, and 96 batch-norm statistics.
     """
     hidden = [nn.Flatten(), nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, classes)]
-    return nn.Sequential(*_normed_convolutions(1), *hidden)
+    return nn.Sequential(*_normed_convolutions(), *hidden)
 
 
-def _normed_convolutions(channels: int) -> list[nn.Module]:
+def _normed_convolutions() -> list[nn.Module]:
     """Two 3x3 convolutions without bias, 16 and 32 channels, each with batch-norm, ReLU and a 2x2 max-pool."""
     parts: list[nn.Module] = []
-    for inner, out in ((channels, 16), (16, 32)):
+    for inner, out in ((1, 16), (16, 32)):
         convolution = nn.Conv2d(inner, out, 3, padding=1, bias=False)
         parts += [convolution, nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2)]
     return parts

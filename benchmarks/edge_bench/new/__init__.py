@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from edge_bench.command_line import check_new_folder
 from edge_client.errors import ConfigError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -29,8 +30,7 @@ def new(
     ] = None,
 ) -> None:
     """Write a small project, model.py, data.py, simulate.toml and federation.toml, that runs at once."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}; name an empty or a new folder")
+    check_new_folder(folder)
     files = project(folder.resolve().name, template) if method is None else package(folder.resolve().name, method)
     try:
         for name, text in files.items():

@@ -15,8 +15,9 @@ import numpy as np
 
 from coord_server import aggregation
 from edge_bench import datasets
-from edge_bench.datasets import DataConfig
-from edge_bench.simulate import Mishaps, Simulated, _Run, find_bundle, run
+from edge_bench.data_table import DataConfig
+from edge_bench.simulate import Mishaps, Simulated, Simulation, run
+from edge_bench.simulation_file import find_bundle
 from edge_bench.testing.require import require
 from edge_bench.workers import Site, Trained, Workers
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -137,7 +138,7 @@ def survives_lost_state(method: Method, ground: Ground) -> None:
 class Middle:
     """A federation after `rounds` rounds of all devices."""
 
-    sim: _Run
+    sim: Simulation
     rounds: int
     names: list[str]
 
@@ -189,7 +190,7 @@ def middle(method: Method, ground: Ground, rounds: int) -> Middle:
     config, course = ground.federation(method, 6, 3), Course(ground.bundle.model(), ground.seed, 6, 3)
     opener = partial(open_trainer, ground.backend, ground.bundle)
     workers = Workers(Site(method, course, ground.devices, opener, config.personalise), opener(), 1, 0)
-    sim = _Run(config, method, course, workers, ground.devices, Mishaps(), method.start(course))
+    sim = Simulation(config, method, course, workers, ground.devices, Mishaps(), method.start(course))
     there = Middle(sim, 0, sorted(ground.devices))
     for _ in range(rounds):
         there.go_on()

@@ -23,6 +23,7 @@ class Pte:
     """A `.pte` file in float32."""
 
     exact = True
+    native = True
 
     def __init__(self) -> None:
         check_installed()

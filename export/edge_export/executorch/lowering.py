@@ -2,7 +2,8 @@
 
 Two ways, which `delegate` names. "products" is for training steps, whose weights are inputs: only matrix products go
 to XNNPACK, each on its own, because a delegate of many nodes changes the order of inputs and outputs, and the rest
-runs on ExecuTorch's own kernels. "all" is for models with stored weights: XNNPACK takes whatever it can.
+runs on ExecuTorch's own kernels. "all" is for models with stored weights: XNNPACK takes whatever it can, or products
+only where it fails on the whole, as on the transposes between two GRUs of both directions.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def lower(
         except ModelError:
             raise
         except Exception as error:  # each of ExecuTorch's passes raises errors of its own
-            raise ModelError(f"the model cannot be lowered to ExecuTorch: {_reason(error)}") from error
+            if delegate == "products":
+                raise ModelError(f"the model cannot be lowered to ExecuTorch: {_reason(error)}") from error
+    return lower(module, inputs, batched, most=most, delegate="products")
 
 
 def exported(

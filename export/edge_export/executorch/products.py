@@ -83,8 +83,13 @@ def _shifted(made: Value, bias: Value) -> Value:
     return made + tensor(bias).reshape(-1, *[1] * (made.ndim - 2))
 
 
+def _as_product(node: Node, weight: Value) -> bool:
+    """Whether a convolution is one product: its weights are inputs, or it has depth, for which there is no kernel."""
+    return node.fixed[1:2] != (True,) or weight.ndim > 4
+
+
 def conv(node: Node, x: Value, weight: Value, bias: Value = None) -> Value:
-    if node.fixed[1:2] != (True,):
+    if _as_product(node, weight):
         kernel = tensor(weight).shape[2:]
         stride, dilation = node.get("strides", [1] * len(kernel)), node.get("dilations", [1] * len(kernel))
         widths = pads(node, x, kernel, stride, dilation)
@@ -95,7 +100,7 @@ def conv(node: Node, x: Value, weight: Value, bias: Value = None) -> Value:
     widths = pads(node, x, weight.shape[2:], stride, dilation)
     if widths[:rank] != widths[rank:]:
         x, widths = pad(x, widths), [0] * (2 * rank)
-    run = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
+    run = (functional.conv1d, functional.conv2d)[rank - 1]
     return run(x, weight, None if bias is None else tensor(bias), stride, widths[:rank], dilation, node.get("group", 1))
 
 
@@ -115,7 +120,7 @@ def conv_transpose(node: Node, x: Value, weight: Value, bias: Value = None) -> V
     if text(node.get("auto_pad", "NOTSET")) != "NOTSET" or node.get("output_shape") is not None:
         raise node.refuse("output_shape or auto_pad")
     widths, extra = node.get("pads", [0] * (2 * rank)), node.get("output_padding", [0] * rank)
-    if node.fixed[1:2] != (True,):
+    if _as_product(node, weight):
         field, groups = channels_last(x), node.get("group", 1)
         for axis, step in enumerate(stride, 1):
             field = _apart(field, axis, step)
@@ -130,7 +135,7 @@ def conv_transpose(node: Node, x: Value, weight: Value, bias: Value = None) -> V
             _product_conv(channels_first(field), turned, [1] * rank, [*before, *after], dilation, groups), bias
         )
     x = tensor(x)
-    run = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[rank - 1]
+    run = (functional.conv_transpose1d, functional.conv_transpose2d)[rank - 1]
     made = run(x, weight, None, stride, 0, 0, node.get("group", 1), dilation)
     wide = [-w for w in widths[:rank]] + [e - w for e, w in zip(extra, widths[rank:], strict=True)]
     made = pad(made, wide)

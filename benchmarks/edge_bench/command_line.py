@@ -1,0 +1,125 @@
+"""What the commands of this package share: option values, result files, errors, a console and a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from edge_bench import provenance
+from edge_client import toml
+from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.exit_codes import exit_code
+from edge_client.files import disk, write_whole
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's content. Raises ConfigError."""
+    try:
+        content: dict[str, Any] = toml.loads(path.read_text("utf-8"))
+        return content
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def names_of(text: str, option: str) -> list[str]:
+    """The names of a comma-separated list, without spaces around them. Raises ConfigError for one twice, or none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"{option} {text!r}: name each one once, with commas between")
+    return names
+
+
+def known_names(text: str, option: str, known: Collection[str], absent: str) -> list[str]:
+    """`names_of` that are all `known`; else a ConfigError that begins with `absent`, such as "FILE has no methods"."""
+    names = names_of(text, option)
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"{absent} {unknown}; known are {sorted(known)}")
+    return names
+
+
+def check_writable(path: Path, option: str = "--json", source: Path | None = None) -> None:
+    """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there.
+
+    Also when it would overwrite `source`, the file that the command reads.
+    """
+    if source is not None and path.resolve() == source.resolve():
+        raise ConfigError(f"{option} {path} would overwrite the file that is read; name another one")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} for {option} {path}; make it, or name a file in another one")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
+
+
+def check_new_folder(path: Path) -> None:
+    """Raise ConfigError unless `path` is an empty folder, or nothing yet."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
+
+
+def check_plot(path: Path, json_file: Path | None) -> None:
+    """Raise ConfigError when a picture could not be drawn, or not written there or only over `json_file`."""
+    if json_file is not None and path.resolve() == json_file.resolve():
+        raise ConfigError(f"--plot {path} and --json are one file; name another one")
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {path}: pictures are PNG; give a name that ends in .png")
+    check_writable(path, "--plot")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib; run: pip install 'maskfleet[bench]'")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a result file at once, in a folder that is made. Raises StateError when it cannot be written."""
+    elsewhere = "name another place"
+    with disk(path, elsewhere):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file. Raises StateError when it cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def run_module(main: Callable[..., None]) -> None:
+    """Run `python -m edge_bench.NAME`. An expected error ends it with one sentence and an exit code."""
+    try:
+        typer.run(main)
+    except MaskfleetError as error:
+        print(f"{provenance.program()}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+def plain_console(least: int = 80) -> Console:
+    """Standard output; at least so many columns in a log or a pipe, so that tables fit."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, least)
+    return console
+
+
+def plain_table(title: str | None = None, gap: int = 1) -> Table:
+    """A table without a frame; `gap` spaces between columns."""
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, gap, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+    )

@@ -1,0 +1,143 @@
+"""A simulation's TOML file: its settings, and the bundle and the data that they name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edge_bench import datasets
+from edge_bench.bundles import NAMES, open_named
+from edge_bench.command_line import known_names, names_of, read_toml
+from edge_bench.data_table import DataConfig
+from edge_bench.datasets import Divided
+from edge_bench.own_model import ExportConfig, open_module
+from edge_client.authored import is_place
+from edge_client.bundle import Bundle
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError, first_fault
+from edge_client.methods import make_method
+from edge_client.named_bundles import bundle_folder, packaged
+from edge_client.protocol.messages import Personalise
+
+
+class SimulationConfig(BaseModel):
+    """A simulation's TOML file. Each table `[methods.LABEL]` is one run; its `name` is LABEL when left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    bundle: str
+    """The name of a bundle ("digits", "mlp-har"; `docs/models.md` has all), a bundle's folder, or FILE.py:FUNCTION."""
+    data: DataConfig
+    export: ExportConfig = ExportConfig()
+    """How a `bundle` of a Python file is exported."""
+    methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)]
+    cohort: Annotated[int, Field(ge=1, le=1_000_000)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    backend: str = "onnxruntime"
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads of a training session; with more than 1, devices train one after another."""
+    processes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
+    once a method's remaining work is worth their start."""
+    guard: Literal["clip", "drop", "none"] = "clip"
+    """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
+    personalise: Personalise = "best"
+    """Which model a device ends with, as in a federation."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
+    final_epochs: bool = True
+    """Also report every device's score after its local epochs from the final downlink."""
+
+
+def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationConfig:
+    """Check a parsed TOML file, whose paths are relative to `folder`.
+
+    Raises ConfigError with the setting and its value.
+    """
+    tables = data.get("methods")
+    if "method" in data or not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
+        raise ConfigError("a simulation has [methods.NAME] tables, one for each method")
+    models: dict[str, type[BaseModel]] = {"data": DataConfig, "export": ExportConfig}
+    checked: dict[str, BaseModel] = {}
+    for name, model in models.items():  # apart, so that a key is suggested from its own table
+        if isinstance(data.get(name), Mapping):
+            checked[name] = _checked(model, data[name], f"[{name}]")
+    config = _checked(SimulationConfig, {**data, **checked}, "simulation")
+    if config.export.model_fields_set and not is_place(config.bundle):
+        raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
+    named = config.bundle in (*packaged(), *NAMES)
+    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
+    return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def _checked(model: type[_M], table: Any, called: str) -> _M:
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
+
+
+def read_simulation(
+    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
+) -> SimulationConfig:
+    """A simulation's TOML file with the `changes` that are not None.
+
+    `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
+    table for them. Raises ConfigError.
+    """
+    content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
+    if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
+        content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
+        content |= {} if is_place(given) else {"export": {}}
+    tables = content.get("methods", {})
+    if methods is not None and isinstance(tables, dict):
+        content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
+    config = read_config(content, file.parent)
+    if only is not None:
+        wanted = known_names(only, "--only", config.methods, f"{file} has no methods")
+        config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
+    for label, table in config.methods.items():  # a wrong name fails before data are read
+        make_method({"name": label, **table})
+    return config
+
+
+def find_bundle(name: str) -> Bundle:
+    """The bundle `name`: packaged, built on demand (`bundles.NAMES`), else a folder.
+
+    Raises BundleError; ConfigError or DataError when it cannot be built.
+    """
+    if name in NAMES and name not in packaged():
+        return open_named(name)
+    file, extension, _ = Path(name).name.partition(".py")
+    if extension and not is_place(name):
+        raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
+    return Bundle.open(bundle_folder(name, Path(), *NAMES))
+
+
+def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:
+    """The bundle, exported now when it is a function of a Python file, and every device's data.
+
+    Raises BundleError, DataError or ConfigError.
+    """
+    if not is_place(config.bundle):
+        bundle = find_bundle(config.bundle)
+        return bundle, datasets.divided(config.data, config.seed, bundle.manifest)
+    found = datasets.read(config.data, config.export.input)
+    bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
+    return bundle, datasets.divided(config.data, config.seed, bundle.manifest, found)
+
+
+def open_simulation(
+    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
+) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
+    """As `read_simulation`, with the bundle and every device's data. Raises ConfigError, BundleError or DataError."""
+    config = read_simulation(file, only, methods, **changes)
+    bundle, data = prepare(config)
+    return config, bundle, data.devices

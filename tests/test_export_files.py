@@ -1,0 +1,114 @@
+"""A bundle is written whole: over another one, from inside its folder, and when the export is killed or fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
+
+torch = pytest.importorskip("torch")
+from edge_bench import models  # noqa: E402
+from edge_export import export_bundle, files  # noqa: E402
+
+
+def _export(folder: Path, name: str) -> Bundle:
+    torch.manual_seed(len(name))
+    return export_bundle(
+        models.mlp(4, 3), torch.zeros(2, 4), folder, name=name, target={"kind": "classification"}, torch_part=False
+    )
+
+
+def _parts(bundle: Bundle) -> tuple[Manifest, dict[str, bytes]]:
+    return bundle.manifest, {part: (bundle.folder / part).read_bytes() for part in bundle.manifest.parts}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Manifest, dict[str, bytes]]]:
+    root = tmp_path_factory.mktemp("two")
+    return [_parts(_export(root / name, name)) for name in ("old", "newer")]
+
+
+def test_an_export_into_the_folder_it_runs_in_replaces_the_bundle_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "b"
+    _export(folder, "old")
+    monkeypatch.chdir(folder)
+    for name in ("newer", "newest"):
+        assert _export(Path("."), name).manifest.name == name
+        assert Bundle.open(Path.cwd()).manifest.name == name
+    assert sorted(os.listdir()) == sorted(p.name for p in folder.iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_an_export_through_a_link_replaces_what_the_link_names(tmp_path: Path, two: Any) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+    (tmp_path / "link").symlink_to("b")
+    files.write_bundle(*two[1], tmp_path / "link")
+    assert Bundle.open(tmp_path / "b").manifest.name == "newer"
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_files_that_the_new_bundle_has_not_are_gone(tmp_path: Path, two: Any) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+    manifest, parts = two[1]
+    seeded = manifest.model_copy(update={"seed": 1, "parts": {k: v for k, v in manifest.parts.items() if k != WEIGHTS}})
+    files.write_bundle(seeded, {k: v for k, v in parts.items() if k != WEIGHTS}, tmp_path / "b")
+    assert not (tmp_path / "b" / WEIGHTS).exists()
+
+
+def _at(count: int, happens: Callable[[], None], act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act`, but at its call `count` something else happens."""
+    calls = iter(range(1, 1000))
+
+    def acted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            happens()
+        return act(*args, **kwargs)
+
+    return acted
+
+
+@pytest.mark.parametrize("call", ["unlink", "replace", "rmtree"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_kill_leaves_the_old_bundle_or_the_new_one_and_never_a_mixture(
+    call: str, count: int, tmp_path: Path, two: Any
+) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+    child = os.fork()
+    if not child:  # dies within the exchange, as by SIGKILL: no handler runs
+        owner = {"unlink": Path, "replace": os, "rmtree": files.shutil}[call]
+        setattr(owner, call, _at(count, lambda: os._exit(9), getattr(owner, call)))
+        files.write_bundle(*two[1], tmp_path / "b")
+        os._exit(0)
+    os.waitpid(child, 0)
+    whole = {}
+    for folder in (p for p in tmp_path.iterdir() if not p.name.startswith(".")):
+        if (folder / MANIFEST).exists():
+            bundle = Bundle.open(folder)
+            whole[bundle.manifest.name] = _parts(bundle)
+    assert whole
+    for name, (manifest, parts) in whole.items():
+        assert (manifest.to_bytes(), parts) == next((m.to_bytes(), p) for m, p in two if m.name == name)
+    files.write_bundle(*two[1], tmp_path / "b")
+    assert Bundle.open(tmp_path / "b").manifest.name == "newer"
+
+
+def test_a_full_disk_leaves_the_old_bundle_in_its_place(
+    tmp_path: Path, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", _at(2, full, os.replace))
+    with pytest.raises(OSError, match="No space"):
+        files.write_bundle(*two[1], tmp_path / "b")
+    assert _parts(Bundle.open(tmp_path / "b")) == two[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
