@@ -8,9 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from edge_bench.export_cases import rows  # noqa: E402
-from edge_export import onnx_operators, proof  # noqa: E402
+from edge_export import draws, onnx_operators, proof  # noqa: E402
 from edge_export.writer import Graphs, proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.func import functional_call  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from edge_client.errors import ModelError  # noqa: E402
@@ -102,6 +103,23 @@ class _Pointwise(nn.Module):
 def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
     torch.manual_seed(0)
     assert _proved(_Pointwise(), 1, 7, 7).shown.output <= 1e-5
+
+
+def test_the_proofs_values_let_every_layer_of_a_deep_network_reach_the_output() -> None:
+    parts = [(nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in range(14)]
+    net = nn.Sequential(*(layer for part in parts for layer in part), nn.Flatten(), nn.Linear(8 * 6 * 6, 3)).eval()
+    values, buffers = draws.moved(net, torch.zeros(2, 3, 6, 6), torch.Generator().manual_seed(0))
+    x = torch.randn(8, 3, 6, 6)
+
+    def outputs() -> Tensor:
+        made: Tensor = functional_call(net, values | buffers, (x,))
+        return made.detach()
+
+    right = outputs()
+    for conv, _, _ in parts:
+        hook = conv.register_forward_hook(lambda module, given, made: 1.01 * made)
+        assert (outputs() - right).abs().max() > 1e-3 * right.abs().max()
+        hook.remove()
 
 
 @pytest.mark.parametrize(

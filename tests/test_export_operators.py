@@ -260,7 +260,8 @@ REFUSED = {
     "orthogonal": (
         nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), nn.Linear(5, 3)),
         "module '0.parametrizations.weight.0': operator 'linalg_matrix_exp'.*remove_parametrizations"),
-    "buckets": (Odd(lambda m, y: torch.bucketize(y, m.e), e=torch.arange(3.0)), r"'bucketize'.*\(x.unsqueeze\(-1\)"),
+    "buckets": (
+        Odd(lambda m, y: torch.bucketize(y, m.e).float(), e=torch.arange(3.0)), r"'bucketize'.*\(x.unsqueeze\(-1\)"),
     "complex numbers": (Odd(lambda _, y: torch.polar(y.abs(), y).abs()), "operator 'polar'.*sines and cosines"),
     "the batch as a number": (Odd(lambda _, y: y / int(y.shape[0])), r"int\(\), len\(\).*x.shape\[0\] itself"),
     "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),

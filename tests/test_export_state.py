@@ -165,6 +165,10 @@ def _append(m: Any, y: Tensor) -> Tensor:
     return y
 
 
+def _append_in_training(m: Any, y: Tensor) -> Tensor:
+    return _append(m, y) if m.training else y
+
+
 def _nested(m: Any, y: Tensor) -> Tensor:
     m.n["deep"].steps += 1
     return y
@@ -259,6 +263,7 @@ def _closure() -> Body:
 REFUSED = {
     "a counter": (Net(_count, n=0), "attribute 'part.n' changes in every run"),
     "a list": (Net(_append, n=[]), "attribute 'part.n' changes in every run"),
+    "a list in training alone": (Net(_append_in_training, n=[]), "attribute 'part.n' changes in every run"),
     "an object in a dict": (Net(_nested, n={"deep": Meter()}), "attribute 'part.n' changes in every run"),
     "a count of the class": (Net(_class_count), "attribute 'part.Part.total' changes in every run"),
     "a count of the file": (Net(_global_count), r"attribute '.*STEPS' changes in every run"),

@@ -5,10 +5,11 @@ Zeros, ones and fresh statistics hide what a graph lost, and an example of zeros
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from edge_client import authored
 from edge_client.errors import ModelError
@@ -18,6 +19,7 @@ from edge_export.modes import duplicate, in_evaluation, in_training
 from edge_export.rewriting import Rewriting
 
 KEY = 123_456_789
+CONSTANT = 1e-6  # a variance below this is that of a channel that does not vary
 LARGE = 10_000.0  # an extreme batch is so many times a normal one
 
 Values = dict[str, Tensor]
@@ -86,7 +88,8 @@ def buffers_by_step(module: nn.Module, example: Tensor) -> list[Values]:
 def moved(module: nn.Module, example: Tensor, random: torch.Generator) -> tuple[Values, Values]:
     """The module's parameters and buffers, float32, away from where they start; signs, zeros and infinities stay.
 
-    A norm's statistics get noise; other buffers have the values that two training steps leave.
+    A norm's statistics are near those of a drawn batch, or deep layers would hide what earlier ones get wrong; other
+    buffers have the values that two training steps leave.
     """
 
     def noise(t: Tensor) -> Tensor:
@@ -99,10 +102,28 @@ def moved(module: nn.Module, example: Tensor, random: torch.Generator) -> tuple[
         values[name] = (0.2 * noise(p) if flat else p * (1 + 0.4 * noise(p))).contiguous()
     start, _, later, *_ = buffers_by_step(module, example)
     kept = {k: later[k] if bool(later[k].isfinite().all()) else b for k, b in start.items()}
+    norms = [prefix for prefix, _ in _norms(module)]
+    fitted = _fitted(module, example, values) if norms else {}
+    for prefix in norms:
+        dot = f"{prefix}." if prefix else ""
+        mean, var = fitted[f"{dot}running_mean"], fitted[f"{dot}running_var"]
+        var = torch.where(var > CONSTANT, var, start[f"{dot}running_var"])
+        kept[f"{dot}running_mean"] = mean + 0.4 * noise(mean) * var.sqrt()
+        kept[f"{dot}running_var"] = var * (1 + 0.4 * noise(var))
+    return values, kept
+
+
+def _norms(module: nn.Module) -> Iterator[tuple[str, nn.modules.batchnorm._NormBase]]:
     for prefix, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None:
-            dot = f"{prefix}." if prefix else ""
-            mean, var = start[f"{dot}running_mean"], start[f"{dot}running_var"]
-            kept[f"{dot}running_mean"] = mean + 0.4 * noise(mean)
-            kept[f"{dot}running_var"] = var * (1 + 0.4 * noise(var))
-    return values, kept
+            yield prefix, part
+
+
+def _fitted(module: nn.Module, example: Tensor, values: Values) -> Values:
+    """The buffers after a training step on a drawn batch with these parameters, norms' statistics being the batch's."""
+    x, probe = inputs(module, example, torch.Generator().manual_seed(21))(16), in_training(duplicate(module))
+    for _, part in _norms(probe):
+        part.momentum = 1.0
+    with torch.no_grad(), Rewriting(repeatable(Drops(torch.tensor([KEY])))):
+        functional_call(probe, {k: v.clone() for k, v in values.items()}, (x,))
+    return {k: b.detach().clone() for k, b in probe.named_buffers()}

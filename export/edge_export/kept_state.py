@@ -58,7 +58,7 @@ def refuse_state(witness: Witness, example: Tensor) -> None:
         raise ModelError(f"{named(_drawing(witness, step))} draws random numbers from {source}; {_DROPOUT}")
     twice = _state(copies, values, buffers)
     if (found := _differing(once, twice)) is not None:
-        if twice.get(found, [""])[0][0] == _DRAWS:
+        if any(isinstance(entry, tuple) and entry[:1] == (_DRAWS,) for entry in twice.get(found, [])):
             raise ModelError(f"{_place(found)} draws random numbers; {_DROPOUT}")
         raise ModelError(
             f"{_place(found)} changes in every run, and a graph keeps no Python state; keep it in a float32 buffer "
@@ -157,7 +157,7 @@ def _print(value: Any, seen: set[int], deep: int) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        plain = value.detach().cpu().contiguous()
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return str(value.dtype), tuple(value.shape), hash(plain.flatten().view(torch.uint8).numpy().tobytes())
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, repr(value.tolist()) if value.dtype.hasobject else hash(value.tobytes())
