@@ -107,7 +107,10 @@ def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None
     assert "next" not in text(federation("running"))
 
 
-def test_no_command_is_broken_where_it_is_printed_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_is_broken_where_it_is_printed_into_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     found = Look(federation("recruiting", devices=0), [], [], "https://fleet.example", NOW)
     _say(found, overview, as_json=False)
     assert "`maskfleet join https://fleet.example --token TOKEN --data FILE.npz`" in capsys.readouterr().out

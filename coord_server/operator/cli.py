@@ -101,7 +101,8 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_jsonable_python(found), indent=1))
     else:
-        width = None if sys.stdout.isatty() else WIDE  # lines stay whole, so that commands can be copied
+        # Into a pipe lines stay whole, so that commands can be copied.
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
         Console(highlight=False, width=width).print(*table(found), sep="\n")
 
 

@@ -40,7 +40,7 @@ FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
 MOST = 0.1  # an error that no rounding excuses
 EXTREMES = {"large": (LARGE, 300.0, 10.0), "zero": (0.0,)}  # less where PyTorch too overflows
 EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
-LOOSE, FEW = 1e-3, 1e-3  # TOLERANCE and ZERO of an extreme batch, in which sums of large terms cancel
+LOOSE, FEW = 0.05, 1e-3  # TOLERANCE and ZERO of an extreme batch: sums of large terms cancel, gates saturate
 COARSER = float(torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps)
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 
