@@ -38,7 +38,7 @@ BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
 # Lattice trains the whole network.
 _SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "prune_epochs": 5, "personal_epochs": 3}
 _ALL: Mapping[str, Mapping[str, Any]] = {
-    "lattice": {"quantum": 10.0, "lr": 0.03, "epochs": 5, **_SMALL},
+    "lattice": {"quantum": 5.0, "budget": 1.0, "average": 0.0, "lr": 0.03, "epochs": 5, **_SMALL},
     "fedavg": {"lr": 0.03},
     "standalone": {"lr": 0.03},
     "coupled": {"head": "mask", "theta0": 0.5, "epochs": 5, "batch": 32, "evaluate": "threshold"},
