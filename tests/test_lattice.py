@@ -20,8 +20,10 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
+from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
 from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, spread, steps
+from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
@@ -243,32 +245,53 @@ def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> Non
     assert (fleet.state.counts % 2**MIDDLE).any()
 
 
-def test_steps_are_doubled_once_each_time_the_bytes_show_it_while_a_run_would_exceed_its_budget(
+def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def levels(budget: float, average: float = 0.0) -> list[int]:
-        fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=budget, average=average), THREE, rounds=8)
-        for _ in range(8):
+    def played(budget: float, average: float = 0.0) -> list[int]:
+        fleet = Fleet(Lattice(quantum=0.1, lr=0.1, budget=budget, average=average), THREE, rounds=14)
+        for _ in range(14):
             fleet.play(*"abc")
-        return fleet.state.history.levels.tolist()
+        if budget < 1e9:
+            assert fleet.state.spent < fleet.method.allowed(fleet.course, 1.0)
+        return (fleet.state.history.levels - MIDDLE).tolist()
 
-    assert levels(1e9) == [MIDDLE] * 8  # a network so small always has bytes enough
+    assert played(1e9) == [0] * 14  # a network so small always has bytes enough
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    assert levels(1.0) == [MIDDLE] * 8
-    assert [level - MIDDLE for level in levels(1e9)] == [0, 1, 1, 2, 2, 3, 3, 3]
-    assert [level - MIDDLE for level in levels(1e9, average=0.5)] == [0, 1, 1, 2, 2, 2, 2, 2]
+    assert played(1.0) == [0] * 14
+    assert played(1e9) == [0, 4, 4, *[8] * 11]  # by the rounds left, to HIGHEST
+    assert played(1e9, average=0.9) == [0] * 14
+    assert played(2.0) == [0, *[1] * 13]
+    assert played(6.0) == [0, *[2] * 2, *[3] * 11]
+
+
+def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    fleet = Fleet(Lattice(quantum=0.1, lr=0.1, budget=1.0), THREE, rounds=14)
+    fleet.play(*"abc")
+    course, state = fleet.course, replace(fleet.state, spent=0.0)
+
+    def level(missed: int, share: float) -> int:
+        """After round 1, where a device's bytes of a round are this share of what a round may take."""
+        total = Total(np.zeros(D), Mean(0), [8.0], [-1.0], [], [0], [missed])
+        down = len(fleet.method.downlink(course, 2, state, Record(1)).arrays[CHANGE])
+        method = Lattice(quantum=0.1, lr=0.1, budget=8 * D * share / down, average=0.0)
+        return method.levelled(course, 1, state, total).level - MIDDLE
+
+    for missed in (1, 4, 9):
+        fits = (14 + missed / 2) / (14 + missed)  # a delivery is half a round of federated averaging
+        assert (level(missed, 0.99 * fits), level(missed, 1.01 * fits)) == (0, 1)
 
 
 def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet = Fleet(Lattice(quantum=0.02, lr=0.1, budget=6.0), THREE)
     fleet.play(*"abc", gain=-1.0)
-    fleet.play(*"abc", gain=-1.0)
-    for round_ in range(3, 9):
+    for round_ in range(2, 9):
         fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
-    assert {MIDDLE + 1, MIDDLE + 2} < {*fleet.state.history.levels.tolist(), fleet.state.level}
+    assert len({*fleet.state.history.levels.tolist(), fleet.state.level}) > 2
     assert fleet.state.level < fleet.state.history.levels.max()
     assert np.array_equal(fleet.receive("c").counts, fleet.receive("a").counts)
     assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
@@ -292,9 +315,13 @@ def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_
 def test_the_budget_never_undoes_what_the_guard_has_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
     fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
-    for round_ in range(1, 7):
-        fleet.play(*"abc", gain=1.0 if round_ < 3 else -1.0)
-    assert fleet.state.level == fleet.state.highest == MIDDLE  # doubled after round 1, halved after round 2
+    fleet.play(*"abc", gain=1.0)
+    raised = fleet.state.level
+    fleet.play(*"abc", gain=1.0)
+    assert fleet.state.level == fleet.state.highest == raised - 1 > MIDDLE
+    for _ in range(4):
+        fleet.play(*"abc", gain=-1.0)
+        assert fleet.state.level <= fleet.state.highest == raised - 1
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])

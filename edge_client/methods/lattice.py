@@ -10,9 +10,10 @@ receives one sum.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one level more doubles the step, one less
   halves it. N itself stays what it is, so nothing is rounded and late devices need not know when the level changed.
 - **Budget.** After each round the server has the bytes that a device sends and receives in it: moves, statistics, and
-  the change for a device that missed as many rounds as this cohort's devices did. When those, times the rounds left,
-  exceed what is left of 1 / `budget` of FedAvg's bytes, the level rises by one. It may rise again once the devices'
-  changes are all of the new level. It stays in the rounds whose mean is the final model.
+  the change for a device that missed as many rounds as this cohort's devices did. Times the rounds left and the last
+  delivery they are a need, to be compared with what is left of 1 / `budget` of FedAvg's bytes. A need of more than 1,
+  2, 4 times that raises the level by 1, 2, 3. It may rise again once the devices' changes are all of the new level. It
+  stays in the rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
@@ -324,16 +325,17 @@ class Lattice(Settings):
         return self.current(course, round_ + 1, now), {}
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
-        """The state with the level of the next round's moves: lower after bad rounds, higher to keep to the budget."""
+        """The state with the level of the next round's moves: lower after bad rounds, else as the budget has it."""
         level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
-        late = max(1, round(fmean(total.missed)))
+        missed = max(1.0, fmean(total.missed))  # also the devices over the cohort, so the last delivery in rounds
+        late = round(missed)
         down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
         each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
         spent += each
-        over = (course.rounds - round_) * each > self.allowed(course) - spent
+        need = (course.rounds - round_ + missed) * each / max(each, self.allowed(course, missed) - spent)
         settled = (state.history.levels[-1 - late :] == level).all()
-        if over and settled and round_ + self.window(course) < course.rounds:
-            level = min(level + 1, highest)
+        if need > 1 and settled and round_ + self.window(course) < course.rounds:
+            level = min(level + math.ceil(math.log2(need)), highest)
         if bad >= BAD_ROUNDS and state.level > 0:
             level = highest = state.level - 1
             bad = 0

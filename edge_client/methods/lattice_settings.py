@@ -61,10 +61,10 @@ class Settings(LocalSgd):
         """The number of rounds whose mean is the final model."""
         return min(HISTORY, max(1, round(self.average * course.rounds)))
 
-    def allowed(self, course: Course) -> float:
-        """Coded bytes that a device may send and receive in all rounds."""
+    def allowed(self, course: Course, deliveries: float) -> float:
+        """Coded bytes that a device may send and receive in all rounds and, so often, after the last one."""
         each = 8 * (grid(course.model.manifest).size + self.buffers(course.model)) / self.budget
-        return course.rounds * max(each, LEAST)
+        return (course.rounds + deliveries / 2) * max(each, LEAST)
 
     def guarded(self, net: Network) -> bool:
         """Whether devices compare this network with the bundle's."""
