@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stc": {"keep": 0.05},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
+    "fedavg-mean": {"name": "fedavg", "average": 0.7},
     "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
 }
 WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "standalone"}

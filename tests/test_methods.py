@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from edge_kernels.codecs import values
 from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, task
+from pydantic import ValidationError
+from rounds import Rounds, stored
 
-from edge_client.bundle import F32, Manifest
+from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import ALL, Method, make_method
 from edge_client.methods.fedavg import FedAvg, State, Update, distance, toward
+from edge_client.methods.local_sgd import Weights
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Local
@@ -123,6 +126,70 @@ def test_the_largest_floats_have_a_finite_distance_and_can_be_scaled() -> None:
     assert toward(a, b, 0.5).tolist() == [0, 0, 0]
     assert toward(a, b, 1.0).tolist() == b.tolist()
     assert toward(a, b, 0.0).tolist() == a.tolist()
+
+
+# --- FedAvg: the mean of the last rounds
+
+
+@pytest.mark.parametrize(
+    ("average", "rounds", "left_out", "covered"),
+    [
+        (0.0, 10, set(), {10}),
+        (0.14, 10, set(), {10}),
+        (0.2, 10, set(), {9, 10}),
+        (0.5, 9, set(), {6, 7, 8, 9}),
+        (1.0, 40, set(), {*range(1, 41)}),
+        (0.4, 10, {8}, {7, 9, 10}),
+        (0.2, 10, {9, 10}, {8}),
+    ],
+)
+def test_after_the_last_round_devices_receive_the_mean_of_the_models_of_the_last_rounds(
+    average: float, rounds: int, left_out: set[int], covered: set[int]
+) -> None:
+    """In rounds `left_out` no update is counted. The server restarts after every round."""
+    m = M.model_copy(update={"buffers": (Tensor(name="s", shape=(5,), offset=0, init=Init(kind="constant", scale=0)),)})
+    run_, rng, made = course(m, rounds), np.random.default_rng(0), FedAvg(average=average)
+    each = {r: (rng.normal(size=M.d).astype(np.float32), rng.normal(size=5).astype(np.float32)) for r in covered}
+    state = made.start(run_)
+
+    def received(round_: int) -> State:
+        a = assignment(m, "a", round_, rounds)
+        return made.receive(a, None, decode(encode(made.downlink(run_, round_, state, None))))
+
+    for round_ in range(1, rounds + 1):
+        if round_ in left_out:
+            continue
+        own = each.setdefault(round_, (rng.normal(size=M.d).astype(np.float32), np.ones(5, np.float32)))
+        total, _ = made.fold(assignment(m, "a", round_, rounds), state, None, Update(*own, 7.0), None)
+        state = stored(made.finish(run_, round_, ["a"], state, total)[0])
+        if round_ < rounds:
+            assert np.array_equal(received(round_ + 1).parameters, own[0])
+    assert (state.recent is None) == (len(covered) == 1)  # the default stores nothing more
+    final = received(rounds + 1)
+    for found, models in zip(
+        (final.parameters, final.buffers), zip(*(each[r] for r in covered), strict=True), strict=True
+    ):
+        assert np.allclose(found, np.mean(models, axis=0, dtype=np.float64), rtol=1e-6, atol=1e-7)
+
+
+def test_the_mean_of_the_last_rounds_costs_no_bytes_and_changes_no_round() -> None:
+    fleets = [Rounds(FedAvg(average=average, up="float16", down="float16"), rounds=4) for average in (0.0, 0.75)]
+    for fleet in fleets:
+        for _ in range(4):
+            fleet.play("a", "b")
+    last, mean = fleets
+    assert all(encode(last.local[d].update) == encode(mean.local[d].update) for d in "ab")
+    assert len(encode(last.ask("a"))) == len(encode(mean.ask("a")))
+    assert not np.array_equal(last.receive("a").parameters, mean.receive("a").parameters)
+
+
+def test_a_method_whose_state_has_no_place_for_the_mean_refuses_it() -> None:
+    class Other(FedAvg):
+        state_type = Weights  # type: ignore[assignment]
+
+    Other()
+    with pytest.raises(ValidationError, match=r"average = 0\.5: method fedavg has a state of its own"):
+        Other(average=0.5)
 
 
 # --- FedAvg: codecs

@@ -15,6 +15,7 @@ from edge_bench.reproduce import known, reproduce, summary
 from edge_bench.reproduction import cells, merged, parse
 
 from edge_client.errors import ConfigError
+from edge_client.methods.fedavg import FedAvg
 
 TINY = """
 title = "Digits"
@@ -218,6 +219,39 @@ def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_one
     monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or old)
     reproduce("tiny", out=out, seeds=1, only="fedavg")
     assert ran == ["digits/fedavg/0"]
+
+
+def test_cells_of_an_earlier_revision_run_again_and_until_then_are_marked_and_never_averaged_with_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = tmp_path / "out", list[str]()
+    reproduce("tiny", out=out)
+    for file in (out / "cells").iterdir():  # a checkout has the result alone
+        file.unlink()
+    assert {run["revision"] for run in known(out).values()} == {1}
+    monkeypatch.setattr(FedAvg, "revision", 2)
+    real = command.run_cell
+    monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or real(cell, *given))
+    reproduce("tiny", out=out, seeds=1, only="fast")
+    assert ran == ["digits/fast/0"]
+    rows = json.loads((out / "result.json").read_text())["summary"]
+    assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
+    table = (out / "table.md").read_text()
+    assert "| fedavg (earlier version) |" in table
+    assert "| fast (seed 0) |" in table
+    reproduce("tiny", out=out)
+    assert ran == ["digits/fast/0", "digits/fedavg/0", "digits/fedavg/1", "digits/fast/1"]
+    assert "earlier version" not in (out / "table.md").read_text()
+
+
+def test_a_result_without_revisions_is_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reproduce("tiny", seeds=1, only="fast", out=tmp_path / "out")
+    (run,) = known(tmp_path / "out").values()
+    method = reproduction.method_of(next(iter(cells(reproduction.read("tiny"), (0,), {"fast"}))))
+    del run["revision"]
+    assert reproduction.stands(run, method)
+    monkeypatch.setattr(FedAvg, "revision", 2)
+    assert not reproduction.stands(run, method)
 
 
 def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_names(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from edge_client import toml
 from edge_client.errors import ConfigError
 from edge_client.methods import Range, make_method
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import FederationConfig
 
 optuna = pytest.importorskip("optuna")
@@ -135,8 +136,14 @@ def test_a_larger_number_of_trials_adds_to_those_that_are_stored(file: Path, tmp
     assert [t.number for t in more] == [0, 1, 2, 3, 4]
 
 
-def test_stored_trials_of_another_configuration_are_refused(file: Path, tmp_path: Path) -> None:
+def test_stored_trials_of_another_configuration_or_method_are_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     search("fedavg", plan(file, 1), storage(tmp_path / "t"))
+    with monkeypatch.context() as patch:
+        patch.setattr(FedAvg, "revision", 2)
+        with pytest.raises(ConfigError, match=r"of another revision; give another --out"):
+            search("fedavg", plan(file, 1), storage(tmp_path / "t"))
     file.write_text(FILE.replace("rounds = 3", "rounds = 2"))
     with pytest.raises(ConfigError, match=r"of another config; give another --out"):
         search("fedavg", plan(file, 2), storage(tmp_path / "t"))

@@ -146,6 +146,18 @@ def test_a_device_that_lost_what_it_kept_sits_the_round_out_and_goes_on(
     assert again.final is not None
 
 
+def test_downlinks_that_are_read_in_vain_travel_and_are_counted(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+    """In a round and after the last one; all three devices of these rounds receive the same downlink."""
+    everyone, method = dict(list(devices.items())[:3]), {"name": "lattice", "epochs": 1}
+    whole, one, all_ = (
+        simulate(bundle, everyone, method, rounds=4, mishaps=Mishaps(loses=loses))
+        for loses in ({}, {min(everyone): {3}}, {d: {5} for d in everyone})
+    )
+    in_round, last = whole.rows[2].record.traffic.down, whole.rows[3].record.traffic.last_down
+    assert (whole.vain_bytes, one.vain_bytes) == (0, sum(in_round.values()) // 3)
+    assert all_.vain_bytes == sum(last.values()) < sum(all_.rows[3].record.traffic.last_down.values())
+
+
 def test_a_federation_that_too_few_devices_attend_says_where_it_stands(
     bundle: Bundle, devices: dict[str, DeviceData]
 ) -> None:

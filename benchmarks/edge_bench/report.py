@@ -91,6 +91,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
     record |= {
+        "uncounted_bytes_per_device": {"up": 0.0, "down": result.vain_bytes / result.devices},
         "kept_share": result.kept_share,
         "state_sha256": result.state_sha256,
         "personal_sha256": result.personal_sha256,
@@ -205,7 +206,7 @@ def by_kind(records: Mapping[str, Record]) -> str:
                     f"{kind} {count / r['devices']:,.0f}" for kind, count in r["bytes_by_kind"]["last_down"].items()
                 ]
                 parts.append(f"after the last round {' + '.join(last)}")
-            if uncounted := r.get("uncounted_bytes_per_device", {}).get(side):
+            if uncounted := r["uncounted_bytes_per_device"][side]:
                 parts.append(f"beside these, again or in vain, {uncounted:,.0f} in all")
             head = f"  {name:{width}}  {side:4}  "
             lines += textwrap.wrap(", ".join(parts), 78, initial_indent=head, subsequent_indent=" " * len(head))

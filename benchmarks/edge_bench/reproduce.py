@@ -22,13 +22,12 @@ from edge_bench import datasets, provenance, report, reproduction, results_page,
 from edge_bench.command_line import known_names, plain_console, plain_table, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.progress import PAUSE, Steps
-from edge_bench.reproduction import Cell, Reproduction
+from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import find_bundle
-from edge_client.bundle import Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.methods import Method, make_method
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
@@ -41,31 +40,6 @@ AVERAGED = (
 )  # fmt: skip
 
 Run = dict[str, Any]
-
-
-def method_of(cell: Cell) -> Method:
-    """The cell's method."""
-    (table,) = cell.config.methods.values()
-    return make_method(table)
-
-
-def key(cell: Cell) -> str:
-    """The digest of what the reproduction's file says about a cell; the method's label does not count.
-
-    `personalise` does not either: it is "global" in every cell, because papers score the model of the last downlink.
-    """
-    config = cell.config.model_dump(mode="json", exclude_unset=True, exclude={"processes", "personalise"})
-    content = {**config, "methods": list(cell.config.methods.values())}
-    return digest(json.dumps(content, sort_keys=True).encode())[:16]
-
-
-def stands(run: Run, cell: Cell) -> bool:
-    """Whether a finished cell ran with its method's present settings.
-
-    A setting that the method gained since then is absent from the run: its default stands for the earlier behaviour.
-    """
-    then = run["settings"]
-    return all(value == then.get(name, value) for name, value in method_of(cell).model_dump(mode="json").items())
 
 
 def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps, compact: bool = False) -> Run:
@@ -82,6 +56,7 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
     rounds = record.pop("rounds")
     slim = {
         **record,
+        "revision": method.revision,
         "task": cell.task,
         "label": cell.label,
         "seed": cell.config.seed,
@@ -132,7 +107,7 @@ def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
     others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
     runs = ((sha, run) for other in others for sha, run in known(other).items() if sha in missing)
-    found = {sha: run for sha, run in runs if stands(run, missing[sha])}
+    found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]))}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
         write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
@@ -265,7 +240,7 @@ def reproduce(
     done = known(folder)
     keyed = prepare(wanted, name)
     failures: dict[str, str] = {}
-    owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], cell)}
+    owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
     if out is None:
         done |= (others := taken_over(folder, owed))
         owed = {sha: cell for sha, cell in owed.items() if sha not in others}
@@ -307,14 +282,18 @@ def reproduce(
 
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
     """Write the result of all cells that belong to the file as it is, whatever this start was asked to run."""
-    current, seeds = {}, tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
+    seeds = tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
+    found: dict[str, tuple[Cell, Run, bool]] = {}
     for cell in reproduction.cells(r, seeds):
         try:
             run = done.get(key(cell))
-            if run is not None and stands(run, cell):
-                current[cell.name] = {**run, "label": cell.label}  # the file may have renamed its method
+            if run is not None:  # the file may have renamed its method
+                found[cell.name] = cell, {**run, "label": cell.label}, stands(run, method_of(cell))
         except MaskfleetError:  # the method of another cell is not there
             continue
+    # Runs of an earlier method stay, marked, until the row has one of the present method: no mean has both.
+    anew = {(cell.task, cell.label) for cell, _, standing in found.values() if standing}
+    current = {n: run for n, (cell, run, standing) in found.items() if standing or (cell.task, cell.label) not in anew}
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
     result = merge(name, r, command, current, tried, full)

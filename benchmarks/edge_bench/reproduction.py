@@ -6,6 +6,7 @@ table `[full]` holds what is different at the paper's own scale. Nothing runs he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_bench.simulation_file import SimulationConfig, read_config
 from edge_client import toml
+from edge_client.bundle import digest
 from edge_client.errors import ConfigError, first_fault, suggestion
+from edge_client.methods import Method, make_method
 
 FOLDER = Path(__file__).parent / "reproductions"
 
@@ -178,3 +181,30 @@ def cells(
                     }
                 )
                 yield Cell(task_name, label, config)
+
+
+def method_of(cell: Cell) -> Method:
+    """The cell's method."""
+    (table,) = cell.config.methods.values()
+    return make_method(table)
+
+
+def key(cell: Cell) -> str:
+    """The digest of what the reproduction's file says about a cell; the method's label does not count.
+
+    `personalise` does not either: it is "global" in every cell, because papers score the model of the last downlink.
+    """
+    config = cell.config.model_dump(mode="json", exclude_unset=True, exclude={"processes", "personalise"})
+    content = {**config, "methods": list(cell.config.methods.values())}
+    return digest(json.dumps(content, sort_keys=True).encode())[:16]
+
+
+def stands(run: Mapping[str, Any], method: Method) -> bool:
+    """Whether a finished cell would end the same today: its method's revision and settings are the present ones.
+
+    A setting that the method gained within a revision is absent from the run; its default changes nothing. A run
+    without a revision is of the first.
+    """
+    then = run["settings"]
+    same = all(value == then.get(name, value) for name, value in method.model_dump(mode="json").items())
+    return same and run.get("revision", 1) == method.revision

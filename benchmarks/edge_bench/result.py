@@ -92,6 +92,8 @@ class MethodResult(_Table):
     last_bytes_down_per_device: float
     bytes_per_device: float
     """Both ways, all rounds and the last downlink, with what is sent once."""
+    uncounted_bytes_per_device: dict[str, float]
+    """Up and down beside these: downlinks that a device could not read, because it had lost what they build on."""
     devices: int
     device_rounds: int
     """Updates in all rounds together."""

@@ -15,6 +15,8 @@ from edge_bench import reproduction
 from edge_bench.command_line import run_module
 from edge_bench.curves import amount
 from edge_client.bench import plots
+from edge_client.errors import MaskfleetError
+from edge_client.methods import make_method
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,6 +37,7 @@ the devices and over the seeds, with the standard deviation over the seeds.
   baseline's.
 * **theirs**: MiB up and down of a device and round as the method's paper counts them, where it has a count of its own.
 * **kept**: share of the parameters that the devices' own models keep.
+* **earlier version**: the method has changed since; its row is from before.
 """
 
 COLUMNS = (
@@ -64,16 +67,21 @@ def printed(figures: Mapping[str, Any] | None) -> str:
 
 
 def line(
-    row: Mapping[str, Any], seeds: list[int], paper: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None
+    row: Mapping[str, Any],
+    seeds: list[int],
+    paper: Mapping[str, Any] | None,
+    baseline: Mapping[str, Any] | None,
+    old: bool,
 ) -> list[str]:
     """One method's cells; its seeds are named when they are not `seeds`, the table's."""
     total = row["bytes_of_all_devices"]["mean"]
     of = baseline["bytes_of_all_devices"]["mean"] if baseline else 0.0
     kept = row["kept_share"]["mean"]
     own = sorted(row["seeds"])
-    word = "seed" if len(own) == 1 else "seeds"
+    remarks = [] if own == seeds else [f"{'seed' if len(own) == 1 else 'seeds'} {', '.join(map(str, own))}"]
+    remarks += ["earlier version"] * old
     return [
-        row["label"] if own == seeds else f"{row['label']} ({word} {', '.join(map(str, own))})",
+        row["label"] + (f" ({'; '.join(remarks)})" if remarks else ""),
         printed(paper),
         score(row, "score_mean"),
         score(row, "late_score"),
@@ -88,6 +96,16 @@ def line(
         else "-",
         f"{100 * kept:.0f} %" if kept < 1 else "all",
     ]
+
+
+def earlier(run: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether the run's method, where it is installed, would end otherwise today with a result's `settings`."""
+    label, own = run["label"], settings["tasks"][run["task"]]["methods"]
+    try:
+        method = make_method({"name": label, **reproduction.merged(settings["methods"][label], own.get(label, {}))})
+    except MaskfleetError:
+        return False
+    return not reproduction.stands(run, method)
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -108,9 +126,10 @@ def tables(result: Mapping[str, Any]) -> str:
         )
         out += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' ---: |' * (len(COLUMNS) - 2)}"]
         paper, baseline = result["paper"].get(task, {}), rows.get(settings["baseline"])
+        old = {r["label"] for r in result["runs"].values() if r["task"] == task and earlier(r, settings)}
         for label in settings["methods"]:
             if label in rows:
-                out.append(f"| {' | '.join(line(rows[label], seeds, paper.get(label), baseline))} |")
+                out.append(f"| {' | '.join(line(rows[label], seeds, paper.get(label), baseline, label in old))} |")
             else:
                 out.append(f"| {label} | {printed(paper.get(label))} | not run |{' - |' * (len(COLUMNS) - 3)}")
         out.append("")

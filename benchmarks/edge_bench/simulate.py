@@ -64,6 +64,8 @@ class Simulated:
     """By device, which of its models it kept."""
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
+    vain_bytes: int = 0
+    """Of the downlinks that devices could not read, because they had lost what those build on."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Simulation:
     updates: dict[str, Checked] = field(default_factory=dict)
     downlinks: dict[str, dict[str, int]] = field(default_factory=dict)
     """By device, the bytes by kind of the downlink that it received last."""
+    vain: int = 0
+    """Bytes of downlinks that a device could not read."""
     sent: dict[tuple[int, str], Encoded] = field(default_factory=dict)
     """By round and audience, for the state as it is."""
 
@@ -126,6 +130,7 @@ class Simulation:
         outcomes = self.workers.train(round_, *self.turns(round_, places))
         for (device, place), outcome in zip(places.items(), outcomes, strict=True):
             if isinstance(outcome, Lost):
+                self.vain += sum(self.downlinks[device].values())
                 self.records.pop(device, None)
                 yield device, outcome
                 continue
@@ -163,15 +168,16 @@ class Simulation:
                 elif self.records.pop(device, None) is None:
                     raise LostError(f"{device} cannot read a downlink made for a new device: {outcome.reason}")
                 else:
+                    self.vain += sum(self.downlinks[device].values())
                     lost[device] = 0
             left = lost
         return {d: found[d] for d in self.devices}
 
     def look(self, round_: int) -> Scores | None:
         """Every device's score from the downlink of `round_`. The run goes on unchanged."""
-        records, downlinks = dict(self.records), dict(self.downlinks)
+        records, downlinks, vain = dict(self.records), dict(self.downlinks), self.vain
         found = self.evaluate(round_, Evaluation())
-        self.records, self.downlinks = records, downlinks
+        self.records, self.downlinks, self.vain = records, downlinks, vain
         return self.scores([e.score for e in found.values()])
 
     def scores(self, values: Sequence[float]) -> Scores | None:
@@ -223,6 +229,7 @@ def run(
         personal_sha256=digest("".join(e.sha256 for e in last.values()).encode()),
         seconds=time.perf_counter() - started,
         sources={d: e.source for d, e in last.items()},
+        vain_bytes=sim.vain,
     )
 
 

@@ -31,7 +31,7 @@ from edge_bench.simulation_file import SimulationConfig, prepare, read_config
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.methods import Range, Search, make_method
+from edge_client.methods import Method, Range, Search, make_method
 from edge_client.named_bundles import packaged
 
 RANDOM = 6  # trials drawn at random before the sampler learns from them
@@ -102,7 +102,8 @@ def search(
     Raises ConfigError when `storage` has trials of another configuration, or the method names nothing to search.
     """
     table = plan.config.methods[label]
-    asked = make_method({"name": label, **table}).search
+    method = make_method({"name": label, **table})
+    asked = method.search
     if not asked:
         raise ConfigError(f"the method of {label!r} names no settings to search; set some in its `search`")
     with warnings.catch_warnings():
@@ -111,7 +112,7 @@ def search(
             storage=storage, study_name=label, direction="maximize", load_if_exists=True,
             pruner=optuna.pruners.MedianPruner(COMPARED, max(1, plan.config.rounds // 5)),
         )  # fmt: skip
-    _check_same(study, label, plan, asked)
+    _check_same(study, label, plan, method)
     for running in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
         study.tell(running.number, state=optuna.trial.TrialState.FAIL)  # it was killed; its place is drawn again
     done = _done(study)
@@ -172,13 +173,14 @@ def _done(study: optuna.Study) -> list[Trial]:
     return [Trial(**t.user_attrs["trial"]) for t in stored]
 
 
-def _check_same(study: optuna.Study, label: str, plan: Plan, asked: Search) -> None:
+def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> None:
     """Refuse a file with trials of another configuration."""
     config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle"})
     what = {
         "bundle": digest((plan.bundle.folder / MANIFEST).read_bytes()), "config": config, "seed": plan.seed,
         "table": plan.config.methods[label], "most_bytes": plan.most_bytes,
-        "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in asked.items()},
+        "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in method.search.items()},
+        "revision": method.revision,
     }  # fmt: skip
     text = json.dumps(what, sort_keys=True)
     before = study.user_attrs.get("asked", text)

@@ -85,11 +85,14 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
-    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches.
+    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches. `revision` is raised
+    with every change after which the same settings give other bytes or another model: stored results of an earlier one
+    are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
+    revision: ClassVar[int] = 1
     hint: ClassVar[str] = "lr, then more rounds"
     search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]

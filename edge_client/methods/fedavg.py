@@ -10,25 +10,27 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
   server keeps the exact model and adds the changes, so rounding errors of the downlinks do not accumulate. With
   `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
 - Batch-norm statistics travel both ways as `buffers` float32.
+- With `average` the server sums the models of the last rounds, and the downlink after the last round is their mean.
+  Rounds without a counted update are left out of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
 from numpy.typing import NDArray
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.local_sgd import LocalSgd, Weights
+from edge_client.methods.local_sgd import LocalSgd, Weights, window
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -37,8 +39,30 @@ PLAIN = "float32"
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
-State = Weights
-"""The global model."""
+@dataclass(frozen=True)
+class Sum:
+    """The sum of `rounds` global models: `parameters` float64[d], `buffers` float64[buffers_d]."""
+
+    parameters: NDArray[np.float64]
+    buffers: NDArray[np.float64]
+    rounds: int
+
+    def then(self, model: Weights) -> Sum:
+        """The sum with one more model in it."""
+        return Sum(self.parameters + model.parameters, self.buffers + model.buffers, self.rounds + 1)
+
+    @property
+    def mean(self) -> State:
+        """The mean of the models."""
+        mean = (self.parameters / self.rounds).astype(np.float32)
+        return State(mean, (self.buffers / self.rounds).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class State(Weights):
+    """The global model; from the first round of those whose mean is the final model, also their sum."""
+
+    recent: Sum | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +116,17 @@ class FedAvg(LocalSgd):
     """The value codec of what the server sends; one that loses much is refused."""
     feedback: bool = False
     """The device adds to a change what the codec `up` lost of the change before."""
+    average: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of the rounds whose mean model is the final one; 0: the last round's model."""
 
     @model_validator(mode="after")
-    def _codecs_fit(self) -> FedAvg:
+    def _fit(self) -> FedAvg:
         if values.codec(self.down).coarse:
             raise ValueError(f"down = {self.down!r} loses too much of a model; it is for changes, as setting up")
         if self.feedback and self.up == PLAIN:
             raise ValueError("feedback returns what a codec loses; name one in up")
+        if self.average and not issubclass(self.state_type, State):
+            raise ValueError(f"average = {self.average}: method {self.name} has a state of its own, without that mean")
         return self
 
     @property
@@ -112,8 +140,12 @@ class FedAvg(LocalSgd):
         return State(course.model.parameters.copy(), course.model.buffers.copy())
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
+        """The global model; after the last round the mean of those that `average` covers."""
+        model: Weights = state
+        if self.average and round_ > course.rounds and state.recent is not None:
+            model = state.recent.mean
         stream = counter.key(course.seed, "downlink values", round_)
-        return Payload({**packed("parameters", self.down, state.parameters, stream), "buffers": state.buffers})
+        return Payload({**packed("parameters", self.down, model.parameters, stream), "buffers": model.buffers})
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d
@@ -151,7 +183,12 @@ class FedAvg(LocalSgd):
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, None]]:
         parameters, buffers = total
-        return State(parameters.value, buffers.value), {}
+        now = State(parameters.value, buffers.value)
+        covered = window(self.average, course.rounds)
+        if covered == 1 or round_ <= course.rounds - covered:
+            return now, {}
+        before = state.recent or Sum(np.zeros(now.parameters.size), np.zeros(now.buffers.size), 0)
+        return replace(now, recent=before.then(now)), {}
 
     def of_device(self, course: Course, state: State, record: None, everyone: Personal) -> Personal | None:
         return everyone
@@ -168,7 +205,7 @@ class FedAvg(LocalSgd):
         update, left = self.update(task, kept, received, trained)
         return Local(left, update, Personal(trained.parameters, trained.buffers), loss)
 
-    def update(self, task: Task, kept: Kept | None, received: State, trained: State) -> tuple[Payload, Kept | None]:
+    def update(self, task: Task, kept: Kept | None, received: Weights, trained: Weights) -> tuple[Payload, Kept | None]:
         """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
         if self.whole:
             sent, left = packed("parameters", PLAIN, trained.parameters, 0), None
@@ -176,10 +213,10 @@ class FedAvg(LocalSgd):
             sent, left = self.pack_change(task.assignment, kept, trained.parameters - received.parameters)
         return Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples}), left
 
-    def train(self, task: Task, start: State) -> tuple[State, float]:
+    def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
         """The local epochs: the model after them and the last one's mean loss."""
         parameters, buffers, loss = self.descend(task, start)
-        return State(parameters, buffers), loss
+        return Weights(parameters, buffers), loss
 
     def pack_change(self, a: Assignment, kept: Kept | None, change: F32) -> tuple[Arrays, Kept | None]:
         """The change in codec `up`, and with feedback what is left of it. A device that lost a residual starts at 0."""
@@ -228,13 +265,13 @@ def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> 
     return means
 
 
-def influence(start: State, update: Update) -> Influence:
+def influence(start: Weights, update: Update) -> Influence:
     """That of an update by its distance from the values that it was trained from."""
     moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
     return Influence(moved, update.samples, statistics)
 
 
-def limited(start: State, update: Update, scale: float, weight: float) -> Update:
+def limited(start: Weights, update: Update, scale: float, weight: float) -> Update:
     """The update with its changes of parameters and statistics times `scale`."""
     parameters, buffers = (
         toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))

@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.methods import Range, Search
-from edge_client.methods.fedavg import FedAvg, State
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.local_sgd import Weights
 from edge_client.task import Task
 
 
@@ -25,7 +26,7 @@ class FedProx(FedAvg):
     mu: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """The weight of the proximal term."""
 
-    def train(self, task: Task, start: State) -> tuple[State, float]:
+    def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
         """Epochs of SGD on the loss and the proximal term. The loss that is reported is without the term."""
         parameters, buffers, loss = self.descend(task, start, pull=self.mu)
-        return State(parameters, buffers), loss
+        return Weights(parameters, buffers), loss

@@ -12,7 +12,7 @@ from edge_client.bundle import F32, Model
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, grid
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
-from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
 COARSER = 2.5  # the unit of the variant with a residual, in steps / K
@@ -59,7 +59,7 @@ class Settings(LocalSgd):
 
     def window(self, course: Course) -> int:
         """The number of rounds whose mean is the final model."""
-        return min(HISTORY, max(1, round(self.average * course.rounds)))
+        return min(HISTORY, window(self.average, course.rounds))
 
     def allowed(self, course: Course, deliveries: float) -> float:
         """Coded bytes that a device may send and receive in all rounds and, so often, after the last one."""

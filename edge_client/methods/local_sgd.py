@@ -31,6 +31,11 @@ class Weights:
     buffers: F32
 
 
+def window(average: float, rounds: int) -> int:
+    """The number of last rounds whose mean is the final model: a share `average` of all, at least one."""
+    return max(1, round(average * rounds))
+
+
 class LocalSgd(Method):
     """Base of these methods: how their devices train."""
 
