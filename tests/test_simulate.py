@@ -92,7 +92,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             assert digest(real.state) == results[label].state_sha256
             assert real.scores() == results[label].final
             carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)
-            record = simulated(results[label], make_method({"name": label, **METHODS[label]}), bundle.model())
+            record = simulated(results[label], bundle.model())
             measured = federation(real)
             assert record["bytes_per_device"] == carried == measured["bytes_per_device"]
             assert record["bytes_by_kind"] == measured["bytes_by_kind"]
@@ -116,9 +116,7 @@ def test_every_cohort_has_the_size_asked_for_and_methods_share_it(results: dict[
 
 def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, Simulated]) -> None:
     model, d = bundle.model(), bundle.manifest.d
-    records = {
-        label: simulated(r, make_method({"name": label, **METHODS[label]}), model) for label, r in results.items()
-    }
+    records = {label: simulated(r, model) for label, r in results.items()}
     json.dumps(records)
     fedavg = records["fedavg"]
     assert fedavg["bytes_by_kind"]["up"]["parameters"] == 3 * 2 * 4 * d

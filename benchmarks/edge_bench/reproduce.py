@@ -51,12 +51,11 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
         steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
 
     result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
-    method = method_of(cell)
-    record = report.simulated(result, method, bundle.model())
+    record = report.simulated(result, bundle.model())
     rounds = record.pop("rounds")
     slim = {
         **record,
-        "revision": method.revision,
+        "revision": result.method.revision,
         "task": cell.task,
         "label": cell.label,
         "seed": cell.config.seed,
