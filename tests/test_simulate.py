@@ -243,6 +243,28 @@ def test_samples_far_from_the_model_s_scale_are_named_before_the_first_round(
     assert not devices or f"divided by 255 ({devices} of 2 devices)" in said
 
 
+def test_a_cohort_larger_than_the_devices_is_named_and_the_heading_says_how_many_take_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    text = 'bundle = "digits"\nrounds = 1\ncohort = {}\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
+    for cohort, taking in ((2, 2), (3, 3), (4, 3)):
+        file.write_text(text.format(cohort))
+        simulate_cli.simulate(file, labels=True)
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"rounds: 1 of {taking} devices" in said
+        assert ("cohort = 4, but there are 3 devices" in said) == (cohort == 4)
+
+
+def test_names_that_are_not_there_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\n[methods.fedavg]\n')
+    with pytest.raises(ConfigError, match="has no method 'fedavgg'; known are fedavg; did you mean 'fedavg'"):
+        simulate_cli.simulate(file, only="fedavgg")
+    with pytest.raises(BundleError, match="did you mean 'digits'"):
+        simulate_cli.simulate(file, bundle="dgits")
+
+
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for out, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):  # not: the file of settings, which is not there

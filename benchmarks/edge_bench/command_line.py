@@ -17,7 +17,7 @@ from rich.table import Table
 
 from edge_bench import provenance
 from edge_client import toml
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError, suggestion
 from edge_client.exit_codes import exit_code
 from edge_client.files import disk, write_whole
 
@@ -41,11 +41,15 @@ def names_of(text: str, option: str) -> list[str]:
     return names
 
 
-def known_names(text: str, option: str, known: Collection[str], absent: str) -> list[str]:
-    """`names_of` that are all `known`; else a ConfigError that begins with `absent`, such as "FILE has no methods"."""
-    names = names_of(text, option)
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"{absent} {unknown}; known are {sorted(known)}")
+def known_names(text: str | None, option: str, known: Collection[str], absent: str) -> list[str]:
+    """`names_of` that are all `known`, or all of these without a text.
+
+    Raises ConfigError beginning with `absent`, such as "FILE has no method".
+    """
+    names = [*known] if text is None else names_of(text, option)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{absent} {name!r}; known are {', '.join(sorted(known))}{suggestion(name, known)}")
     return names
 
 

@@ -127,7 +127,7 @@ def main(
     origin = provenance.origin()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in MODELS if only is None else known_names(only, "--only", MODELS, "there are no models"):
+        for name in known_names(only, "--only", MODELS, "there is no model"):
             rows.append(measure(name, (bundles or Path(folder)) / name))
             r = rows[-1]
             typer.echo(f"{name}: {r['milliseconds']} ms, ExecuTorch over PyTorch {r['executorch_over_torch']}")

@@ -229,8 +229,8 @@ def reproduce(
     r = reproduction.read(name, full)
     if changes and not validation:
         raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
-    labels = known_names(only, "--only", r.methods, f"{name} has no methods") if only else [*r.methods]
-    there = known_names(tasks, "--task", r.tasks, f"{name} has no tasks") if tasks else [*r.tasks]
+    labels = known_names(only, "--only", r.methods, f"{name} has no method")
+    there = known_names(tasks, "--task", r.tasks, f"{name} has no task")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
     used = reproduction.changed(r, changes or ())

@@ -110,8 +110,12 @@ def simulate(
     console.print(
         f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; "
-        f"rounds: {checked.rounds} of {checked.cohort} devices"
+        f"rounds: {checked.rounds} of {min(checked.cohort, len(devices))} devices"
     )
+    if checked.cohort > len(devices):
+        report.warn(
+            console, [f"cohort = {checked.cohort}, but there are {len(devices)} devices; set it to that or less"]
+        )
     report.warn(console, histogram.untested(devices, checked.data.evaluate))
     report.warn(console, histogram.off_scale(devices, opened.manifest.input))
     if labels:

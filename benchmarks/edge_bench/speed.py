@@ -206,7 +206,7 @@ def main(
         content["flower"] = None
     content["cases"] = []
     cases = {case.name: case for case in CASES}
-    chosen = cases if only is None else known_names(only, "--only", cases, "there are no cases")
+    chosen = known_names(only, "--only", cases, "there is no case")
     with TemporaryDirectory(prefix="maskfleet-speed-") as folder:
         for name in chosen:
             found = measure(cases[name], Path(folder), flower)

@@ -154,7 +154,7 @@ def main(
     """Measure, print the ratios, write the JSON."""
     torch.set_num_threads(1)
     origin = provenance.origin()
-    chosen = MODELS if only is None else known_names(only, "--only", MODELS, "there are no models")
+    chosen = known_names(only, "--only", MODELS, "there is no model")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for i, name in enumerate(chosen):

@@ -199,8 +199,8 @@ def main(
     origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
-    methods = None if method is None else known_names(method, "--method", setup.methods, f"{config} has no methods")
-    tasks = setup.tasks if task is None else known_names(task, "--task", setup.tasks, f"{config} has no tasks")
+    methods = known_names(method, "--method", setup.methods, f"{config} has no method")
+    tasks = known_names(task, "--task", setup.tasks, f"{config} has no task")
     for cell in cells(setup, setup.seeds, methods):
         if cell.task not in tasks:
             continue
