@@ -53,11 +53,13 @@ def known_names(text: str | None, option: str, known: Collection[str], absent: s
     return names
 
 
-def check_writable(path: Path, option: str = "--json", source: Path | None = None) -> None:
+def check_writable(path: Path | None, option: str = "--json", source: Path | None = None) -> None:
     """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there.
 
-    Also when it would overwrite `source`, the file that the command reads.
+    Also when it would overwrite `source`, the file that the command reads. No path is nothing to check.
     """
+    if path is None:
+        return
     if source is not None and path.resolve() == source.resolve():
         raise ConfigError(f"{option} {path} would overwrite the file that is read; name another one")
     folder = path.resolve().parent
@@ -75,8 +77,10 @@ def check_new_folder(path: Path) -> None:
         raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
 
 
-def check_plot(path: Path, json_file: Path | None) -> None:
+def check_plot(path: Path | None, json_file: Path | None) -> None:
     """Raise ConfigError when a picture could not be drawn, or not written there or only over `json_file`."""
+    if path is None:
+        return
     if json_file is not None and path.resolve() == json_file.resolve():
         raise ConfigError(f"--plot {path} and --json are one file; name another one")
     if path.suffix.lower() != ".png":
@@ -94,9 +98,10 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file. Raises StateError when it cannot be written."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write a result file, if one is asked for. Raises StateError when it cannot be written."""
+    if path is not None:
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def run_module(main: Callable[..., None]) -> None:

@@ -41,10 +41,8 @@ def _labels(
     if plot is not None:
         histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
-    if json_file is not None:
-        held = histogram.record(devices, target.classes)
-        settings = config.data.model_dump(mode="json")
-        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+    held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
+    write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
 
 
 @contextmanager
@@ -98,10 +96,8 @@ def simulate(
         return
     if config is None:
         raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
-    if json_file is not None:
-        check_writable(json_file, source=config)
-    if plot is not None:
-        check_plot(plot, json_file)
+    check_writable(json_file, source=config)
+    check_plot(plot, json_file)
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
@@ -145,9 +141,8 @@ def simulate(
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}))
-    if json_file is not None:
-        reasons = {label: str(error) for label, error in failures.items()}
-        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    reasons = {label: str(error) for label, error in failures.items()}
+    write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")

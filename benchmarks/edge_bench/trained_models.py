@@ -194,8 +194,7 @@ def main(
     config: Annotated[Path, typer.Option(help="Tasks and methods, as a reproduction's file has them.")] = CONFIG,
 ) -> None:
     """Train every method, compact every personal model, and compare before and after."""
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
@@ -210,8 +209,7 @@ def main(
         except MaskfleetError as error:
             rows.append({"task": cell.task, "method": cell.label, "status": f"{type(error).__name__}: {error}"})
             print(f"{cell.task:8} {cell.label:22} {rows[-1]['status']}", flush=True)
-        if json_file is not None:
-            write_json(json_file, {**origin, "fields": FIELDS, "rows": rows})
+        write_json(json_file, {**origin, "fields": FIELDS, "rows": rows})
 
 
 if __name__ == "__main__":
