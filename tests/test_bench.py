@@ -263,6 +263,25 @@ def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> 
     assert none == {"energy_fault": "the wire fell off"}
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"energy_samples": 100, "energy_lost": 10, "energy_clipped": 0}, []),
+        ({"energy_samples": 100, "energy_lost": 11, "energy_clipped": 0}, ["the meter lost more than a tenth"]),
+        ({"energy_samples": 0, "energy_lost": 9, "energy_clipped": 7}, ["7 samples were at the end", "the meter lost"]),
+        ({"energy_fault": "no wire"}, ["no joules: no wire"]),
+    ],
+)
+@pytest.mark.parametrize("where", ["row", "step", "round"])
+def test_what_a_meter_missed_is_a_warning(figures: dict[str, Any], said: list[str], where: str) -> None:
+    row = {"variant": "dense", "threads": 1, "wall_ms": {"cv": 0.0}}
+    trained = {"step": figures if where == "step" else {}, "round": figures if where == "round" else {}}
+    rows = [row | (figures if where == "row" else {})]
+    state = {"load": 0.0}
+    found = measure.warnings({"machine": {}, "before": state, "after": state, "rows": rows, "training": trained})
+    assert [text.startswith(due) for text, due in zip(found, said, strict=True)] == [True] * len(said)
+
+
 def test_all_blocks_share_one_recording() -> None:
     """A meter that is recorded by hand plays its pulses once, not once a row."""
     said: list[str] = []
