@@ -53,7 +53,8 @@ class Choice:
     @property
     def brief(self) -> list[str]:
         """The choice, and the meters that a permission would add."""
-        return [line for line in self.lines if line == self.why or "may not be" in line]
+        asks = "; `maskfleet bench meters` says why" if self.meter is None and self.others else ""
+        return [self.why + asks, *(line for line in self.lines[1:] if "may not be" in line)]
 
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
