@@ -485,14 +485,38 @@ def test_lost_rows_of_a_csv_are_counted() -> None:
     assert joules(trace, 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
 
 
-def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path) -> None:
+def test_a_file_in_doubt_is_mended_while_the_meter_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tester, path, said = UsbTester(SHAPES["constant"]), tmp_path / "meter.csv", list[str]()
+    rows = "\n".join(f"{t},{w}" for t, w in tester.rows())
+    emitted = iter([sync.Pulse(tester.first), sync.Pulse(tester.last)] * 2)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "a unit that is not known" in text:
+            path.write_text(f"time (s),power (W)\n{rows}")
+
+    monkeypatch.setattr(csv_trace, "LOOK", 0.01)
+    meter = csv_trace.CsvMeter(path, wait=30.0, emit=lambda: next(emitted), say=say)
+    meter.start()
+    path.write_text(f"time (s),power (hp)\n{rows}")
+    assert joules(meter.stop(), 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
+    assert re.search(r"'power \(hp\)' has a unit .*; mend the file within \d+ s", said[-1])
+    meter.wait, meter.say = 0.2, said.append
+    meter.start()
+    path.write_text(f"time (s),power (hp)\n{rows}")
+    with pytest.raises(MeterError, match="has a unit that is not known"):
+        meter.stop()
+
+
+def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tester = UsbTester(SHAPES["constant"])
     path = tmp_path / "meter.csv"
     path.write_text("of yesterday")
     os.utime(path, (time.time() - 86_400,) * 2)
     said: list[str] = []
     emitted = iter([sync.Pulse(tester.first), sync.Pulse(tester.last)] * 2)
-    meter = csv_trace.CsvMeter(path, wait=0.1, emit=lambda: next(emitted), say=said.append)
+    monkeypatch.setattr(csv_trace, "LOOK", 0.01)
+    meter = csv_trace.CsvMeter(path, wait=0.2, emit=lambda: next(emitted), say=said.append)
     meter.start()
     with pytest.raises(MeterError, match=r"was not written within 0 s"):
         meter.stop()

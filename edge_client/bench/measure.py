@@ -125,7 +125,8 @@ def inference(variants: Sequence[Variant], x: NDArray[Any], settings: Settings, 
         times = in_turns(calls, settings.runs, settings.warm_up, settings.seconds)
         for i, variant in enumerate(variants):
             row = {"variant": variant.name, "engine": engines.engine_of(variant.file), "threads": threads}
-            say(f"{variant.name}: memory and cold start, {threads} thread{'s' * (threads > 1)}")
+            if settings.cold_starts:
+                say(f"{variant.name}: memory and cold start, {threads} thread{'s' * (threads > 1)}")
             rows.append(row | timed(times, i) | _alone(variant.file, x, threads, settings))
     return rows
 

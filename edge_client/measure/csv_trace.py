@@ -32,6 +32,7 @@ CURRENT = (("time", "current"),)  # with the supply's voltage as an option
 ROWS = 2  # the fewest rows of a recording
 LONGEST, YEAR_5000 = 1e6, 1e11  # seconds that no recording lasts, and since 1970: they are of another unit
 VOLTS_MOST = 1000.0
+LOOK = 0.2  # seconds between two looks at a file
 ACCURACY = Accuracy(0.01, 0.005, 0.001)
 
 
@@ -163,32 +164,39 @@ class CsvMeter:
         self._first = self.emit()
 
     def stop(self) -> Trace:
-        """Play the last sync pulse, wait for the file, and align it. Raises MeterError."""
+        """Play the last sync pulse, wait for the file, and align it; one in doubt may be mended. Raises MeterError."""
         if self._first is None:
             raise MeterError("the csv meter was not started")
         last = self.emit()
         self.say(f"stop the meter's recording and export it to {self.path}, within {self.wait:.0f} s")
-        deadline = time.monotonic() + self.wait
-        while not self._there():
+        deadline, tried = time.monotonic() + self.wait, 0
+        fault = MeterError(f"{self.path} was not written within {self.wait:.0f} s; export the recording there")
+        while True:
+            written = self._written()
+            if written not in (0, tried):
+                try:
+                    return self.trace(self.path.read_text(errors="replace"), last)
+                except OSError as error:
+                    fault = MeterError(f"{self.path} cannot be read: {error.strerror}")
+                except MeterError as error:
+                    fault = error
+                tried = written
+                self.say(f"{fault}; mend the file within {max(deadline - time.monotonic(), 0):.0f} s")
             if time.monotonic() > deadline:
-                raise MeterError(f"{self.path} was not written within {self.wait:.0f} s; export the recording there")
-            time.sleep(0.2)
-        try:
-            text = self.path.read_text(errors="replace")
-        except OSError as error:
-            raise MeterError(f"{self.path} cannot be read: {error.strerror}") from None
-        return self.trace(text, last)
+                raise fault
+            time.sleep(LOOK)
 
-    def _there(self) -> bool:
-        """Whether a file newer than the start is there and no longer grows."""
+    def _written(self) -> int:
+        """When the file was written last, in ns; 0 while it is older than the start, empty, or still grows."""
         try:
             before = self.path.stat()
             if before.st_mtime < self._began - 1:
-                return False
-            time.sleep(0.2)
-            return self.path.stat().st_size == before.st_size > 0
+                return 0
+            time.sleep(LOOK)
+            same = self.path.stat().st_size == before.st_size > 0
+            return before.st_mtime_ns if same else 0
         except OSError:
-            return False
+            return 0
 
     def trace(self, text: str, last: sync.Pulse) -> Trace:
         """The file's content on this machine's clock. Raises MeterError."""
