@@ -200,6 +200,14 @@ def test_a_model_that_overflows_at_extreme_inputs_has_artifacts(tmp_path: Path, 
     assert make(model, "copy", tmp_path / "out").error_std == 0.0
 
 
+def test_a_writer_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "edge_export.executorch.artifacts", None)
+    with pytest.raises(
+        ConfigError, match=r"'pte' needs .*, which is not installed; run: pip install 'maskfleet\[author"
+    ):
+        artifacts.writer("pte")
+
+
 def test_the_proof_runs_the_model_once_on_each_probe() -> None:
     seen: list[str] = []
     given = list(probes((3,), "float32"))

@@ -718,6 +718,7 @@ def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> Non
         "b": Family(lambda options: here, 2, options=("bus",)),
         "c": Family(lambda options: here, 3),
         "far": Family(lambda options: here, 0, "apart"),
+        "phone": Family(lambda options: here, 0, "android"),
     }
     found = choose("auto", known=known)
     assert found.meter is here
@@ -726,8 +727,9 @@ def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> Non
         "  not a: not wired; run: wire it",
         "  not c: b comes first; ask for it with --meter c",
         "  not far: measures another device; ask for it with --meter far",
+        "  not phone: measures a phone (--adb), not this machine",
     ]
-    assert choose("auto", "android", known).meter is None
+    assert choose("auto", "android", known).others["c"] == "measures this machine, not a phone (--adb)"
     assert choose("none", known=known).meter is None
     assert choose("far", known=known).meter is here
     with pytest.raises(MeterError, match="wire it"):
@@ -776,7 +778,7 @@ def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absen
     told = {"jetson": "INA3221", "ina3221": "i2c|smbus2|INA3221", "ina219": "i2c|smbus2|INA219", "rapl": "powercap",
             "hwmon": "hwmon|power|battery"}  # fmt: skip
     for name, why in chosen.others.items():
-        assert re.search(f"{told.get(name, 'another device')}|comes first", why), (name, why)
+        assert re.search(f"{told.get(name, 'another device|measures a phone')}|comes first", why), (name, why)
 
 
 def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

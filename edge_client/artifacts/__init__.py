@@ -93,7 +93,8 @@ def writer(kind: str) -> Writer:
     try:
         made: Writer = found[kind].load()()
     except ImportError as error:
-        raise ConfigError(f"artifact {kind!r} needs a package that is not installed: {error}") from None
+        ours = "; run: pip install 'maskfleet[author]'" if found[kind].module.startswith("edge_export") else ""
+        raise ConfigError(f"artifact {kind!r} needs {error.name or error}, which is not installed{ours}") from None
     return made
 
 

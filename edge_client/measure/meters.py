@@ -105,8 +105,10 @@ def choose(
     others = dict(faults)
     taken: Meter | None = None
     for key, family in sorted(found.items(), key=lambda item: (item[1].rank, item[0])):
-        if family.where != where:
+        if family.where == "apart":
             others[key] = f"measures another device; ask for it with --meter {key}"
+        elif family.where != where:
+            others[key] = f"measures {OF[family.where]}, not {OF[where]}"
         elif taken is not None:
             others[key] = f"{taken.name} comes first; ask for it with --meter {key}"
         else:
