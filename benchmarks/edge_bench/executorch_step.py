@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import typer
 from edge_export import export_bundle
+from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
 from torch import nn
 
@@ -123,6 +124,8 @@ def main(
     bundles: Annotated[Path | None, typer.Option(help="Folder that keeps the exported bundles.")] = None,
 ) -> None:
     """Measure a training step by ExecuTorch beside PyTorch's and ONNX Runtime's."""
+    check_writable(json_file)
+    check_installed()
     torch.set_num_threads(1)
     check_writable(json_file)
     origin = provenance.origin()
