@@ -39,6 +39,15 @@ def test_a_compact_model_says_what_its_masked_module_says_at_the_fewest_multiply
         assert result.reached or (case.name, kind) in ABOVE, result.row()
 
 
+def test_a_rule_s_widths_never_cost_more_than_the_dense_model(bundles: Path, tmp_path: Path) -> None:
+    case = ZOO["gru of two layers both ways"]  # its second layer reads what dead units of the first add as inputs more
+    subject = prepare(case, export(case, bundles / case.name), "weight", 0.8)
+    result = compacted(subject, "weight", 0.8, tmp_path / "personal.onnx", align="rule")
+    assert result.exact
+    assert result.macs_compact is not None
+    assert result.macs_compact <= (result.macs_dense or 0)
+
+
 @pytest.mark.parametrize("seed", [102, 203])  # a GRU in both directions, at its full width; sequences
 def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
     case = random_graphs.case(seed)

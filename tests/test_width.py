@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from edge_client.align import align_of
+from edge_client.compaction import tuning
 from edge_client.compaction.smaller import analysed, cut
 from edge_client.compaction.study import study
 from edge_client.compaction.surgery import freeze
@@ -140,6 +141,19 @@ def test_auto_never_takes_a_model_that_the_clock_finds_slower() -> None:
 
         made = aligned(found, "auto", Clock(by_width(lambda n: 1.0 if n % 4 == 0 else 9.0), models))
         assert made.model.SerializeToString() == seen[min(fastest, len(seen) - 1)]
+
+
+@pytest.mark.parametrize(("counts", "width"), [((9, 9), 8), ((9, 10, 9), 4), ((9, 10, 10), 12)])
+def test_a_model_that_costs_more_than_the_dense_one_is_narrower_and_if_that_costs_more_too_whole(
+    counts: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(counts)  # of the dense model, the one with multiples of 8, and the narrowest
+    monkeypatch.setattr(tuning, "macs", lambda model: left.pop(0))
+    made = aligned(analysed(model(), PROBE), 8, None)
+    assert widths(made.model)[0][0] == width
+    assert any("more multiply-adds" in line for line in made.stopped) == (width == 12)
+    assert not left
+    np.testing.assert_allclose(outputs(made.model), outputs(model()), rtol=1e-4, atol=1e-5)
 
 
 SUM = """
