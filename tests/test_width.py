@@ -11,7 +11,7 @@ import pytest
 
 from edge_client.align import align_of
 from edge_client.compaction import tuning
-from edge_client.compaction.smaller import analysed, cut
+from edge_client.compaction.smaller import analysed, cut, written
 from edge_client.compaction.study import study
 from edge_client.compaction.surgery import freeze
 from edge_client.compaction.tuning import Clock, Table, Work, aligned
@@ -75,6 +75,13 @@ def test_a_stream_holds_a_depthwise_layer_with_the_layer_before_it_and_a_sum_wit
     assert sorted(found) == [12, 20]
     assert (len(found[12].layers), len(found[12].depthwise), len(found[12].readers)) == (1, 1, 2)
     assert (len(found[20].layers), len(found[20].depthwise)) == (2, 0)
+
+
+def test_facts_and_pieces_take_memory_for_channels_and_not_for_places() -> None:
+    found = analysed(model(), PROBE)
+    for facts in (found.value, found.varies, found.label, found.read, found.due):
+        assert sum(v.base.size for v in facts.values()) <= 3 * 6 * 6 + sum(found.shape(v)[1] for v in facts)
+    assert list(written(found).pieces) == ["y"]  # the others are dropped behind their last readers
 
 
 def test_without_alignment_every_layer_has_what_its_own_mask_leaves() -> None:

@@ -84,10 +84,12 @@ def _backward(s: Study, node: NodeProto) -> None:
     for k in s.net.data(node):
         name = node.input[k]
         size = prod(s.shape(name))
-        for marks, mask in ((live, s.read), (due, s.due)):
+        for marks, mark in ((live, s.mark), (due, s.need)):
             found = source[marks]
-            if name in mask and found.size:
-                mask[name].reshape(-1)[found[(found >= start) & (found < start + size)] - start] = True
+            if found.size:
+                mask = np.zeros(size, np.bool_)
+                mask[found[(found >= start) & (found < start + size)] - start] = True
+                mark(name, mask.reshape(s.shape(name)))
         start += size
 
 

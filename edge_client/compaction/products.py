@@ -151,8 +151,8 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     shape = s.shape(second)
     s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
     if first in s.read and second in s.read:
-        s.due[first] |= s.read[first] & (a[0] != 0)
-        s.due[second] |= s.read[second] & ((b[0].T if transposed else b[0]) != 0)
+        s.need(first, s.read[first] & (a[0] != 0))
+        s.need(second, s.read[second] & ((b[0].T if transposed else b[0]) != 0))
 
 
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
