@@ -163,6 +163,32 @@ def test_a_model_that_costs_more_than_the_dense_one_is_narrower_and_if_that_cost
     np.testing.assert_allclose(outputs(made.model), outputs(model()), rtol=1e-4, atol=1e-5)
 
 
+WHOLE = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,3,6,6] x, float[5,3,1,1] a, float[3,3,1,1] z, float[12,11,1,1] b, float[4,12] h) => (float[n,4] y)
+<int64[8] pads = {0, 1, 0, 0, 0, 2, 0, 0}> {
+  u = Conv(x, a)
+  p = Pad(u, pads)
+  q = Conv(x, z)
+  c = Concat<axis=1>(p, q)
+  v = Conv(c, b)
+  r = Relu(v)
+  k = GlobalAveragePool(r)
+  f = Flatten(k)
+  y = Gemm<transB=1>(f, h)
+}
+"""
+
+
+def test_values_that_stay_whole_keep_the_zeros_that_are_padded_and_concatenated() -> None:
+    text = model(WHOLE, {"z": [], "a": [0, 2]})
+    found = analysed(text, PROBE)
+    made = cut(found.again(dict.fromkeys(found.varies, "it stays")))
+    assert made.stopped == ("it stays",)
+    assert widths(made.model)[-1] == (12, 11)
+    np.testing.assert_allclose(outputs(made.model), outputs(text), rtol=1e-4, atol=1e-5)
+
+
 SUM = """
 <ir_version: 9, opset_import: ["" : 20]>
 g (float[n,3,6,6] x, float[40,3,3,3] a, float[40,3,3,3] b, float[40] bb, float[8,40,3,3] c, float[4,8] h)

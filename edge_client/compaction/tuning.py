@@ -33,8 +33,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.align import Align
 from edge_client.compaction import convolutions
-from edge_client.compaction.net import build
-from edge_client.compaction.smaller import Smaller, cut
+from edge_client.compaction.smaller import Smaller, cut, whole
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.width import (
     Stream,
@@ -189,7 +188,7 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
         *(_wide(found, lambda s, n: steps[s.values], joined, FASTEST) for joined in (False, True)),
         _wide(found, lambda s, n: steps[s.values] if s.readers else s.size, True, FASTEST),
         _wide(found, lambda s, n: s.size, True, FASTEST),
-        _dense(found, "the model with all channels runs fastest here"),
+        whole(found, "the model with all channels runs fastest here"),
     ]
     candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
     if len(candidates) == 1:
@@ -201,22 +200,15 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
 
 def _no_dearer(found: Study, made: Smaller) -> Smaller:
     """`made`, or the narrowest graph, or the dense one: the first that has no more multiply-adds than the dense one."""
-    net = found.net
+    dense = whole(found, "what a smaller model needs instead of dead channels has more multiply-adds, so all stay")
     try:
-        most = macs(build(net, net.nodes, net.constants, net.model.graph.output))
+        most = macs(dense.model)
         if macs(made.model) <= most:
             return made
         narrow = cut(found, FEWEST)
-        if macs(narrow.model) <= most:
-            return narrow
+        return narrow if macs(narrow.model) <= most else dense
     except ConfigError:  # work that depends on the data cannot be compared
         return made
-    return _dense(found, "what a smaller model needs instead of dead channels has more multiply-adds, so all stay")
-
-
-def _dense(found: Study, why: str) -> Smaller:
-    """The graph with all its channels, and `why` they stay."""
-    return cut(found.again(dict.fromkeys(found.varies, why)), FEWEST)
 
 
 def ruled(found: Study) -> Smaller:
