@@ -34,6 +34,7 @@ from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
 
 EVAL = "eval.onnx"
+AT_ONCE = 4  # samples that the proof runs at a time, which bounds its memory
 ELSEWHERE = "choose another place for the personal model"
 MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 SIDES = Sides(
@@ -201,7 +202,12 @@ def _cause(error: Exception) -> str:
 def _run(
     session: ort.InferenceSession, what: tuple[str, str], feed: Mapping[str, NDArray[Any]], probe: str
 ) -> NDArray[Any]:
+    *_, x = feed  # the data comes last
     try:
-        return np.asarray(session.run(None, dict(feed))[0])
+        parts = [
+            np.asarray(session.run(None, {**feed, x: feed[x][at : at + AT_ONCE]})[0])
+            for at in range(0, len(feed[x]), AT_ONCE)
+        ]
+        return np.concatenate(parts)
     except Exception as error:  # see _open
         raise CompactionError(f"the {what[0]} model does not run on {probe}: {_cause(error)}; {what[1]}") from None

@@ -132,7 +132,8 @@ layer keeps.
   A model counts as exact up to {EXACT:g}, or up to twice the rounding of the dense graph in float32.
 * **bound**: multiply-adds when every contraction counts only entries that vary with the input and that the outputs'
   gradient reaches, found numerically in PyTorch without the exporter or compaction (`edge_bench.compaction.oracle`).
-  A model is at the bound with at most {100 * (NEAR - 1):.0f} % more.
+  Of an LSTM, GRU or RNN it is what one dense layer needs: an input more, or in a GRU behind the reset gate a unit more,
+  for each dimension of what dead units add over time. A model is at the bound with at most {100 * (NEAR - 1):.0f} % more.
 * **time**: processor time of one sample on one thread, median of calls in turns. Other processes shared the machine.
 """
 
