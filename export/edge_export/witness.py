@@ -23,6 +23,7 @@ from edge_export.draws import KEY, Values, same_values
 from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_evaluation, in_training
 from edge_export.rewriting import Rewriting
+from edge_export.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,20 @@ class Witness:
         """Copies that have not run."""
         return Copies(in_evaluation(duplicate(self.module)), in_training(duplicate(self.module)))
 
-    def step(self, step: Step, wide: bool = False, copies: Copies | None = None) -> Values:
+    def step(
+        self,
+        step: Step,
+        wide: bool = False,
+        copies: Copies | None = None,
+        rounding: Rounding | None = None,
+    ) -> Values:
         """loss, grad:<name>, new:<name> and logits; the logits alone where PyTorch refuses to train on one sample.
 
         `wide` is for float64; `copies` are used again, by default new ones are made. Raises ModelError.
         """
         try:
-            return self._step(step, wide, copies or self.copies())
+            with rounding or nullcontext():
+                return self._step(step, wide, copies or self.copies())
         except ModelError:
             raise
         except Exception as error:  # the author's forward may raise anything
