@@ -151,7 +151,7 @@ def stored(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The results by family: of `FAMILY.json` and `FAMILY-*.json`, a graph from the last file that has it."""
     found = {}
     for family in FAMILIES:
-        files = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{family}*.json"))]
+        files = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{family}*.json"), key=lambda p: p.stem)]
         own = {r["model"]: [o for o in f["rows"] if o["model"] == r["model"]] for f in files for r in f["rows"]}
         if files:
             rows = [r for several in own.values() for r in several]
