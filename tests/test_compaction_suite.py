@@ -39,6 +39,12 @@ def test_a_compact_model_says_what_its_masked_module_says_at_the_fewest_multiply
         assert result.reached or (case.name, kind) in ABOVE, result.row()
 
 
+def test_a_network_of_long_sums_is_not_refused_for_what_float32_rounds_in_them(bundles: Path, tmp_path: Path) -> None:
+    case = ZOO["EMNIST CNN"]  # uniform inputs: outputs that hardly differ, of sums over 980 products
+    subject = prepare(case, export(case, bundles / case.name), "act", 0.5)
+    assert compacted(subject, "act", 0.5, tmp_path / "personal.onnx").status == "ok"
+
+
 def test_a_rule_s_widths_never_cost_more_than_the_dense_model(bundles: Path, tmp_path: Path) -> None:
     case = ZOO["gru of two layers both ways"]  # its second layer reads what dead units of the first add as inputs more
     subject = prepare(case, export(case, bundles / case.name), "weight", 0.8)

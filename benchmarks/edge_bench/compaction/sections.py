@@ -142,7 +142,8 @@ def _best(timed: Sequence[Row], auto: Mapping[tuple[Any, ...], float]) -> list[s
 
 def _at_best_widths(folder: Path) -> dict[tuple[Any, ...], float]:
     """Speedups in ONNX Runtime at the widths that run fastest, by network, mask and kept share."""
-    rows = [r for path in sorted(folder.glob("known*.json")) for r in json.loads(path.read_text())["rows"]]
+    paths = sorted(folder.glob("known*.json"), key=lambda p: p.stem)  # a later file goes before an earlier one
+    rows = [r for path in paths for r in json.loads(path.read_text())["rows"]]
     found = [r for r in rows if r["aligned"] and r["tool"] == "maskfleet" and "speedup" in r]
     return {(r["model"], r["mask"], r["kept"]): r["speedup"] for r in found}
 
