@@ -8,10 +8,10 @@ The error of a tensor is its largest difference over its largest entry. It may r
 Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
 close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
 
-Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. What PyTorch's float32 keeps
-finite is finite in the graph. The error against float64 may reach `LOOSE`, or a few times the tensor's noise: the error
-of PyTorch's float32, or of float64 steps in which every result is rounded to float32 at random (see `rounding`). Gates
-saturate there, and on zeros a deep network's batch-norms divide rounding errors by deviations near zero.
+Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. What is finite in PyTorch's
+float32 is finite in the graph. The error against float64 may reach `LOOSE`, or a few times the tensor's noise: the
+error of PyTorch's float32, or of float64 steps in which every result is rounded to float32 at random (see `rounding`).
+Gates saturate there, and on zeros a deep network's batch-norms divide rounding errors by deviations near zero.
 
 A large batch proves little of a tensor that overflows in PyTorch too, that is zero, or whose noise allows more than
 `MOST`. Where there is one, smaller large batches follow. What none of them proves, or what rounding alone decides on
@@ -47,6 +47,12 @@ EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
 LOOSE = 1e-3  # TOLERANCE of an extreme batch, in which sums of large terms cancel
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 
+GRAPH, BRANCHES = (
+    "the exported graph",
+    "look for values that the batch or its size decides in Python, and write them as tensor operators; where there are "
+    "none, report the module",
+)
+
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -60,7 +66,7 @@ class Shown:
 
 
 @dataclass
-class _Best:
+class Best:
     """Over a few draws: each tensor's least error, and the largest error of PyTorch's own float32."""
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -74,11 +80,11 @@ class _Best:
             self.levels[name] = max(self.levels.get(name, 0.0), error)
         return max(self.errors.values()) <= TOLERANCE
 
-    def check(self, n: int) -> None:
+    def check(self, n: int, part: str = GRAPH, advice: str = BRANCHES) -> None:
         """Raise ModelError for the first tensor that is wrong."""
         for name, error in self.errors.items():
             if error > max(TOLERANCE, min(FACTOR * self.levels[name], MOST)):
-                raise ModelError(_complaint(name, n, error))
+                raise ModelError(_complaint(name, f"{n} samples", error, part, advice))
 
     def largest(self, *kinds: str) -> float:
         return max((e for name, e in self.errors.items() if name.startswith(kinds)), default=0.0)
@@ -102,7 +108,7 @@ def prove(
     graphs = _Graphs(train, evaluation, parameters, buffers)
     found, told = [], set[str]()
     for n, held in zip(BATCHES, (later, start, later), strict=True):
-        best = _Best()
+        best = Best()
         for _ in range(DRAWS):
             step = Step(values, held, draw(n), labels(target, n, random))
             true = witness.step(step, wide=True)
@@ -154,7 +160,7 @@ def _extreme(witness: Witness, graphs: _Graphs, step: Step, own: Values, what: s
         noise = {k: max(noise[k], moved[k]) for k in own}
     for name, error in errors.items():
         if error > _limit(noise[name]):
-            raise ModelError(_complaint(name, EXTREME, error, f"{what} "))
+            raise ModelError(_complaint(name, f"{EXTREME} {what} samples", error))
     return {k for k, b in both.items() if bool(b.all()) and _limit(noise[k]) <= MOST} - _nothing(true)
 
 
@@ -203,11 +209,9 @@ def _named(name: str) -> str:
     }[kind]
 
 
-def _complaint(name: str, n: int, error: float, kind: str = "") -> str:
+def _complaint(name: str, batch: str, error: float, part: str = GRAPH, advice: str = BRANCHES) -> str:
     return (
-        f"the exported graph computes {_named(name)} differently from the module (relative error {error:.1e} on {n} "
-        f"{kind}samples); look for values that the batch or its size decides in Python, and write them as tensor "
-        "operators; where there are none, report the module"
+        f"{part} computes {_named(name)} differently from the module (relative error {error:.1e} on {batch}); {advice}"
     )
 
 
