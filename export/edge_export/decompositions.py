@@ -75,7 +75,7 @@ def evaluation_table() -> dict[Any, Callable[..., Any]]:
 
 
 def _with_mean(
-    spread: Any, x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    spread: Any, x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`torch.var_mean` or `torch.std_mean`, apart."""
     return spread(x, dim, correction=correction, keepdim=keepdim), torch.mean(x, dim, keepdim)
