@@ -37,6 +37,6 @@ def bundle_folder(name: str, beside: Path, *others: str) -> Path:
         known = [*names, *others]
         raise BundleError(
             f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(known)}{suggestion(name, known)}"
+            f"{', '.join(known)}{suggestion(Path(name).name, known)}"
         )
     return folder

@@ -21,6 +21,7 @@ from edge_client.artifacts.cli import artifact
 from edge_client.artifacts.int8 import Int8
 from edge_client.bundle import Bundle, Input, Normalisation
 from edge_client.card import card, describe, read
+from edge_client.equality import probes
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError
 from edge_client.named_bundles import packaged
 from edge_client.targets import Classification, Regression
@@ -197,6 +198,26 @@ def test_a_model_that_overflows_at_extreme_inputs_has_artifacts(tmp_path: Path, 
     copies.write = lambda self, data, samples, progress: data  # type: ignore[assignment, method-assign]
     model = _model(["n", 3], helper.make_node("Exp", ["x"], ["out"]))
     assert make(model, "copy", tmp_path / "out").error_std == 0.0
+
+
+def test_a_writer_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "edge_export.executorch.artifacts", None)
+    with pytest.raises(
+        ConfigError, match=r"'pte' needs .*, which is not installed; run: pip install 'maskfleet\[author"
+    ):
+        artifacts.writer("pte")
+
+
+def test_the_proof_runs_the_model_once_on_each_probe() -> None:
+    seen: list[str] = []
+    given = list(probes((3,), "float32"))
+
+    def reference(x: Any) -> Any:
+        seen.extend(p.name for p in given if np.array_equal(p.x, x))
+        return x
+
+    artifacts._prove(reference, lambda x: x, given, "copy")
+    assert seen == [p.name for p in given]
 
 
 ENGINE = """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -263,6 +264,25 @@ def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> 
     assert none == {"energy_fault": "the wire fell off"}
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"energy_samples": 100, "energy_lost": 10, "energy_clipped": 0}, []),
+        ({"energy_samples": 100, "energy_lost": 11, "energy_clipped": 0}, ["the meter lost more than a tenth"]),
+        ({"energy_samples": 0, "energy_lost": 9, "energy_clipped": 7}, ["7 samples were at the end", "the meter lost"]),
+        ({"energy_fault": "no wire"}, ["no joules: no wire"]),
+    ],
+)
+@pytest.mark.parametrize("where", ["row", "step", "round"])
+def test_what_a_meter_missed_is_a_warning(figures: dict[str, Any], said: list[str], where: str) -> None:
+    row = {"variant": "dense", "threads": 1, "wall_ms": {"cv": 0.0}}
+    trained = {"step": figures if where == "step" else {}, "round": figures if where == "round" else {}}
+    rows = [row | (figures if where == "row" else {})]
+    state = {"load": 0.0}
+    found = measure.warnings({"machine": {}, "before": state, "after": state, "rows": rows, "training": trained})
+    assert [text.startswith(due) for text, due in zip(found, said, strict=True)] == [True] * len(said)
+
+
 def test_all_blocks_share_one_recording() -> None:
     """A meter that is recorded by hand plays its pulses once, not once a row."""
     said: list[str] = []
@@ -317,7 +337,7 @@ def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits
         assert min(row[name] for name in ("peak_mb", "import_ms", "first_result_ms", "process_ms")) > 0
     about = found["variants"]
     assert about["compact"]["macs"] < about["dense"]["macs"]
-    assert "equal to" in about["compact"]["note"]
+    assert "of the masked model's" in about["compact"]["note"]
     assert "of compact, calibrated on noise" in about["int8"]["note"]
     assert about["int8"]["macs"] == about["compact"]["macs"]
     assert found["training"]["steps_of_a_round"] >= 8
@@ -403,6 +423,71 @@ def test_files_that_take_other_inputs_or_do_not_open_are_named(tmp_path: Path) -
     assert str(invoke("bench", tmp_path / "wrong.onnx").exception).endswith("such as a personal.onnx")
 
 
+def _onnx(file: Path, kind: int, shape: list[Any] | None, op: str = "Identity") -> Path:
+    """A model of one operator, whose input has the type and shape given."""
+    ends = [onnx.helper.make_tensor_value_info(name, kind, shape if name == "x" else None) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node(op, ["x"], ["y"])], "g", ends[:1], ends[1:])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    file.write_bytes(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString())
+    return file
+
+
+FLOAT = onnx.TensorProto.FLOAT
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "UINT8", "INT8"])
+def test_a_model_may_take_any_of_the_usual_numbers(tmp_path: Path, kind: str) -> None:
+    file = _onnx(tmp_path / "m.onnx", getattr(onnx.TensorProto, kind), ["n", 3])
+    shape, dtype = engines.sample_of(file)
+    assert shape == (1, 3)
+    engines.open_model(file, engines.batch(shape, dtype))()
+
+
+def test_free_axes_have_size_one_and_the_report_says_so_or_the_size_that_is_asked(tmp_path: Path) -> None:
+    file = _onnx(tmp_path / "m.onnx", FLOAT, ["n", 3, "h", "w"])
+    quick = [*QUICK, "--cold-starts", "0", "--threads", "1", "--meter", "none"]
+    said = invoke("bench", file, *quick).output
+    assert "m, one sample of [1, 3, 1, 1], onnxruntime" in said
+    assert "m: its input's free axes [2, 3] have size 1 here; --shape gives them another" in said
+    said = invoke("bench", file, *quick, "--shape", "2,3,8,9").output
+    assert "m, a run of [2, 3, 8, 9], onnxruntime" in said
+    assert "free axes" not in said
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "why"),
+    [
+        ([1, 3], ["--shape", "1,4"], "m.onnx takes [1, 3], which [1, 4] is not; mend --shape"),
+        (["n", 3], ["--shape", "3"], "m.onnx takes [n, 3], which [3] is not"),
+        (None, [], "m.onnx does not say the shape of its input x"),
+        ([1, 10**6, 10**6], [], "more than 1073741824 values a run"),
+        (["n", 0], [], "m.onnx does not run on float32[1, 1]"),
+    ],
+)
+def test_an_input_that_cannot_be_made_is_said_in_a_line(
+    tmp_path: Path, shape: list[Any] | None, words: list[str], why: str
+) -> None:
+    said = str(invoke("bench", _onnx(tmp_path / "m.onnx", FLOAT, shape), *QUICK, *words).exception)
+    assert why in said
+    assert "\n" not in said
+
+
+def test_what_is_wrong_with_the_words_is_said_before_a_variant_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*given: Any) -> None:
+        raise AssertionError("a variant was made")
+
+    monkeypatch.setattr("edge_client.bench.cli.made", made)
+    for words in (["--meter", "abacus"], ["--method", "magic"]):
+        assert "there is no" in str(invoke("bench", DIGITS, *words).exception)
+
+
+def test_a_bundle_that_comes_with_the_package_is_measured_by_its_name() -> None:
+    words = ["digits", *QUICK, "--cold-starts", "0", "--threads", "1", "--variants", "dense, dense", "--method", "none"]
+    result = invoke("bench", *words)
+    assert result.exit_code == 0, result.output
+    assert "digits, one sample of [1, 64], onnxruntime" in result.output
+
+
 def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
     given = [Path("x/a.onnx"), Path("x/a.pte"), Path("x/b.onnx"), Path("c/d/e.onnx"), Path("f/d/e.onnx")]
     assert distinct(given) == ["a.onnx", "a.pte", "b", "c/d/e.onnx", "f/d/e.onnx"]
@@ -412,17 +497,22 @@ def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["missing.onnx"], "missing.onnx is not there; name a bundle's folder or model files"),
+        (["missing.onnx"], "missing.onnx is not there; name model files, a bundle's folder, or one of the bundles"),
         ([__file__.replace(".py", ".pte")], "is not there"),
         ([DIGITS, "--threads", "100000"], "--threads 100000 is more than 4 times the"),
-        (["model.txt"], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
+        (["digit"], "digit is not there; name model files, a bundle's folder, or one of the bundles"),
+        ([__file__], "is no model; name a bundle's folder, or a file that ends in .onnx or .pte"),
         ([DIGITS, DIGITS], "is a bundle; give it alone"),
         ([DIGITS, "--keep", "0.5", "--personal", "x"], "both say the mask"),
         ([DIGITS, "--threads", "0"], "--threads 0"),
         ([DIGITS, "--meter", "abacus"], "there is no meter 'abacus'"),
         ([DIGITS, "--method", "magic"], "there is no method 'magic'"),
         ([DIGITS, "--adb", "auto"], "a phone needs a runner"),
-        (["a.onnx", "--keep", "0.5"], "go with a bundle's folder"),
+        ([__file__, "--keep", "0.5"], "go with a bundle's folder"),
+        (["digit"], "did you mean 'digits'?"),
+        ([DIGITS, "--runner", "x"], "--runner is for a phone; name it with --adb"),
+        ([DIGITS, "--shape", "1,64"], "--shape goes with model files"),
+        ([__file__, "--shape", "1,x"], "--shape 1,x: numbers from 1 up"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_sentence(words: list[Any], why: str) -> None:
@@ -526,7 +616,8 @@ def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path: ((1, 12), "float32"))
+    monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path, asked: ((1, 12), "float32"))
+    monkeypatch.setattr("edge_client.bench.cli.free_axes", lambda path: [])
     monkeypatch.setattr("edge_client.bench.android.largest_batch", lambda path: 1 if path.stem == "dense" else 32)
     for name in ("dense.pte", "compact.pte", "broken.pte"):
         (phone / name).write_bytes(bytes(100))

@@ -17,7 +17,7 @@ from edge_bench.compaction.zoo.case import Net, conv, pooled  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 # What compaction leaves although the outputs do not depend on it; docs/compaction.md says why.
-ABOVE = {("attention, one layer for all three", "weight"), ("lstm", "weight")}
+ABOVE = {("attention, one layer for all three", "weight")}
 QUICK = [case for case in ZOO.values() if case.quick]
 
 
@@ -37,6 +37,21 @@ def test_a_compact_model_says_what_its_masked_module_says_at_the_fewest_multiply
         assert result.status == "ok"
         assert result.exact, result.row()
         assert result.reached or (case.name, kind) in ABOVE, result.row()
+
+
+def test_a_network_of_long_sums_is_not_refused_for_what_float32_rounds_in_them(bundles: Path, tmp_path: Path) -> None:
+    case = ZOO["EMNIST CNN"]  # uniform inputs: outputs that hardly differ, of sums over 980 products
+    subject = prepare(case, export(case, bundles / case.name), "act", 0.5)
+    assert compacted(subject, "act", 0.5, tmp_path / "personal.onnx").status == "ok"
+
+
+def test_a_rule_s_widths_never_cost_more_than_the_dense_model(bundles: Path, tmp_path: Path) -> None:
+    case = ZOO["gru of two layers both ways"]  # its second layer reads what dead units of the first add as inputs more
+    subject = prepare(case, export(case, bundles / case.name), "weight", 0.8)
+    result = compacted(subject, "weight", 0.8, tmp_path / "personal.onnx", align="rule")
+    assert result.exact
+    assert result.macs_compact is not None
+    assert result.macs_compact <= (result.macs_dense or 0)
 
 
 @pytest.mark.parametrize("seed", [102, 203])  # a GRU in both directions, at its full width; sequences
@@ -123,6 +138,34 @@ def test_the_bound_counts_plain_recurrence_and_cells_by_their_live_units() -> No
         made = masked(case, "act", 0.5)
         (units,) = (int(k.sum()) for k in made.kept.values())
         assert bound(made.module, case).live == steps * gates * units * (8 + units) + 5 * units
+
+
+@pytest.mark.parametrize(
+    ("make", "gates", "read", "units", "inputs"),
+    [
+        (nn.LSTM, 4, None, 1, 3),  # unit 1 is dead and moves from step to step; unit 0 does not read it
+        (nn.LSTM, 4, 2, 1, 4),  # by one gate: an input more brings what it adds
+        (nn.GRU, 3, None, 1, 3),
+        (nn.GRU, 3, 1, 1, 4),
+        (nn.GRU, 3, 2, 2, 3),  # behind the reset gate: only a unit does
+        (nn.RNN, 1, 0, 1, 4),
+    ],
+)
+def test_the_bound_of_a_recurrent_layer_has_an_input_or_a_unit_for_what_a_dead_unit_adds_at_each_step(
+    make: type[nn.RNNBase], gates: int, read: int | None, units: int, inputs: int
+) -> None:
+    case = Case(
+        "moves", lambda: Net(lambda m, x: m.cells(x)[0][..., 0], cells=make(3, 2, batch_first=True)), (7, 3), ()
+    )  # type: ignore[arg-type]
+    module = case.make().eval()
+    with torch.no_grad():
+        module.cells.weight_ih_l0.view(gates, 2, 3)[:, 1] = 0.0  # type: ignore[union-attr,operator]
+        recurrent = module.cells.weight_hh_l0.view(gates, 2, 2)  # type: ignore[union-attr,operator]
+        recurrent[:, 1] = 0.0
+        recurrent[:, 0, 1] = 0.0
+        if read is not None:
+            recurrent[read, 0, 1] = 1.0
+    assert bound(module, case).live == 7 * gates * units * (inputs + units)
 
 
 def test_the_bound_counts_einsum_by_live_triples_and_a_constant_beside_what_varies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,41 @@ def test_an_export_into_the_folder_it_runs_in_replaces_the_bundle_there(
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
+def test_an_existing_folder_may_be_a_mount_point(tmp_path: Path, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = tmp_path / "volume"
+    mount.mkdir()
+
+    def within_one_file_system(act: Callable[..., None]) -> Callable[..., None]:
+        def acted(source: Any, target: Any, **more: Any) -> None:
+            if (mount in Path(source).parents) != (mount in Path(target).parents):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            act(source, target, **more)
+
+        return acted
+
+    for name in ("replace", "rename", "link"):
+        monkeypatch.setattr(files.os, name, within_one_file_system(getattr(os, name)))
+    for made in two:
+        files.check_free(mount)
+        assert _parts(files.write_bundle(*made, mount)) == made
+        assert {p.name for p in mount.iterdir()} == {MANIFEST, *made[1]}
+
+
+def test_the_parent_of_an_existing_folder_need_not_be_writable(
+    tmp_path: Path, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+    make = files.tempfile.mkdtemp
+
+    def not_in_the_parent(prefix: str, dir: Path) -> str:
+        if dir == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", not_in_the_parent)  # as root may write anywhere
+    assert _parts(files.write_bundle(*two[1], tmp_path / "b")) == two[1]
+
+
 def test_an_export_through_a_link_replaces_what_the_link_names(tmp_path: Path, two: Any) -> None:
     files.write_bundle(*two[0], tmp_path / "b")
     (tmp_path / "link").symlink_to("b")
@@ -74,7 +110,7 @@ def _at(count: int, happens: Callable[[], None], act: Callable[..., Any]) -> Cal
     return acted
 
 
-@pytest.mark.parametrize("call", ["unlink", "replace", "rmtree"])
+@pytest.mark.parametrize("call", ["link", "unlink", "replace", "rmtree"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_kill_leaves_the_old_bundle_or_the_new_one_and_never_a_mixture(
     call: str, count: int, tmp_path: Path, two: Any
@@ -82,21 +118,42 @@ def test_a_kill_leaves_the_old_bundle_or_the_new_one_and_never_a_mixture(
     files.write_bundle(*two[0], tmp_path / "b")
     child = os.fork()
     if not child:  # dies within the exchange, as by SIGKILL: no handler runs
-        owner = {"unlink": Path, "replace": os, "rmtree": files.shutil}[call]
+        owner = {"link": os, "unlink": Path, "replace": os, "rmtree": files.shutil}[call]
         setattr(owner, call, _at(count, lambda: os._exit(9), getattr(owner, call)))
         files.write_bundle(*two[1], tmp_path / "b")
         os._exit(0)
     os.waitpid(child, 0)
     whole = {}
-    for folder in (p for p in tmp_path.iterdir() if not p.name.startswith(".")):
+    for folder in (tmp_path / "b", *(tmp_path / "b").glob("old-bundle-*")):
         if (folder / MANIFEST).exists():
             bundle = Bundle.open(folder)
             whole[bundle.manifest.name] = _parts(bundle)
     assert whole
     for name, (manifest, parts) in whole.items():
         assert (manifest.to_bytes(), parts) == next((m.to_bytes(), p) for m, p in two if m.name == name)
+    files.check_free(tmp_path / "b")
     files.write_bundle(*two[1], tmp_path / "b")
     assert Bundle.open(tmp_path / "b").manifest.name == "newer"
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {MANIFEST, *two[1][1]}, "nothing of the killed one is left"
+
+
+@pytest.mark.parametrize("call", ["link", "unlink", "replace"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ctrl_c_leaves_the_old_bundle_and_nothing_else(
+    call: str, count: int, tmp_path: Path, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write_bundle(*two[0], tmp_path / "b")
+
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, call, _at(count, pressed, getattr(os, call)))
+    with pytest.raises(KeyboardInterrupt):
+        files.write_bundle(*two[1], tmp_path / "b")
+    monkeypatch.undo()
+    assert _parts(Bundle.open(tmp_path / "b")) == two[0]
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {MANIFEST, *two[0][1]}
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
 def test_a_full_disk_leaves_the_old_bundle_in_its_place(

@@ -19,14 +19,18 @@ from edge_client.graphs import check_graph
 from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
-from edge_bench.export_cases import CASES, Branches, Buffered, Case, Held, Unused  # noqa: E402
+from edge_bench.export_cases import CASES, Branches, Buffered, Case, Held, Sequences, Unused  # noqa: E402
 from edge_bench.export_operators import certify  # noqa: E402
-from edge_export import export_bundle  # noqa: E402
+from edge_export import export_bundle, programs  # noqa: E402
 from edge_export.dropout import PRIME, kept  # noqa: E402
 from edge_export.proof import prove  # noqa: E402
+from edge_export.witness import Witness  # noqa: E402
 from edge_export.writer import proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from edge_client.targets import Classification  # noqa: E402
 
 CLASSIFICATION = {"kind": "classification"}
 SLOW = {  # `python -m edge_bench.export_operators` has them all
@@ -209,9 +213,44 @@ def _table(**settings: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(9, 4, **settings), nn.Flatten(), nn.Linear(20, 3))
 
 
+class Packed(nn.LSTM):
+    def forward(self, x: Tensor) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
+        states, last = super().forward(packed)
+        return nn.utils.rnn.pad_packed_sequence(states, batch_first=True)[0], last
+
+
+class _Bags(nn.EmbeddingBag):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(), torch.arange(0, x.numel(), x.shape[1]))
+
+
+def _kept(value: Tensor) -> nn.Module:
+    part = nn.Tanh()
+    part.kept = value
+    return nn.Sequential(nn.Linear(5, 6), part, nn.Linear(6, 3))
+
+
 def _count(module: Odd, y: Tensor) -> Tensor:
     module.calls += 1
     return y * module.calls
+
+
+class _Recomputed(nn.Linear):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(6, 6)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def _fussy(module: Any, y: Tensor) -> Tensor:
+    if module.training and bool((module.first.bias != 0).any()):
+        raise ValueError("the bias has moved")
+    return module.e(y)
 
 
 def _whole_count(module: Any, y: Tensor) -> Tensor:
@@ -264,6 +303,25 @@ REFUSED = {
         Odd(lambda m, y: torch.bucketize(y, m.e).float(), e=torch.arange(3.0)), r"'bucketize'.*\(x.unsqueeze\(-1\)"),
     "complex numbers": (Odd(lambda _, y: torch.polar(y.abs(), y).abs()), "operator 'polar'.*sines and cosines"),
     "the batch as a number": (Odd(lambda _, y: y / int(y.shape[0])), r"int\(\), len\(\).*x.shape\[0\] itself"),
+    "a forward that fails on other parameters": (
+        Odd(_fussy, e=nn.BatchNorm1d(6)), r"in training mode on \(16, 5\): .*_fussy: .*ValueError: the bias has moved"),
+    "checkpoints": (
+        nn.Sequential(nn.Linear(5, 6), nn.Sequential(_Recomputed(False)), nn.Linear(6, 3)),
+        "^module '1.0' calls torch.utils.checkpoint; call the function without checkpoint$"),
+    "checkpoints of the old form": (
+        nn.Sequential(nn.Linear(5, 6), _Recomputed(True), nn.Linear(6, 3)), "^module '1' calls torch.utils.ch"),
+    "a tensor without values": (Odd(lambda _, y: y, e=torch.empty(6, device="meta")), "'e' is on the device 'meta'"),
+    "a plain tensor without values": (_kept(torch.empty(6, device="meta")), "'1.kept' is on the device 'meta'"),
+    "a sparse tensor": (_kept(torch.eye(6).to_sparse()), "'1.kept' is quantized, sparse.*a plain dense tensor"),
+    "complex tensors kept": (
+        Odd(lambda m, y: y * m.e.real, e=torch.fft.fft(torch.arange(6.0)).conj()), "sines and cosines"),
+    "packed sequences": (
+        Case(lambda: Sequences(Packed(5, 4, batch_first=True), 4), (6,), 11).make(),
+        "module 'layer': packed sequences are not exported; give .* padded ones"),
+    "bags by offsets": (nn.Sequential(_Bags(9, 4), nn.Linear(4, 3)), "module '0': .*offsets.*whole rows"),
+    "a sampled grid": (
+        Odd(lambda _, y: functional.grid_sample(y.view(-1, 1, 2, 3), functional.affine_grid(
+            y.view(-1, 2, 3), (y.shape[0], 1, 2, 3))).flatten(1)), "own forward: operator 'affine_grid' has no"),
     "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),
 }  # fmt: skip
 
@@ -271,11 +329,35 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exported_is_refused_in_a_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     module, sentence = REFUSED[name]
-    example = torch.zeros(2, 5, dtype=torch.int64 if isinstance(next(module.children(), None), nn.Embedding) else None)
+    example = torch.zeros(
+        2, 5, dtype=torch.int64 if isinstance(next(module.children(), None), nn.Embedding | nn.EmbeddingBag) else None
+    )
     with pytest.raises(ModelError, match=sentence) as refusal:
         export_bundle(module, example, tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
     assert str(refusal.value).isprintable()
     assert not list(tmp_path.iterdir())
+
+
+def test_pytorchs_parts_are_proved_as_they_are_stored() -> None:
+    def made(slope: float, drop: float = 0.5) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.LeakyReLU(slope), nn.Dropout(drop), nn.Linear(6, 3))
+
+    module, example = made(0.1), torch.zeros(2, 5)
+    parameters, buffers = [k for k, _ in module.named_parameters()], ["1.running_mean", "1.running_var"]
+    witness = Witness(module, Classification(classes=3), parameters, buffers)
+    given = [*parameters, *buffers]
+    right = programs.torch_programs(module, example, given, draws=True)
+    programs.prove_programs(witness, example, right, draws=True)
+    other = programs.torch_programs(made(0.101), example, given, draws=True)
+    dropped = programs.torch_programs(made(0.1, 0.4), example, given, draws=True)
+    for part, wrong, tensor in (
+        (programs.TRAIN, other, "the training loss"),
+        (programs.TRAIN, dropped, "the training loss"),
+        (programs.EVAL, other, "the output in evaluation mode"),
+    ):
+        with pytest.raises(ModelError, match=rf"^model.pt2 computes {tensor} differently .*--no-torch-part"):
+            programs.prove_programs(witness, example, {**right, part: wrong[part]}, draws=True)
 
 
 def test_infinities_in_a_buffer_that_stays_are_exported() -> None:

@@ -61,9 +61,12 @@ class Chip219:
     now: Callable[[], float]
     shunt: float
     config: int = 0x399F
+    calibration: int = 0
     conversions: Conversions = field(default_factory=lambda: Conversions(0.00106))
 
     def write(self, register: int, value: int) -> None:
+        if register == 5:
+            self.calibration = value & 0xFFFE
         if register == 0:
             self.conversions.begin(self.now(), self.truth, 0.01702 if value & 0x40 else 0.00106, value & 7 == 7)
             self.config = 0x399F if value & 0x8000 else value
@@ -72,7 +75,13 @@ class Chip219:
         power, ready = self.conversions.at(self.now(), self.truth, clear=register == 0x03)
         most = 4000 << (self.config >> 11 & 3)
         shunt = max(-most, min(most, round(power / VOLTS * self.shunt / 10e-6)))
-        return {0: self.config, 1: shunt & 0xFFFF, 2: round(VOLTS / 4e-3) << 3 | 2 * ready}.get(register, 0)
+        volts, current = round(VOLTS / 4e-3), shunt * self.calibration >> 12
+        watts = current * volts // 5000
+        overflow = not (-0x8000 <= current < 0x8000 and abs(watts) < 0x10000)
+        return {
+            0: self.config, 1: shunt & 0xFFFF, 2: volts << 3 | 2 * ready | overflow, 3: abs(watts) & 0xFFFF,
+            4: current & 0xFFFF, 5: self.calibration,
+        }.get(register, 0)  # fmt: skip
 
 
 @dataclass
@@ -201,9 +210,37 @@ def test_a_shunt_wired_the_wrong_way_round_is_an_error_and_never_lowers_a_sum() 
     assert record(found_3221(bus, channels="12"), clock).values[0] == pytest.approx(5.2, rel=0.01)
 
 
-def test_a_current_beyond_the_widest_range_is_reported_as_clipped() -> None:
-    bus = bus_with(ramp(1.0, 40.0, SECONDS + 5))  # 8 A at the end, 3.2 A can be measured
-    assert record(found_219(bus), bus.clock).clipped > 100
+def test_a_calibration_with_which_the_chips_own_product_overflows_changes_no_figure() -> None:
+    truth = SHAPES["pulses"]
+    bus = bus_with(truth)
+    bus.chips[0x40].write(5, 0xFFFE)
+    before = bus.chips[0x40].read(5)
+    assert ina.Chip(bus, 0x40).unsigned(2) & 1, "the overflow bit is set"
+    trace = record(found_219(bus), bus.clock)
+    within_one_per_cent(trace, truth)
+    assert (trace.lost, trace.clipped) == (0, 0)
+    assert bus.chips[0x40].read(5) == before
+
+
+@pytest.mark.parametrize("kind", [Chip219, Chip3221])
+def test_a_shunt_at_the_end_of_its_range_is_a_lost_sample_and_no_value(kind: type[Chip219 | Chip3221]) -> None:
+    bus = bus_with(ramp(1.0, 40.0, SECONDS + 5), kind=kind)  # 8 A at the end; 3.2 A fit, or 1.6 on the largest channel
+    trace = record((found_219 if kind is Chip219 else found_3221)(bus), bus.clock)
+    limit = 3.2 * VOLTS if kind is Chip219 else 1.638 / 0.5 * VOLTS
+    assert trace.values.max() < limit
+    assert trace.clipped > 100
+    assert trace.lost >= trace.clipped
+    with pytest.raises(MeterError, match="the meter's recording covers"):
+        joules(trace, 2.0, SECONDS - 2)
+
+
+@pytest.mark.parametrize("kind", [Chip219, Chip3221])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_shunt_that_is_always_at_its_end_says_what_to_do(kind: type[Chip219 | Chip3221], sign: int) -> None:
+    bus = bus_with(SHAPES["constant"], kind=kind, shunt=sign * 2.0)
+    what = "the chip is at the end of its range, 320 mV" if kind is Chip219 else "channel 1 is at .*, 164 mV"
+    with pytest.raises(MeterError, match=f"gave no reading: {what} over the shunt; use a shunt of fewer ohms"):
+        record((found_219 if kind is Chip219 else found_3221)(bus), bus.clock)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -213,11 +250,6 @@ def test_an_ina3221_adds_its_channels(shape: str) -> None:
     within_one_per_cent(record(found_3221(bus), bus.clock), truth)
     half = record(found_3221(bus_one := bus_with(truth, 0x41, Chip3221), channels="1"), bus_one.clock)
     assert joules(half, 2, 38).joules == pytest.approx(0.5 * truth.energy(2, 38), rel=0.01)
-
-
-def test_an_ina3221_at_its_end_says_so() -> None:
-    bus = bus_with(ramp(1.0, 40.0, SECONDS + 5), 0x41, Chip3221)
-    assert record(found_3221(bus), bus.clock).clipped > 100
 
 
 def test_a_bus_that_fails_for_a_while_loses_samples_and_keeps_the_rest() -> None:
@@ -401,7 +433,7 @@ def test_hwmon_passes_over_batteries_and_temperatures_and_says_so(tmp_path: Path
     with pytest.raises(MeterError, match=r"coretemp has no power; BAT0 is a battery.*--meter hwmon:name=BAT0"):
         hwmon.find_hwmon({}, tmp_path)
     assert "BAT0" in hwmon.find_hwmon({"name": "BAT0"}, tmp_path).what
-    with pytest.raises(MeterError, match=r"no sensor 'ina' among \['coretemp', 'BAT0'\]"):
+    with pytest.raises(MeterError, match=r"no sensor 'ina' in .*; there are: coretemp, BAT0"):
         hwmon.find_hwmon({"name": "ina"}, tmp_path)
     with pytest.raises(MeterError, match="there is no sensor"):
         hwmon.find_hwmon({}, tmp_path / "nowhere")

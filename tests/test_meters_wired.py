@@ -485,14 +485,38 @@ def test_lost_rows_of_a_csv_are_counted() -> None:
     assert joules(trace, 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
 
 
-def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path) -> None:
+def test_a_file_in_doubt_is_mended_while_the_meter_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tester, path, said = UsbTester(SHAPES["constant"]), tmp_path / "meter.csv", list[str]()
+    rows = "\n".join(f"{t},{w}" for t, w in tester.rows())
+    emitted = iter([sync.Pulse(tester.first), sync.Pulse(tester.last)] * 2)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "a unit that is not known" in text:
+            path.write_text(f"time (s),power (W)\n{rows}")
+
+    monkeypatch.setattr(csv_trace, "LOOK", 0.01)
+    meter = csv_trace.CsvMeter(path, wait=30.0, emit=lambda: next(emitted), say=say)
+    meter.start()
+    path.write_text(f"time (s),power (hp)\n{rows}")
+    assert joules(meter.stop(), 9.5, 48.5).joules == pytest.approx(tester.truth.energy(0.5, 39.5), rel=0.01)
+    assert re.search(r"'power \(hp\)' has a unit .*; mend the file within \d+ s", said[-1])
+    meter.wait, meter.say = 0.2, said.append
+    meter.start()
+    path.write_text(f"time (s),power (hp)\n{rows}")
+    with pytest.raises(MeterError, match="has a unit that is not known"):
+        meter.stop()
+
+
+def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tester = UsbTester(SHAPES["constant"])
     path = tmp_path / "meter.csv"
     path.write_text("of yesterday")
     os.utime(path, (time.time() - 86_400,) * 2)
     said: list[str] = []
     emitted = iter([sync.Pulse(tester.first), sync.Pulse(tester.last)] * 2)
-    meter = csv_trace.CsvMeter(path, wait=0.1, emit=lambda: next(emitted), say=said.append)
+    monkeypatch.setattr(csv_trace, "LOOK", 0.01)
+    meter = csv_trace.CsvMeter(path, wait=0.2, emit=lambda: next(emitted), say=said.append)
     meter.start()
     with pytest.raises(MeterError, match=r"was not written within 0 s"):
         meter.stop()
@@ -506,7 +530,7 @@ def test_the_file_is_waited_for_and_a_stale_one_is_not_taken(tmp_path: Path) -> 
     ("text", "why"),
     [
         ("", "no line of column names"),
-        ("a,b\n1,2\n", "no line of column names"),
+        ("x,y\n1,2\n", "no line of column names with a time and a power, or a time and a voltage and a current"),
         ("time (s),power (W)\n1,2\n", "1 rows of numbers"),
         ("time (s),power (W)\n" + "\n".join(f"{i / 50},2" for i in range(3000)), "no sync pulse"),
         ("time (s),power (W)\n" + "\n".join(f"{i / 50},2" for i in range(100)), "record from before"),
@@ -543,17 +567,65 @@ UNITS = {
     "t,U,I": "0,5,1",
     "s;W": "0;5",
     "Elapsed [hh:mm:ss],milliwatts": "00:00:00,5000",
+    "Date Time,Power": "0,5",
+    "Date/Time,Power (W)": "0,5",
+    "Elapsed Time,Total Power": "0,5",
+    "unix_timestamp,power_w": "0,5",
+    "Time Stamp,Active Power": "0,5",
+    "Time (UTC),PWR(W)": "0,5",
+    "Time (sec.),Power (W.)": "0,5",
+    "Current time (s),Current power (W)": "0,5",
+    "Timestamp(ms),Main(mA),Main Voltage(V)": "0,1000,5",
+    "Time (s),Main Avg Power (mW),Expected Battery Lifetime (hrs)": "0,5000,9",
+    "#time,current,voltage,power,charge,energy": "0,1,5,5,2,3",
+    "Time (s),Volt avg 1,Curr avg 1,Volt min 1,Curr max 1": "0,5,1,7,7",
+    "Time (s),Bus voltage (V),Shunt voltage (mV),Current (mA)": "0,5,3,1000",
+    "Time,Sample,Watts": "0,9,5",
 }
 
 
 @pytest.mark.parametrize("head", UNITS)
 def test_columns_are_chosen_by_words_and_scaled_by_their_units(head: str) -> None:
     step = {"ms": "1000", "us": "1000000", "hh": "00:00:01"}
-    second = next((v for k, v in step.items() if k in head.lower()), "1")
+    second = next((v for k, v in step.items() if k in head.lower().split(",")[0]), "1")
     row = UNITS[head]
     cut = len(row.replace(";", ",").split(",")[0])
     times, watts = csv_trace.parse("\n".join([head, row, second + row[cut:]]), "x")
     assert (times.tolist(), watts.tolist()) == ([0.0, 1.0], [pytest.approx(5.0)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("head", "seconds"),
+    [("time_ns", 1e-9), ("Time (min)", 60.0), ("Minutes", 60.0), ("Time (h)", 3600.0), ("Elapsed Time [Min.]", 60.0)],
+)
+def test_a_time_may_be_in_nanoseconds_minutes_or_hours(head: str, seconds: float) -> None:
+    assert csv_trace.parse(f"{head},Power\n0,5\n2,5", "x")[0].tolist() == [0.0, pytest.approx(2 * seconds)]
+
+
+@pytest.mark.parametrize(
+    ("head", "moments"),
+    [
+        ("Date,Time", ["2026-11-22,23:59:59.5", "2026-11-23,00:00:01"]),
+        ("Date,Time", ["11/22/2026,09:59:59.5", "11/22/2026,10:00:01"]),
+        ("Time,Date", ["11:59:59.5 AM,5.6.26", "12:00:01 PM,5.6.26"]),
+        ("Date Time", ["11/22/2026 12:59:59.5 p.m.", "11/22/2026 1:00:01 p.m."]),
+        ("Timestamp", ["2026-11-22 10:00:00.5+01:00", "2026-11-22 10:00:02+01:00"]),
+        ("Timestamp", ["2026-11-22T23:59:59.5Z", "2026-11-23T00:00:01Z"]),
+    ],
+)
+def test_a_date_may_have_any_order_within_one_day_and_a_column_of_its_own(head: str, moments: list[str]) -> None:
+    times, _ = csv_trace.parse("\n".join([f"{head},Power(W)", *(f"{m},5" for m in moments)]), "x")
+    assert times[1] - times[0] == pytest.approx(1.5)
+
+
+def test_a_recording_of_the_current_alone_takes_the_voltage_as_an_option(tmp_path: Path) -> None:
+    chosen = csv_trace.find({"path": str(tmp_path / "ppk2.csv"), "volts": "3.7"})
+    assert isinstance(chosen, csv_trace.CsvMeter)
+    text = "Timestamp(ms),Current(uA),D0-D7\n0,1000000,0\n1000,2000000,0"
+    times, watts = csv_trace.parse(text, "x", chosen.volts)
+    assert (times.tolist(), watts.tolist()) == ([0.0, 1.0], [pytest.approx(3.7), pytest.approx(7.4)])
+    with pytest.raises(ConfigError, match=r"volts=0: a number above 0 and up to 1000 is due"):
+        csv_trace.find({"path": str(tmp_path / "ppk2.csv"), "volts": "0"})
 
 
 @pytest.mark.parametrize(
@@ -572,13 +644,21 @@ def test_thousands_and_fractions_are_told_apart(mark: str, rows: list[str]) -> N
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        (["time (s),power (hp)", "0,1", "1,1"], r"'power \(hp\)' has a unit that is not known.* in w, mw or uw"),
+        (["time (s),power (hp)", "0,1", "1,1"], r"'power \(hp\)' has a unit that is not known.* in W, mW or uW"),
         (["time (s),power (MW)", "0,1", "1,1"], "unit that is not known"),
         (["time (s),current (V),voltage (V)", "0,1,1", "1,1,1"], r"'current \(V\)' has a unit"),
         (["time (s),input power (W),output power (W)", "0,1,1", "1,1,1"], "may each be the power; remove all but one"),
-        (["date,time,power (W)", "2026-11-22,12:00:00,5", "2026-11-22,12:00:01,5"], "'date' and 'time' may each be"),
+        (["time (s),elapsed (s),power (W)", "0,0,1", "1,1,1"], r"\(s\)' and 'elapsed \(s\)' may each be the time"),
+        (["time (s),CH1 power (W),CH2 power (W)", "0,1,1", "1,1,1"], "may each be the power"),
+        (["Total Power (kVA),time", "1,0", "1,1"], r"'Total Power \(kVA\)' has a unit that is not known"),
+        (["Elapsed,USB power", "0,1", "1,1"], "'Elapsed, USB power' only the time is known, and a time and a power"),
+        (["Timestamp(ms),Current(uA),D0-D7", "0,1,0", "1,1,0"], "a current alone needs .* option: volts=5"),
+        (["time (s),current rms (A),voltage rms (V)", "0,1,1", "1,1,1"], "only the time is known"),
+        (["unix_timestamp,power", "1795000000000,5", "1795000000100,5"], "'unix_timestamp' go from .*write their unit"),
+        (["time,power", "0,5", "60000000000,5"], "'time' go from 0 to 6e.10 s, .*; write their unit"),
+        (["Date,Time,Power", "11/22/2026,23:59:59,5", "11/23/2026,00:00:00,5"], "row 1 of 2 is no numbers"),
         (["time (s),power (W)", "0,-5", "1,-5"], "the recording reads -5 W, and what a device takes is positive"),
-        (["time (s),power factor", "0,1", "1,1"], "no line of column names"),
+        (["time (s),power factor", "0,1", "1,1"], "only the time is known"),
         (["time (s),power (mW)", '0,"990"', '1,"1,234"', "2,995"], "'1,234' may be a thousand or a fraction"),
         (["time (s),power (W)", "0,1", "1,-", "2,1"], "row 2 of 3 is no numbers: 1, -; remove or mend it"),
         (["time,power (W)", "23:59:59,1", "00:00:00,1", "00:00:01,1"], "time goes back after row 1"),
@@ -638,6 +718,7 @@ def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> Non
         "b": Family(lambda options: here, 2, options=("bus",)),
         "c": Family(lambda options: here, 3),
         "far": Family(lambda options: here, 0, "apart"),
+        "phone": Family(lambda options: here, 0, "android"),
     }
     found = choose("auto", known=known)
     assert found.meter is here
@@ -646,8 +727,9 @@ def test_auto_takes_the_first_that_is_there_and_says_why_not_the_others() -> Non
         "  not a: not wired; run: wire it",
         "  not c: b comes first; ask for it with --meter c",
         "  not far: measures another device; ask for it with --meter far",
+        "  not phone: measures a phone (--adb), not this machine",
     ]
-    assert choose("auto", "android", known).meter is None
+    assert choose("auto", "android", known).others["c"] == "measures this machine, not a phone (--adb)"
     assert choose("none", known=known).meter is None
     assert choose("far", known=known).meter is here
     with pytest.raises(MeterError, match="wire it"):
@@ -696,7 +778,7 @@ def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absen
     told = {"jetson": "INA3221", "ina3221": "i2c|smbus2|INA3221", "ina219": "i2c|smbus2|INA219", "rapl": "powercap",
             "hwmon": "hwmon|power|battery"}  # fmt: skip
     for name, why in chosen.others.items():
-        assert re.search(f"{told.get(name, 'another device')}|comes first", why), (name, why)
+        assert re.search(f"{told.get(name, 'another device|measures a phone')}|comes first", why), (name, why)
 
 
 def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 from edge_bench import light_devices, round_overhead
+
+from edge_client.errors import ConfigError
 
 pytest.importorskip("fastapi")
 
@@ -29,3 +34,24 @@ def test_devices_enrol_in_steps_and_those_that_poll_send_updates() -> None:
         assert row["updates"] >= 20
         assert row["messages_per_second"] > 2 * row["updates_per_second"]  # a downlink and an update, and polls
         assert row["devices_that_stopped"] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "codecs",
+        "dashboard",
+        "executorch_step",
+        "lattice_speed",
+        "light_devices",
+        "round_overhead",
+        "speed",
+        "step_time",
+    ],
+)
+def test_a_benchmark_that_could_not_write_its_figures_does_not_begin(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("edge_export")
+    module = importlib.import_module(f"edge_bench.{name}")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        (module.bench if name == "codecs" else module.main)(json_file=tmp_path / "none" / "x.json")

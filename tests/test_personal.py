@@ -293,6 +293,7 @@ def test_the_dense_yardstick_of_latency_never_costs_the_compact_model(
 ) -> None:
     bundle, personal = still(tmp_path, STILL[0])
     monkeypatch.setattr(equality, "TOLERANCE", 0.0)
+    monkeypatch.setattr(equality, "ROUNDINGS", 0.0)
     size = write_dense(bundle, personal, tmp_path / "dense.onnx", X)
     assert size == (tmp_path / "dense.onnx").stat().st_size
     assert "BatchNormalization" in {n.op_type for n in onnx.load(tmp_path / "dense.onnx").graph.node}
@@ -372,7 +373,12 @@ def test_any_compact_model_equals_its_masked_model(
         bundle = sequential_bundle(Path(folder), *network)
         personal = random_personal(bundle, seed, unit_keep, weight_keep)
         report = write_personal(bundle, personal, Path(folder) / "personal.onnx")
+        x = np.random.default_rng(seed).standard_normal((16, *network[0])).astype(np.float32)
+        right, found = in_float64(bundle, personal, x), run(Path(folder) / "personal.onnx", x)
+        rounding = np.abs(in_float32(bundle, personal, x) - right).max()  # of the dense model
     assert report.max_abs_diff <= TOLERANCE * 10
+    scale = np.maximum(right.std(axis=0), equality.FAR * np.abs(right).max(axis=0))
+    assert (np.abs(found - right) <= np.maximum(TOLERANCE * scale, 4 * rounding + 1e-7)).all()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from edge_bench import provenance
+from edge_bench.__main__ import modules
 
 BENCHMARKS = Path(provenance.__file__).parent
 
@@ -47,3 +48,40 @@ def test_every_benchmark_starts_its_main_in_the_one_way() -> None:
     assert own == ["command_line.py"]
     text = "".join(f.read_text("utf-8") for f in BENCHMARKS.rglob("*.py"))
     assert not re.findall(r"provenance\.origin\([^)]", text)
+
+
+WITHOUT_EXTRAS = """
+import contextlib, importlib.machinery, runpy, sys
+
+absent, folder, names = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+real = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = staticmethod(
+    lambda name, path=None, target=None: None if name.partition(".")[0] in absent else real(name, path, target)
+)
+sys.argv = ["-m"]  # as while `python -m` imports a package
+import edge_bench
+for name in names:
+    sys.argv = [name, "--help"]
+    with open(f"{folder}/{name}", "w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit:
+            pass
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+"""
+ABSENT = """fastapi uvicorn sqlalchemy jinja2 segno prometheus_client torch onnxscript executorch matplotlib sklearn
+pyfusefilter xxhash zstandard constriction optuna smbus2 Monsoon usb numba playwright torch_pruning flwr starlette"""
+
+
+def test_the_list_has_every_benchmark_and_none_ends_in_a_traceback_when_extras_are_missing(tmp_path: Path) -> None:
+    listed = subprocess.run([sys.executable, "-m", "edge_bench"], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^python -m (\S+)  +\S", listed, re.MULTILINE)
+    assert set(names) == {row.split()[-1] for row, _ in modules()}
+    assert {"maskfleet bench", "maskfleet reproduce"} <= {" ".join(line.split()[:2]) for line in listed.splitlines()}
+    words = [",".join(ABSENT.split()), str(tmp_path), *names]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *words], capture_output=True, text=True, timeout=300)
+    for name in names:
+        said = (tmp_path / name).read_text()
+        needs = r"edge_bench: this benchmark needs \w+, which is not installed; run: pip install 'maskfleet\[\w+\]'\n"
+        assert "Usage:" in said or re.fullmatch(needs, said), (name, said, done.stderr)

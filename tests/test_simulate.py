@@ -92,7 +92,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             assert digest(real.state) == results[label].state_sha256
             assert real.scores() == results[label].final
             carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)
-            record = simulated(results[label], make_method({"name": label, **METHODS[label]}), bundle.model())
+            record = simulated(results[label], bundle.model())
             measured = federation(real)
             assert record["bytes_per_device"] == carried == measured["bytes_per_device"]
             assert record["bytes_by_kind"] == measured["bytes_by_kind"]
@@ -116,9 +116,7 @@ def test_every_cohort_has_the_size_asked_for_and_methods_share_it(results: dict[
 
 def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, Simulated]) -> None:
     model, d = bundle.model(), bundle.manifest.d
-    records = {
-        label: simulated(r, make_method({"name": label, **METHODS[label]}), model) for label, r in results.items()
-    }
+    records = {label: simulated(r, model) for label, r in results.items()}
     json.dumps(records)
     fedavg = records["fedavg"]
     assert fedavg["bytes_by_kind"]["up"]["parameters"] == 3 * 2 * 4 * d
@@ -243,6 +241,28 @@ def test_samples_far_from_the_model_s_scale_are_named_before_the_first_round(
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("as the model takes them, samples lie between") == bool(devices)
     assert not devices or f"divided by 255 ({devices} of 2 devices)" in said
+
+
+def test_a_cohort_larger_than_the_devices_is_named_and_the_heading_says_how_many_take_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    text = 'bundle = "digits"\nrounds = 1\ncohort = {}\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
+    for cohort, taking in ((2, 2), (3, 3), (4, 3)):
+        file.write_text(text.format(cohort))
+        simulate_cli.simulate(file, labels=True)
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"rounds: 1 of {taking} devices" in said
+        assert ("cohort = 4, but there are 3 devices" in said) == (cohort == 4)
+
+
+def test_names_that_are_not_there_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\n[methods.fedavg]\n')
+    with pytest.raises(ConfigError, match="has no method 'fedavgg'; known are fedavg; did you mean 'fedavg'"):
+        simulate_cli.simulate(file, only="fedavgg")
+    with pytest.raises(BundleError, match="did you mean 'digits'"):
+        simulate_cli.simulate(file, bundle="dgits")
 
 
 def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 from edge_client.align import align_of
-from edge_client.compaction.smaller import analysed, cut
+from edge_client.compaction import tuning
+from edge_client.compaction.smaller import analysed, cut, written
 from edge_client.compaction.study import study
 from edge_client.compaction.surgery import freeze
 from edge_client.compaction.tuning import Clock, Table, Work, aligned
@@ -74,6 +75,13 @@ def test_a_stream_holds_a_depthwise_layer_with_the_layer_before_it_and_a_sum_wit
     assert sorted(found) == [12, 20]
     assert (len(found[12].layers), len(found[12].depthwise), len(found[12].readers)) == (1, 1, 2)
     assert (len(found[20].layers), len(found[20].depthwise)) == (2, 0)
+
+
+def test_facts_and_pieces_take_memory_for_channels_and_not_for_places() -> None:
+    found = analysed(model(), PROBE)
+    for facts in (found.value, found.varies, found.label, found.read, found.due):
+        assert sum(v.base.size for v in facts.values()) <= 3 * 6 * 6 + sum(found.shape(v)[1] for v in facts)
+    assert list(written(found).pieces) == ["y"]  # the others are dropped behind their last readers
 
 
 def test_without_alignment_every_layer_has_what_its_own_mask_leaves() -> None:
@@ -140,6 +148,45 @@ def test_auto_never_takes_a_model_that_the_clock_finds_slower() -> None:
 
         made = aligned(found, "auto", Clock(by_width(lambda n: 1.0 if n % 4 == 0 else 9.0), models))
         assert made.model.SerializeToString() == seen[min(fastest, len(seen) - 1)]
+
+
+@pytest.mark.parametrize(("counts", "width"), [((9, 9), 8), ((9, 10, 9), 4), ((9, 10, 10), 12)])
+def test_a_model_that_costs_more_than_the_dense_one_is_narrower_and_if_that_costs_more_too_whole(
+    counts: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(counts)  # of the dense model, the one with multiples of 8, and the narrowest
+    monkeypatch.setattr(tuning, "macs", lambda model: left.pop(0))
+    made = aligned(analysed(model(), PROBE), 8, None)
+    assert widths(made.model)[0][0] == width
+    assert any("more multiply-adds" in line for line in made.stopped) == (width == 12)
+    assert not left
+    np.testing.assert_allclose(outputs(made.model), outputs(model()), rtol=1e-4, atol=1e-5)
+
+
+WHOLE = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,3,6,6] x, float[5,3,1,1] a, float[3,3,1,1] z, float[12,11,1,1] b, float[4,12] h) => (float[n,4] y)
+<int64[8] pads = {0, 1, 0, 0, 0, 2, 0, 0}> {
+  u = Conv(x, a)
+  p = Pad(u, pads)
+  q = Conv(x, z)
+  c = Concat<axis=1>(p, q)
+  v = Conv(c, b)
+  r = Relu(v)
+  k = GlobalAveragePool(r)
+  f = Flatten(k)
+  y = Gemm<transB=1>(f, h)
+}
+"""
+
+
+def test_values_that_stay_whole_keep_the_zeros_that_are_padded_and_concatenated() -> None:
+    text = model(WHOLE, {"z": [], "a": [0, 2]})
+    found = analysed(text, PROBE)
+    made = cut(found.again(dict.fromkeys(found.varies, "it stays")))
+    assert made.stopped == ("it stays",)
+    assert widths(made.model)[-1] == (12, 11)
+    np.testing.assert_allclose(outputs(made.model), outputs(text), rtol=1e-4, atol=1e-5)
 
 
 SUM = """

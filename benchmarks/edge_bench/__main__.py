@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from edge_client.cli import summary
 
 HERE = Path(__file__).parent
+COMMAND = re.compile(r"^`+python -m [^`]*`+: |: ``python -m [^`]*``")
 MARK = '__name__ == "__main__"'
 
 
@@ -21,8 +23,8 @@ def modules() -> Iterator[tuple[str, str]]:
         if file == Path(__file__) or not (MARK in text or file.name == "__main__.py"):
             continue
         said = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        # One that opens with its command says what it does after a colon.
-        yield f"python -m {name.removesuffix('.__main__')}", said.partition("`: ")[2] or said
+        # One that holds its command says what it does before or after a colon.
+        yield f"python -m {name.removesuffix('.__main__')}", COMMAND.sub("", said)
 
 
 def commands() -> Iterator[tuple[str, str]]:

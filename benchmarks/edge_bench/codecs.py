@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from edge_bench import provenance
-from edge_bench.command_line import plain_console, write_json
+from edge_bench.command_line import check_writable, known_names, plain_console, write_json
 from edge_client.errors import ConfigError
 
 Mask = NDArray[np.bool_]
@@ -189,9 +189,7 @@ def bench(
 ) -> None:
     """Measure all codecs and peers at the given sizes and flip rates."""
     known = [*kernels.names(), *PEERS]
-    chosen = known if codecs is None else codecs.split(",")
-    if unknown := sorted(set(chosen) - set(known)):
-        raise ConfigError(f"there is no codec {', '.join(unknown)}; the codecs are {', '.join(known)}")
+    chosen = known_names(codecs, "--codecs", known, "there is no codec")
     chances = _numbers(rates, float, "--flips")
     if not all(0 < rate < 1 for rate in chances):
         raise ConfigError(f"--flips {rates}: a flip rate lies between 0 and 1")
@@ -199,6 +197,7 @@ def bench(
     if min(sizes) < 1:
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = plain_console(TABLE_WIDTH)
+    check_writable(json_file)
     origin = provenance.origin()
     rows: list[Row] = []
     for d in sizes:

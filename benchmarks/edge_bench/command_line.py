@@ -17,7 +17,7 @@ from rich.table import Table
 
 from edge_bench import provenance
 from edge_client import toml
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError, suggestion
 from edge_client.exit_codes import exit_code
 from edge_client.files import disk, write_whole
 
@@ -41,19 +41,25 @@ def names_of(text: str, option: str) -> list[str]:
     return names
 
 
-def known_names(text: str, option: str, known: Collection[str], absent: str) -> list[str]:
-    """`names_of` that are all `known`; else a ConfigError that begins with `absent`, such as "FILE has no methods"."""
-    names = names_of(text, option)
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"{absent} {unknown}; known are {sorted(known)}")
+def known_names(text: str | None, option: str, known: Collection[str], absent: str) -> list[str]:
+    """`names_of` that are all `known`, or all of these without a text.
+
+    Raises ConfigError beginning with `absent`, such as "FILE has no method".
+    """
+    names = [*known] if text is None else names_of(text, option)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{absent} {name!r}; known are {', '.join(sorted(known))}{suggestion(name, known)}")
     return names
 
 
-def check_writable(path: Path, option: str = "--json", source: Path | None = None) -> None:
+def check_writable(path: Path | None, option: str = "--json", source: Path | None = None) -> None:
     """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there.
 
-    Also when it would overwrite `source`, the file that the command reads.
+    Also when it would overwrite `source`, the file that the command reads. No path is nothing to check.
     """
+    if path is None:
+        return
     if source is not None and path.resolve() == source.resolve():
         raise ConfigError(f"{option} {path} would overwrite the file that is read; name another one")
     folder = path.resolve().parent
@@ -71,8 +77,10 @@ def check_new_folder(path: Path) -> None:
         raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
 
 
-def check_plot(path: Path, json_file: Path | None) -> None:
+def check_plot(path: Path | None, json_file: Path | None) -> None:
     """Raise ConfigError when a picture could not be drawn, or not written there or only over `json_file`."""
+    if path is None:
+        return
     if json_file is not None and path.resolve() == json_file.resolve():
         raise ConfigError(f"--plot {path} and --json are one file; name another one")
     if path.suffix.lower() != ".png":
@@ -90,9 +98,10 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, text.encode(), mode=0o666, elsewhere=elsewhere)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file. Raises StateError when it cannot be written."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write a result file, if one is asked for. Raises StateError when it cannot be written."""
+    if path is not None:
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def run_module(main: Callable[..., None]) -> None:

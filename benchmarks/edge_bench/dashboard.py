@@ -28,7 +28,7 @@ import typer
 from coord_server.auth import OPERATOR_ENV, new_secret
 from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.loopback import PATIENCE, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
@@ -184,6 +184,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """The dashboard in Chromium with many devices: bytes, seconds until drawn, seconds of an update."""
+    check_writable(json_file)
     origin = provenance.origin()
     with tempfile.TemporaryDirectory() as name, children() as start, chromium(browser) as started:
         folder = Path(name)
@@ -195,10 +196,9 @@ def main(
         found = measure(started, url, token, repeats, picture)
     for page, figures in found.items():
         print(f"{page}: " + ", ".join(f"{k} {v['median']:.4g} (most {v['most']:.4g})" for k, v in figures.items()))
-    if json_file is not None:
-        units = {"drawn": "s", "answered": "s", "loaded": "s", "updated": "s", "bytes": "B, compressed, with headers"}
-        settings = {"devices": devices, "cohort": cohort, "rounds": rounds, "repeats": repeats, "units": units}
-        write_json(json_file, {**origin, **settings, "results": found})
+    units = {"drawn": "s", "answered": "s", "loaded": "s", "updated": "s", "bytes": "B, compressed, with headers"}
+    settings = {"devices": devices, "cohort": cohort, "rounds": rounds, "repeats": repeats, "units": units}
+    write_json(json_file, {**origin, **settings, "results": found})
 
 
 if __name__ == "__main__":

@@ -116,10 +116,8 @@ def demo(
     names = names_of(methods, "--methods")
     if keep_files is not None:
         check_new_folder(keep_files)
-    if json_file is not None:
-        check_writable(json_file)
-    if plot is not None:
-        check_plot(plot, json_file)
+    check_writable(json_file)
+    check_plot(plot, json_file)
     chosen = choose_data(data, devices)
     tables = {n: settings(n, chosen.name, rounds) for n in names}
     made = {n: make_method(table) for n, table in tables.items()}
@@ -163,16 +161,11 @@ def demo(
         console.print(head, curves.sketch(lines), sep="\n")
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
     report.warn(console, report.warnings(records, made))
-    if json_file is not None:
-        run = {
-            "data": chosen.model_dump(mode="json"),
-            "devices": len(parts),
-            "rounds": rounds,
-            "seed": seed,
-            "cohort": len(parts),
-            "methods": tables,
-        }
-        write_json(json_file, {**origin, "methods": records, "compaction": compact, "settings": run})
+    run = {
+        "data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed,
+        "cohort": len(parts), "methods": tables,
+    }  # fmt: skip
+    write_json(json_file, {**origin, "methods": records, "compaction": compact, "settings": run})
     if plot is not None:
         curves.draw(lines, plot, title)
         console.print(f"wrote {plot}")

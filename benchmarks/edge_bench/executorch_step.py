@@ -23,11 +23,12 @@ import numpy as np
 import torch
 import typer
 from edge_export import export_bundle
+from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.command_line import known_names, run_module, write_json
+from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_client.bundle import Bundle
 from edge_client.targets import Classification, Sequence, Target
 from edge_client.training import Trainer, open_trainer
@@ -123,11 +124,14 @@ def main(
     bundles: Annotated[Path | None, typer.Option(help="Folder that keeps the exported bundles.")] = None,
 ) -> None:
     """Measure a training step by ExecuTorch beside PyTorch's and ONNX Runtime's."""
+    check_writable(json_file)
+    check_installed()
     torch.set_num_threads(1)
+    check_writable(json_file)
     origin = provenance.origin()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in MODELS if only is None else known_names(only, "--only", MODELS, "there are no models"):
+        for name in known_names(only, "--only", MODELS, "there is no model"):
             rows.append(measure(name, (bundles or Path(folder)) / name))
             r = rows[-1]
             typer.echo(f"{name}: {r['milliseconds']} ms, ExecuTorch over PyTorch {r['executorch_over_torch']}")

@@ -215,6 +215,12 @@ def _normed(x: Tensor) -> Tensor:
     return made + x.std(1, keepdim=True) * x.var(-1, keepdim=True, unbiased=False)
 
 
+def _standard(x: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x, (1,), keepdim=True, unbiased=False)
+    spread, _ = torch.std_mean(x, dim=1, keepdim=True)
+    return (x - mean) * torch.rsqrt(var + 1e-5) + spread
+
+
 def _pieces(x: Tensor) -> Tensor:
     a, b = x.chunk(2, 1)
     c, d, e = torch.split(x, [1, 2, 3], 1)
@@ -357,6 +363,11 @@ CASES: dict[str, Case] = {
     "rnn": sequences(lambda: nn.RNN(5, 4, batch_first=True), 4),
     "rnn with relu": sequences(lambda: nn.RNN(5, 4, nonlinearity="relu", batch_first=True), 4),
     "embedding": Case(lambda: nn.Sequential(nn.Embedding(9, 4, 0), nn.Flatten(), nn.Linear(20, 3)), (5,), 9),
+    "embedding bag": Case(lambda: nn.Sequential(nn.EmbeddingBag(9, 4, padding_idx=2), nn.Linear(4, 3)), (5,), 9),
+    "embedding bag, largest": Case(
+        lambda: nn.Sequential(nn.EmbeddingBag(9, 4, mode="max", padding_idx=0), nn.Linear(4, 3)), (5,), 9
+    ),
+    "distances": rows(lambda x, p: torch.cdist(x, p.weight), nn.Linear(6, 6)),
     "bilinear": rows(lambda x, p: p(x, x.flip(1)), nn.Bilinear(6, 6, 6)),
     "bilinear upsampling": images(_part, 4 * 14 * 16, nn.Upsample(scale_factor=2, mode="bilinear")),
     "bilinear with corners": images(_part, 4 * 9 * 5, nn.Upsample((9, 5), mode="bilinear", align_corners=True)),
@@ -372,6 +383,7 @@ CASES: dict[str, Case] = {
     "cumsum": steps(lambda x: x.cumsum(1), 40),
     "einsum": steps(_einsum, 40),
     "std, var, norm": rows(_normed),
+    "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),

@@ -32,7 +32,7 @@ from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import arrivals
 
 from edge_bench import provenance, speed
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
 from edge_client.methods.lattice import Lattice
@@ -148,6 +148,7 @@ def main(
     against: Annotated[Path | None, typer.Option(help="Another checkout of this project, measured beside it.")] = None,
 ) -> None:
     """Measure, and print the best of each figure's turns."""
+    check_writable(json_file)
     content = provenance.origin()
     turns: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(TURNS):
@@ -161,8 +162,7 @@ def main(
         name: min(found, key=lambda figures: figures["coding_per_training"]) for name, found in turns.items()
     }
     print(json.dumps(content["figures"], indent=2))
-    if json_file is not None:
-        write_json(json_file, content)
+    write_json(json_file, content)
 
 
 if __name__ == "__main__":

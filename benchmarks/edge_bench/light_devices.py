@@ -30,7 +30,7 @@ import typer
 
 from coord_server.operator.client import Operator
 from edge_bench import provenance
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import children, coordinator
 from edge_client.errors import ConfigError
@@ -260,10 +260,10 @@ def main(
 ) -> None:
     """Messages per second and the coordinator's CPU time per update, with few and with many enrolled devices."""
     pairs = [(int(a), int(b)) for a, b in (pair.split(":") for pair in settings.split(","))]
+    check_writable(json_file)
     origin = provenance.origin()
     rows = measure(pairs, updates)
-    if json_file is not None:
-        write_json(json_file, {**origin, "cohort": COHORT, "parameters": D, "results": rows})
+    write_json(json_file, {**origin, "cohort": COHORT, "parameters": D, "results": rows})
 
 
 if __name__ == "__main__":

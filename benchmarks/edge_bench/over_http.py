@@ -22,7 +22,7 @@ import typer
 from edge_kernels import counter
 
 from edge_bench import provenance
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.curves import mean, moved, shown
 from edge_bench.fleet import Ended, Fleet, fleet
 from edge_bench.simulate import Simulated, run_all
@@ -141,6 +141,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Run a simulation's methods in one process and over HTTP, and compare every byte they came to."""
+    check_writable(json_file)
     origin = provenance.origin()
     checked, found, devices = open_simulation(config, only, rounds=rounds, bundle=bundle)
     results = run_all(checked, found, devices)
@@ -152,9 +153,8 @@ def main(
         for label, result in results.items():
             records[label] = compare(checked, label, found, running, result)
             print(_said(label, records[label]), flush=True)
-    if json_file is not None:
-        settings = checked.model_dump(mode="json", exclude={"methods", "bundle"})
-        write_json(json_file, {**origin, "settings": settings, "methods": records})
+    settings = checked.model_dump(mode="json", exclude={"methods", "bundle"})
+    write_json(json_file, {**origin, "settings": settings, "methods": records})
     if any(record["differences"] for record in records.values()):
         raise typer.Exit(1)
 

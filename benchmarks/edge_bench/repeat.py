@@ -20,7 +20,6 @@ from edge_bench.command_line import run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.simulate import run_all
 from edge_bench.simulation_file import open_simulation
-from edge_client.methods import make_method
 
 ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",
        "score_of_all_devices")  # fmt: skip
@@ -71,7 +70,7 @@ def main(
             if name in runs:
                 continue
             result = run_all(checked.model_copy(update={"methods": {label: table}}), found, devices)[label]
-            record = report.simulated(result, make_method({"name": label, **table}), found.model())
+            record = report.simulated(result, found.model())
             runs[name] = {**slim(record), "command": provenance.command(), "commit": provenance.commit()}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
             write_json(out, {**origin, "settings": settings, "summary": summary(runs), "runs": runs})

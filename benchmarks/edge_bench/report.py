@@ -73,7 +73,7 @@ def _measured(rounds: Sequence[Round], devices: int, final: Scores | None, start
     return {**_spread(final), "score_start": mean(start), **traffic(rounds, devices), "curve": points}
 
 
-def simulated(result: Simulated, method: Method, model: Model) -> Record:
+def simulated(result: Simulated, model: Model) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
     record = _measured(rounds, result.devices, result.final, result.start)
@@ -87,7 +87,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
     everyone = [(row.everyone.mean, row.record.round) for row in result.rows if row.everyone is not None]
     if everyone:
         record["best_round_of_all_devices"] = dict(zip(("score_mean", "round"), max(everyone), strict=True))
-    paper = method.paper_bytes(model)
+    paper = result.method.paper_bytes(model)
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
     record |= {
@@ -95,7 +95,7 @@ def simulated(result: Simulated, method: Method, model: Model) -> Record:
         "kept_share": result.kept_share,
         "state_sha256": result.state_sha256,
         "personal_sha256": result.personal_sha256,
-        "settings": {"name": method.name, **method.model_dump(mode="json")},
+        "settings": {"name": result.method.name, **result.method.model_dump(mode="json")},
         "rounds": [
             {
                 **row.record.model_dump(mode="json"),

@@ -51,12 +51,11 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
         steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
 
     result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
-    method = method_of(cell)
-    record = report.simulated(result, method, bundle.model())
+    record = report.simulated(result, bundle.model())
     rounds = record.pop("rounds")
     slim = {
         **record,
-        "revision": method.revision,
+        "revision": result.method.revision,
         "task": cell.task,
         "label": cell.label,
         "seed": cell.config.seed,
@@ -230,8 +229,8 @@ def reproduce(
     r = reproduction.read(name, full)
     if changes and not validation:
         raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
-    labels = known_names(only, "--only", r.methods, f"{name} has no methods") if only else [*r.methods]
-    there = known_names(tasks, "--task", r.tasks, f"{name} has no tasks") if tasks else [*r.tasks]
+    labels = known_names(only, "--only", r.methods, f"{name} has no method")
+    there = known_names(tasks, "--task", r.tasks, f"{name} has no task")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
     used = reproduction.changed(r, changes or ())

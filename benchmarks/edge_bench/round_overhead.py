@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.loopback import PATIENCE, Meter, create, plugin
 from edge_bench.processes import READY, Process, Start, address, children, coordinator
 from edge_client.client import Client
@@ -221,11 +221,11 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """What a round costs besides training: maskfleet against a bare durable loop of FastAPI and httpx."""
+    check_writable(json_file)
     origin = provenance.origin()
     rows = measure(parameters, [int(k) for k in cohorts.split(",")], updates, repeats)
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
-    if json_file is not None:
-        write_json(json_file, {**origin, "parameters": parameters, "units": units, "results": rows})
+    write_json(json_file, {**origin, "parameters": parameters, "units": units, "results": rows})
 
 
 if __name__ == "__main__":

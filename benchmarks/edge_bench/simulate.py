@@ -47,6 +47,7 @@ class RoundRow:
 class Simulated:
     """How a federation ended. Digests are SHA-256: of the server's state, and of every device's personal model."""
 
+    method: Method
     rows: tuple[RoundRow, ...]
     devices: int
     final: Scores | None
@@ -219,6 +220,7 @@ def run(
     rows[-1] = _with_last(rows[-1], [sim.downlinks[d] for d in names])
     after = [e.after for e in last.values() if e.after is not None]
     return Simulated(
+        method=method,
         rows=tuple(rows),
         devices=len(names),
         final=sim.scores([e.score for e in last.values()]),
@@ -297,14 +299,18 @@ def run_all(
     progress: Callable[[str, RoundRow], None] = lambda label, row: None,
     failed: Callable[[str, MaskfleetError], None] | None = None,
     models: bool = True,
+    warn: Callable[[list[str]], None] = lambda sentences: None,
 ) -> dict[str, Simulated]:
     """Run every method of a simulation on the same devices, cohorts and seed; results by label.
 
-    With `failed`, an error of one method is given to it and the other methods still run; without, it is raised. Ctrl-C
-    then counts as an error of the method under way, and ends the rest, if another one has ended.
+    `warn` is given what the methods say beforehand of their settings. With `failed`, an error of one method is given to
+    it and the other methods still run; without, it is raised. Ctrl-C then counts as an error of the method under way,
+    and ends the rest, if another one has ended.
     """
     methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
     trainer = open_trainer(config.backend, bundle, config.threads)
+    course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
+    warn([f"{label}: {said}" for label, method in methods.items() if (said := method.caution(course))])
     address = digest((bundle.folder / MANIFEST).read_bytes())
     results = {}
     for label, method in methods.items():

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode
-from edge_client.methods import make_method
 from edge_client.targets import Classification, Sequence
-from edge_client.task import Course
 
 
 def _labels(
@@ -42,10 +41,8 @@ def _labels(
     if plot is not None:
         histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
-    if json_file is not None:
-        held = histogram.record(devices, target.classes)
-        settings = config.data.model_dump(mode="json")
-        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+    held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
+    write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
 
 
 @contextmanager
@@ -99,10 +96,8 @@ def simulate(
         return
     if config is None:
         raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
-    if json_file is not None:
-        check_writable(json_file, source=config)
-    if plot is not None:
-        check_plot(plot, json_file)
+    check_writable(json_file, source=config)
+    check_plot(plot, json_file)
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
@@ -111,17 +106,17 @@ def simulate(
     console.print(
         f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
         f"{train} training and {test} {checked.data.evaluate} samples; "
-        f"rounds: {checked.rounds} of {checked.cohort} devices"
+        f"rounds: {checked.rounds} of {min(checked.cohort, len(devices))} devices"
     )
+    if checked.cohort > len(devices):
+        report.warn(
+            console, [f"cohort = {checked.cohort}, but there are {len(devices)} devices; set it to that or less"]
+        )
     report.warn(console, histogram.untested(devices, checked.data.evaluate))
     report.warn(console, histogram.off_scale(devices, opened.manifest.input))
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
         return
-    methods = {label: make_method({"name": label, **table}) for label, table in checked.methods.items()}
-    course = Course(opened.model(), checked.seed, checked.rounds, checked.cohort)
-    cautions = {label: method.caution(course) for label, method in methods.items()}
-    report.warn(console, [f"{label}: {caution}" for label, caution in cautions.items() if caution])
     failures: dict[str, MaskfleetError] = {}
     with Steps(console, checked.rounds * len(checked.methods)) as steps:
 
@@ -133,7 +128,8 @@ def simulate(
 
         with _terminable() as code:
             try:
-                results = run_all(checked, opened, devices, said, failures.__setitem__, models=False)
+                warn = partial(report.warn, console)
+                results = run_all(checked, opened, devices, said, failures.__setitem__, models=False, warn=warn)
             except KeyboardInterrupt:
                 console.print("stopped before any method ended; there is no result")
                 raise typer.Exit(code[-1]) from None
@@ -141,14 +137,12 @@ def simulate(
     if not results:
         raise ConfigError(failed)
     model = opened.model()
-    made = {label: methods[label] for label in results}
-    records = {label: report.simulated(r, made[label], model) for label, r in results.items()}
+    records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
-    report.warn(console, report.warnings(records, made))
-    if json_file is not None:
-        reasons = {label: str(error) for label, error in failures.items()}
-        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}))
+    reasons = {label: str(error) for label, error in failures.items()}
+    write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")

@@ -100,9 +100,8 @@ def read_simulation(
     if methods is not None and isinstance(tables, dict):
         content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
     config = read_config(content, file.parent)
-    if only is not None:
-        wanted = known_names(only, "--only", config.methods, f"{file} has no methods")
-        config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
+    wanted = known_names(only, "--only", config.methods, f"{file} has no method")
+    config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
     for label, table in config.methods.items():  # a wrong name fails before data are read
         make_method({"name": label, **table})
     return config

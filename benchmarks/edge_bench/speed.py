@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
-from edge_bench.command_line import known_names, run_module, write_json
+from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_bench.models import DIGITS, HAR, mlp, small_cnn
 from edge_bench.simulate import run
 from edge_bench.workers import cores
@@ -195,6 +195,7 @@ def main(
 ) -> None:
     """Measure every case."""
     torch.set_num_threads(1)
+    check_writable(json_file)
     content = provenance.origin()
     flower: Callable[[Case], float] | None = None
     if find_spec("flwr") is not None and find_spec("ray") is not None:
@@ -206,14 +207,13 @@ def main(
         content["flower"] = None
     content["cases"] = []
     cases = {case.name: case for case in CASES}
-    chosen = cases if only is None else known_names(only, "--only", cases, "there are no cases")
+    chosen = known_names(only, "--only", cases, "there is no case")
     with TemporaryDirectory(prefix="maskfleet-speed-") as folder:
         for name in chosen:
             found = measure(cases[name], Path(folder), flower)
             content["cases"].append(found)
             print(name, found["device_rounds_per_second"], flush=True)
-            if json_file is not None:  # after each case: all of them take a while
-                write_json(json_file, content)
+            write_json(json_file, content)  # after each case: all of them take a while
 
 
 if __name__ == "__main__":

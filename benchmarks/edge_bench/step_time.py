@@ -32,7 +32,7 @@ from edge_export import export_bundle
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.command_line import known_names, run_module, write_json
+from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_client.bundle import Bundle, Tensor
 from edge_client.methods.fedmask import FedMask
 from edge_client.targets import Classification
@@ -153,8 +153,9 @@ def main(
 ) -> None:
     """Measure, print the ratios, write the JSON."""
     torch.set_num_threads(1)
+    check_writable(json_file)
     origin = provenance.origin()
-    chosen = MODELS if only is None else known_names(only, "--only", MODELS, "there are no models")
+    chosen = known_names(only, "--only", MODELS, "there is no model")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for i, name in enumerate(chosen):

@@ -194,13 +194,12 @@ def main(
     config: Annotated[Path, typer.Option(help="Tasks and methods, as a reproduction's file has them.")] = CONFIG,
 ) -> None:
     """Train every method, compact every personal model, and compare before and after."""
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     origin = provenance.origin()
     setup = parse(config.read_text("utf-8"), config.stem)
     rows: list[dict[str, Any]] = []
-    methods = None if method is None else known_names(method, "--method", setup.methods, f"{config} has no methods")
-    tasks = setup.tasks if task is None else known_names(task, "--task", setup.tasks, f"{config} has no tasks")
+    methods = known_names(method, "--method", setup.methods, f"{config} has no method")
+    tasks = known_names(task, "--task", setup.tasks, f"{config} has no task")
     for cell in cells(setup, setup.seeds, methods):
         if cell.task not in tasks:
             continue
@@ -210,8 +209,7 @@ def main(
         except MaskfleetError as error:
             rows.append({"task": cell.task, "method": cell.label, "status": f"{type(error).__name__}: {error}"})
             print(f"{cell.task:8} {cell.label:22} {rows[-1]['status']}", flush=True)
-        if json_file is not None:
-            write_json(json_file, {**origin, "fields": FIELDS, "rows": rows})
+        write_json(json_file, {**origin, "fields": FIELDS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -288,11 +288,11 @@ def tune(
         out = config.with_suffix(".tuned.toml")
     database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
     check_writable(out, "--out", source=config)
-    if json_file is not None:
-        check_writable(json_file, source=config)
-        if json_file.resolve() in (written := [file.resolve() for file in (out, database, federation)]):
-            named = ", ".join(file.name for file in written)
-            raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
+    check_writable(json_file, source=config)
+    written = [file.resolve() for file in (out, database, federation)]
+    if json_file is not None and json_file.resolve() in written:
+        named = ", ".join(file.name for file in written)
+        raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
     bound = read_size(most_bytes)
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
@@ -333,10 +333,9 @@ def tune(
     console.print("", *_lines(results, found), sep="\n")
     console.print(f"\nwrote {out}; its test score: maskfleet simulate {out}")
     console.print(f"wrote {federation}, with {label}: maskfleet federation create {federation}")
-    if json_file is not None:
-        methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
-        settings = plan.config.model_dump(mode="json", exclude={"processes"})
-        write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
+    methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
+    settings = plan.config.model_dump(mode="json", exclude={"processes"})
+    write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
 
 
 def _lines(results: Mapping[str, Sequence[Trial]], found: Mapping[str, Trial]) -> list[str]:

@@ -23,12 +23,14 @@ from edge_client.bench.training import made_data, training
 from edge_client.bench.variants import MAKERS, Source, Variant, keep_largest_units, made, read_personal
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData, fit, read
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, suggestion
 from edge_client.files import write_whole
 from edge_client.measure import machine
 from edge_client.measure.adb import connect
-from edge_client.measure.engines import batch, engine_of, sample_of
+from edge_client.measure.engines import batch, free_axes, sample_of
 from edge_client.measure.meters import AUTO, choose
+from edge_client.methods import make_method
+from edge_client.named_bundles import packaged
 
 SAMPLES = 320  # of a round whose data are made up
 RUN = "run"
@@ -52,7 +54,7 @@ class _WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_WithDefault,
-    help="Measure models: latency, memory, energy, training.",
+    help="Measure models: latency, memory, energy, training. `bench MODEL...` is `bench run MODEL...`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,12 +64,15 @@ app = typer.Typer(
 
 @app.command(RUN)
 def run(
-    models: Annotated[list[Path], typer.Argument(help="A bundle's folder, or .onnx and .pte files side by side.")],
+    models: Annotated[
+        list[Path], typer.Argument(help="A bundle's folder or name, or .onnx and .pte files side by side.")
+    ],
     personal: Annotated[
         Path | None, typer.Option(help="Safetensors with `parameters`, or `mask`, for masked and compact variants.")
     ] = None,
     keep: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Instead: keep this share of each group's largest units.")
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Instead of --personal: keep this share of each group's largest units."),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="An .npz file as for `join`; without it the samples are noise.")
@@ -75,6 +80,9 @@ def run(
     variants: Annotated[
         str, typer.Option(help=f"Of a bundle: some of {','.join(MAKERS)}, with commas; `all` that can be made.")
     ] = "all",
+    shape: Annotated[
+        str | None, typer.Option(help="Of model files: the input's shape, like 1,3,224,224, where axes are free.")
+    ] = None,
     threads: Annotated[str, typer.Option(help="Numbers of threads, like 1,4; `all`: every processor.")] = "1,all",
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of each variant.")] = 1024,
     warm_up: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 50,
@@ -99,10 +107,19 @@ def run(
             "a phone needs a runner: --runner executor_runner for .pte files, --runner onnxruntime_perf_test "
             "--runner libonnxruntime.so for .onnx files; docs/bench.md says how they are built"
         )
+    if runner and adb is None:
+        raise ConfigError("--runner is for a phone; name it with --adb SERIAL, or --adb auto")
+    if method != "none":
+        make_method({"name": method})
     before = machine.state()  # the load is not yet the benchmark's own
     if output is not None:
         _folder(output)
     phone = None if adb is None else connect(None if adb == AUTO else adb)
+    chosen = (
+        choose(meter, exported=True)
+        if phone is None
+        else choose(meter, "android", more={"serial": phone.serial}, exported=True)
+    )
     most = measure.default_threads()[-1]
     if phone is not None and "all" in threads.split(","):
         most = android.processors(phone)
@@ -110,21 +127,19 @@ def run(
     command = " ".join(["maskfleet", *sys.argv[1:]])
     console = Console()
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
-        wanted = tuple(MAKERS) if variants == "all" else tuple(variants.split(","))
-        subject = _subject(models, personal, keep, data, wanted, Path(scratch))
+        wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
+        subject = _subject(models, personal, keep, data, _numbers(shape), wanted, Path(scratch))
 
         def say(text: str) -> None:
             print(f"maskfleet: {text}", file=sys.stderr, flush=True)
 
         if phone is not None and runner is not None:
-            chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
             sample = {"shape": list(subject.shape), "dtype": subject.dtype}
             found = android.report(
                 subject.name, command, phone, runner, subject.variants, subject.failed, sample, settings, chosen, say
             )
             found["warnings"] = measure.warnings(found)
         else:
-            chosen = choose(meter, exported=True)
             trains = None
             if subject.bundle is not None and method != "none":
                 samples = made_data(subject.bundle, SAMPLES) if subject.data is None else subject.data
@@ -149,6 +164,18 @@ def _threads(text: str, most: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise ConfigError(f"--shape {text}: numbers from 1 up with commas between are due, like 1,3,224,224")
+    return found
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is measured: variants, why others were not made, one sample's shape (with a batch of 1) and dtype.
@@ -170,36 +197,44 @@ def _subject(
     personal: Path | None,
     keep: float | None,
     data: Path | None,
+    shape: tuple[int, ...] | None,
     wanted: Sequence[str],
     scratch: Path,
 ) -> Subject:
     """A bundle's `wanted` variants, or model files. Raises ConfigError, BundleError, DataError."""
+    names = packaged()
+    models = [names.get(str(m), m) if not m.exists() else m for m in models]
     folders = [m for m in models if m.is_dir()]
     if not folders:
+        for model in models:
+            if not model.exists():
+                known = f"model files, a bundle's folder, or one of the bundles {', '.join(names)}"
+                raise ConfigError(f"{model} is not there; name {known}{suggestion(str(model), names)}")
         if personal is not None or keep is not None or data is not None:
             raise ConfigError("--personal, --keep and --data go with a bundle's folder; these are model files")
-        return _of_files(models)
+        return _of_files(models, shape)
     if len(models) > 1:
         raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
+    if shape is not None:
+        raise ConfigError("--shape goes with model files; a bundle says the shape of its input")
     return _of_bundle(folders[0], personal, keep, data, wanted, scratch)
 
 
-def _of_files(models: Sequence[Path]) -> Subject:
+def _of_files(models: Sequence[Path], asked: tuple[int, ...] | None) -> Subject:
     """Model files side by side. Raises ConfigError."""
+    names, notes = distinct(models), []
+    shape, dtype = sample_of(models[0], asked)
     for model in models:
-        engine_of(model)
-        if not model.is_file():
-            raise ConfigError(f"{model} is not there; name a bundle's folder or model files")
-    variants = list(map(Variant, distinct(models), models))
-    shape, dtype = sample_of(models[0])
-    for model in models[1:]:
-        other, its = sample_of(model)
+        other, its = sample_of(model, asked)
         if (other, its) != (shape, dtype):
             raise ConfigError(
                 f"{model} takes {its}{list(other)} and {models[0]} {dtype}{list(shape)} (a free axis counts as 1); "
                 "measure models of one input side by side, the others apart"
             )
-    return Subject(", ".join(v.name for v in variants), variants, {}, shape, dtype)
+        free = [] if asked is not None else free_axes(model)
+        notes.append(f"its input's free axes {free} have size 1 here; --shape gives them another" if free else "")
+    variants = list(map(Variant, names, models, notes))
+    return Subject(", ".join(names), variants, {}, shape, dtype)
 
 
 def _of_bundle(
@@ -264,7 +299,7 @@ def _write(found: dict[str, Any], output: Path) -> None:
 
 @app.command("compare")
 def compare_(
-    first: Annotated[Path, typer.Argument(help="A report.json.")],
+    first: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
     second: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
     """Compare two reports: ratio of the medians, and whether it is more than chance."""
@@ -272,18 +307,19 @@ def compare_(
     found = compare.pairs(a, b)
     if not found:
         raise ConfigError(f"{first} and {second} have no row in common (variant, engine and threads)")
-    table = Table("variant", "engine", "thr", "ms", "second is", "joules", "memory", box=SIMPLE_HEAD, pad_edge=False)
+    engines = len({p.engine for p in found}) > 1
+    table = Table("variant", *["engine"] * engines, "thr", "ms", "second is", "joules", "memory", box=SIMPLE_HEAD,
+                  show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for p in found:
-        speed = f"{p.ratio:.2f}x, {p.verdict}"
         more = (
             "-" if v is None else f"{v:.2f}x less" if v >= 1 else f"{1 / v:.2f}x more" for v in (p.joules, p.memory)
         )
-        figures = (f"{reports.figure(p.first)} -> {reports.figure(p.second)}", speed, *more)
-        table.add_row(escape(p.variant), p.engine, str(p.threads), *figures)
+        figures = (f"{reports.figure(p.first)} -> {reports.figure(p.second)}", f"{p.ratio:.2f}x, {p.verdict}", *more)
+        table.add_row(escape(p.variant), *[p.engine] * engines, str(p.threads), *figures)
     console = Console()
     console.print(table)
     for text in compare.cautions(a, b):
-        console.print(f"caution: {escape(text)}", highlight=False)
+        console.print(f"caution: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("meters")

@@ -47,7 +47,8 @@ class Pair:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report from its file. Raises DataError."""
+    """A report from its file, or from the folder that holds it. Raises DataError."""
+    path = path / "report.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -128,6 +129,8 @@ def cautions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
         a, b = first["machine"].get(name), second["machine"].get(name)
         if a != b:
             said.append(f"{name}: {a} and {b}")
+    both = [text for text in first["warnings"] if text in second["warnings"]]
+    said += [f"both: {text}" for text in both]
     for which, report in (("first", first), ("second", second)):
-        said += [f"the {which}: {text}" for text in report["warnings"]]
+        said += [f"the {which}: {text}" for text in report["warnings"] if text not in both]
     return said

@@ -32,6 +32,7 @@ REST = 1.0  # seconds of rest on each side of a block whose energy is measured
 COLD_STARTS = 3
 FEWEST_ROUNDS = 3  # of training, however long they take
 BUSY = 0.25  # load of each core before the start from which it is said
+LOSSES = 0.1  # of a block's samples, from which it is said
 Say = Callable[[str], None]
 
 
@@ -124,7 +125,8 @@ def inference(variants: Sequence[Variant], x: NDArray[Any], settings: Settings, 
         times = in_turns(calls, settings.runs, settings.warm_up, settings.seconds)
         for i, variant in enumerate(variants):
             row = {"variant": variant.name, "engine": engines.engine_of(variant.file), "threads": threads}
-            say(f"{variant.name}: memory and cold start, {threads} thread{'s' * (threads > 1)}")
+            if settings.cold_starts:
+                say(f"{variant.name}: memory and cold start, {threads} thread{'s' * (threads > 1)}")
             rows.append(row | timed(times, i) | _alone(variant.file, x, threads, settings))
     return rows
 
@@ -213,7 +215,16 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     noisy = [f"{r['variant']} on {r['threads']}" for r in report["rows"] if r["wall_ms"]["cv"] > 0.2]
     if noisy:
         said.append(f"the times of {', '.join(noisy)} vary by more than a fifth")
-    faults = {r["energy_fault"] for r in report["rows"] if "energy_fault" in r}
+    trained = report.get("training") or {}
+    measured = [*report["rows"], *(trained[name] for name in ("step", "round") if name in trained)]
+    faults = {r["energy_fault"] for r in measured if "energy_fault" in r}
+    clipped = max((r.get("energy_clipped", 0) for r in measured), default=0)
+    if clipped:
+        said.append(
+            f"{clipped} samples were at the end of the meter's range: the joules are too few; use a wider range"
+        )
+    if any(r.get("energy_lost", 0) > LOSSES * r.get("energy_samples", 0) for r in measured):
+        said.append("the meter lost more than a tenth of the samples of a block: its joules have a larger error")
     return [*said, *(f"no joules: {fault}" for fault in sorted(faults))]
 
 

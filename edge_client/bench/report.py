@@ -12,6 +12,7 @@ from rich.table import Table
 
 BAR = 28  # characters of the longest bar
 TIMES = ("variant", "engine", "thr", "p50 ms", "±", "p90", "p99", "CV", "CPU ms", "faster")
+STATE = {"celsius": "°C", "mhz": "MHz", "load": "load", "free_mb": "free MB"}
 SIZES = ("variant", "thr", "peak MB", "model MB", "file kB", "MMACs", "import ms", "first ms", "mJ")
 
 
@@ -57,16 +58,20 @@ def facts(report: Mapping[str, Any]) -> list[str]:
     """The machine, its state and the meter, a line each."""
     about, before, after = report["machine"], report["before"], report["after"]
     engines = ", ".join(f"{k} {v}" for k, v in about["engines"].items())
-    limits = about.get("frequency_mhz") or [None, None]
-    lines = [
+    limits = [v for v in about.get("frequency_mhz") or [] if v is not None]
+    clock = f", {' to '.join(figure(v, 4) for v in limits)} MHz" if limits else ""
+    return [
         f"{about.get('board') or 'machine'}: {about['processor']}, {about['cores']} cores, {about['architecture']}, "
         f"{about['memory_mb']} MB",
-        f"{about['system']}, kernel {about['kernel']}; governor {about.get('governor') or 'unknown'}, "
-        f"{figure(limits[0], 4)} to {figure(limits[1], 4)} MHz; {engines}",
+        f"{about['system']}, kernel {about['kernel']}; governor {about.get('governor') or 'unknown'}{clock}; {engines}",
         "before and after: "
-        + "; ".join(f"{k} {figure(before.get(k), 4)} -> {figure(after.get(k), 4)}" for k in ("celsius", "mhz", "load")),
+        + ", ".join(
+            f"{name} {figure(before.get(key), 4)} and {figure(after.get(key), 4)}"
+            for key, name in STATE.items()
+            if before.get(key) is not None
+        ),
+        *report["meter"],
     ]
-    return [*lines, *report["meter"]]
 
 
 def training_lines(report: Mapping[str, Any]) -> list[str]:
@@ -98,7 +103,7 @@ def bars(report: Mapping[str, Any]) -> list[str]:
         p50 = row["wall_ms"]["p50"]
         bar = "█" * max(1, round(BAR * p50 / most)) if most else ""
         speed = faster[row["variant"], row["threads"]]
-        lines.append(f"{row['variant']:<{wide}} {row['threads']:>3} thr {bar:<{BAR}} {figure(p50):>6} ms  {speed:.2f}x")
+        lines.append(f"{row['variant']:<{wide}} {row['threads']:>3} thr {bar:<{BAR}} {figure(p50):>8} ms  {speed:.2f}x")
     return lines
 
 
@@ -109,19 +114,28 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return [*made, *missing, *(f"warning: {text}" for text in report["warnings"])]
 
 
+def what(report: Mapping[str, Any]) -> str:
+    """What is measured: the model, and the input of one run."""
+    shape = report["input"]["shape"]
+    return f"{report['model']}, {'one sample' if shape[:1] == [1] else 'a run'} of {shape}"
+
+
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the report."""
     for line in facts(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    title = f"{report['model']}, one sample of {report['input']['shape']}"
+    one = {row["engine"] for row in report["rows"]}
+    title = what(report) + (f", {one.pop()}" if len(one) == 1 else "")
     for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
+        shown = [i for i, head in enumerate(heads) if one or head != "engine"]  # it is in the title
         table = Table(
             title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
         )
-        for i, head in enumerate(heads):
-            table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+        for i in shown:
+            table.add_column(heads[i], justify="left" if i == 0 else "right", overflow="fold")
         for row in report["rows"]:
-            table.add_row(*map(escape, cells(report, row)))
+            found = cells(report, row)
+            table.add_row(*(escape(found[i]) for i in shown))
         console.print(table)
         title = ""
     for line in [*bars(report), *training_lines(report), *notes(report)]:
@@ -131,7 +145,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def markdown(report: Mapping[str, Any], plot: str | None = None) -> str:
     """The report as a page; `plot` is the name of a picture beside it."""
     origin = f"`{report['command']}`, commit {report['commit'] or '-'}, {report['date']}."
-    lines = [f"# {report['model']}", "", origin, ""]
+    lines = [f"# {what(report)}", "", origin, ""]
     lines += [f"* {line.strip()}" for line in facts(report)]
     for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
         rows = (cells(report, row) for row in report["rows"])

@@ -78,7 +78,8 @@ def _masked(source: Source, file: Path) -> str:
 
 def _compact(source: Source, file: Path) -> str:
     report = write_personal(source.bundle, source.masked, file, source.samples)
-    return f"{report.parameters_compact} of {report.parameters_dense} parameters, equal to {report.max_abs_diff:.1g}"
+    near = f"outputs within {report.max_abs_diff:.1g} of the masked model's"
+    return f"{report.parameters_compact} of {report.parameters_dense} parameters, {near}"
 
 
 def _aligned(source: Source, file: Path) -> str:

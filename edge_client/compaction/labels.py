@@ -20,7 +20,7 @@ from onnx import NodeProto
 
 from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.net import Net, Shape
-from edge_client.compaction.study import Study
+from edge_client.compaction.study import Study, thin
 from edge_client.nodes import settings
 
 Labels = NDArray[np.int64]
@@ -142,7 +142,7 @@ class Labelled:
         return f"{node.op_type} mixes them"
 
     def _put(self, name: str, labels: Labels) -> None:
-        self.labels[name] = np.array(np.broadcast_to(labels, self.net.shapes[name]))
+        self.labels[name] = thin(np.broadcast_to(labels, self.net.shapes[name]))
 
     def _one_axis(self, labels: Labels) -> bool:
         """Join labels along all axes but one: the one with the most different entries. Whether anything was joined."""

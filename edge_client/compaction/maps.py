@@ -232,8 +232,8 @@ def _backward(s: Study, node: NodeProto) -> None:
     if not live.any():
         return
     for k in s.net.data(node):
-        if due.any() and due.shape == s.shape(node.input[k]) and node.input[k] in s.due:
-            s.due[node.input[k]] |= due
+        if due.any() and due.shape == s.shape(node.input[k]):
+            s.need(node.input[k], due)
         factor = _others(s, node, k)
         mask = live if factor is None else live & factor
         s.mark(node.input[k], _gathered(mask, s.shape(node.input[k]), found.apart))

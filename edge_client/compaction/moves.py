@@ -84,10 +84,12 @@ def _backward(s: Study, node: NodeProto) -> None:
     for k in s.net.data(node):
         name = node.input[k]
         size = prod(s.shape(name))
-        for marks, mask in ((live, s.read), (due, s.due)):
+        for marks, mark in ((live, s.mark), (due, s.need)):
             found = source[marks]
-            if name in mask and found.size:
-                mask[name].reshape(-1)[found[(found >= start) & (found < start + size)] - start] = True
+            if found.size:
+                mask = np.zeros(size, np.bool_)
+                mask[found[(found >= start) & (found < start + size)] - start] = True
+                mark(name, mask.reshape(s.shape(name)))
         start += size
 
 
@@ -369,7 +371,7 @@ def _concat(w: Writer, node: NodeProto) -> None:
     axis = settings(node)["axis"] % len(shape)
     if _stacked(w, node, axis):
         return
-    free = s.channels(out)[axis]
+    free = s.channels(out)[axis] and out not in s.whole
     parts = [v for v in node.input if v in w.pieces and (not free or s.live(v).any())] if free else list(node.input)
     held = {v: w.lists(v) for v in dict.fromkeys(parts) if v in w.pieces}
     wanted = s.wanted(out)
@@ -397,7 +399,7 @@ def _pad(w: Writer, node: NodeProto) -> None:
     widths = s.net.known(node.input[1]).reshape(2, -1)
     full = np.zeros((2, len(shape)), np.int64)
     full[:, _pad_axes(s, node)] = widths
-    free = s.channels(name)
+    free = (False,) * len(shape) if out in s.whole else s.channels(name)
     within = [a for a in range(len(shape)) if full[:, a].any() and free[a]]
     if (full < 0).any() or (within and given.get("mode", b"constant") != b"constant"):
         w.copy_whole(node)

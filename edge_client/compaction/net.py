@@ -314,13 +314,23 @@ def _measure(net: Net, probe: Array) -> None:
     model = build(net, net.nodes, net.constants, outputs).SerializeToString()
     ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
     order = [o.name for o in outputs]
+    sizes: set[str] = set()
+    for node in net.nodes:
+        if node.op_type in ("Shape", "Size") or all(not v or v in net.constants or v in sizes for v in node.input):
+            sizes.update(o for o in node.output if o)
     found = []
     for n in (1, 2):
         try:
             made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n])})
         except Exception as error:  # onnxruntime raises a class of its own for every status
             raise CompactionError(f"eval.onnx does not run on {n} samples: {error}; export the bundle again") from None
-        found.append({**dict(zip(order, map(np.asarray, made), strict=True)), net.input: probe[:n]})
+        values = [np.asarray(v) for v in made]
+        # of all but sizes only the shape counts
+        values = [
+            v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in zip(order, values, strict=True)
+        ]
+        found.append({**dict(zip(order, values, strict=True)), net.input: probe[:n]})
+        del made
     one, two = found
     for name, value in one.items():
         if value.ndim != two[name].ndim:
@@ -331,8 +341,7 @@ def _measure(net: Net, probe: Array) -> None:
         net.shapes[name], net.kinds[name] = constant.shape, constant.dtype
         net.moving[name] = (False,) * constant.ndim
     for node in net.nodes:
-        depends = [v for v in node.input if v and v not in net.constants and v not in net.sizes]
-        if node.op_type in ("Shape", "Size") or not depends:
+        if any(o in sizes for o in node.output):
             net.sizes.update((o, one[o]) for o in node.output if o)
             net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
             net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from edge_client.runtimes.onnx import open_onnx
 from edge_client.task import Personal
 
 EVAL = "eval.onnx"
+AT_ONCE = 4  # samples that the proof runs at a time, which bounds its memory
 ELSEWHERE = "choose another place for the personal model"
 MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 SIDES = Sides(
@@ -165,7 +167,14 @@ def _prove(
 ) -> tuple[float, float]:
     """Largest absolute difference on ordinary probes, largest scaled difference on all. Raises CompactionError."""
     frozen = _open(data)
-    masked = _open(widen(_read_eval(bundle)).SerializeToString())
+    dense = _read_eval(bundle)
+    masked = _open(widen(dense).SerializeToString())
+
+    @cache
+    def plain() -> ort.InferenceSession:
+        """Linear layers in float32, whose long sums round as the compact model's do."""
+        return _open(widen(dense, {"BatchNormalization"}).SerializeToString())
+
     names = {i.name for i in masked.get_inputs()}
     feed = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name in names}
     (x_name,) = (i.name for i in frozen.get_inputs())
@@ -175,7 +184,7 @@ def _prove(
 
     def rounded(probe: Probe) -> NDArray[Any]:
         x, *values = nudged(probe, *feed.values())
-        return _run(masked, MASKED, {**dict(zip(feed, values, strict=True)), x_name: x}, probe.name)
+        return _run(plain(), MASKED, {**dict(zip(feed, values, strict=True)), x_name: x}, probe.name)
 
     def found(probe: Probe) -> NDArray[Any]:
         return _run(frozen, COMPACT, {x_name: probe.x}, probe.name)
@@ -201,7 +210,12 @@ def _cause(error: Exception) -> str:
 def _run(
     session: ort.InferenceSession, what: tuple[str, str], feed: Mapping[str, NDArray[Any]], probe: str
 ) -> NDArray[Any]:
+    *_, x = feed  # the data comes last
     try:
-        return np.asarray(session.run(None, dict(feed))[0])
+        parts = [
+            np.asarray(session.run(None, {**feed, x: feed[x][at : at + AT_ONCE]})[0])
+            for at in range(0, len(feed[x]), AT_ONCE)
+        ]
+        return np.concatenate(parts)
     except Exception as error:  # see _open
         raise CompactionError(f"the {what[0]} model does not run on {probe}: {_cause(error)}; {what[1]}") from None

@@ -151,8 +151,8 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     shape = s.shape(second)
     s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
     if first in s.read and second in s.read:
-        s.due[first] |= s.read[first] & (a[0] != 0)
-        s.due[second] |= s.read[second] & ((b[0].T if transposed else b[0]) != 0)
+        s.need(first, s.read[first] & (a[0] != 0))
+        s.need(second, s.read[second] & ((b[0].T if transposed else b[0]) != 0))
 
 
 def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
@@ -242,9 +242,10 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
         own[summed] = due
         return w.adapted(name, own)
 
-    most = int(need.sum(axis=-1).min())
-    if need.ndim > 1 and most < len(due) and not w.net.moving[first][-1]:
-        w.stays(first, f"sums over {len(due)} entries in all its matrices although one needs only {most}")
+    lead = [own if n > 1 else np.zeros(1, np.int64) for own, n in zip(target[:-2], need.shape[:-1], strict=True)]
+    least = int(need.sum(axis=-1)[np.ix_(*lead)].min())  # of the matrices that are written
+    if need.ndim > 1 and least < len(due) and not w.net.moving[first][-1]:
+        w.stays(first, f"sums over {len(due)} entries in all its matrices although one needs only {least}")
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
     a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]

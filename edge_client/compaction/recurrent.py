@@ -28,7 +28,7 @@ RESET = 2  # the gate of a GRU whose recurrent sum the reset gate multiplies; ga
 SHUT = -40.0  # the bias of a gate that is zero
 _Number = TypeVar("_Number", np.int64, np.float64)
 SPAN = 1e-7
-"""How far, relative to the largest, a course may lie from those that stand for it."""
+"""How far what stands for courses may lie from them, relative to their size: as float32 rounds them."""
 
 
 def is_recurrent(s: Study, node: NodeProto) -> bool:
@@ -334,10 +334,8 @@ def _spanned(maps: F64) -> tuple[F64, NDArray[np.float64]]:
     """Maps [d, t, gates, h] less their mean over time as inputs [t, r] and weights [d, gates, h, r]."""
     ways, steps, gates, h = maps.shape
     rest = (maps - maps.mean(axis=1, keepdims=True)).transpose(1, 0, 2, 3).reshape(steps, -1)
-    if not np.abs(rest).max(initial=0.0) > 1e-12 * max(1e-30, float(np.abs(maps).max(initial=0.0))):
-        return np.zeros((steps, 0)), np.zeros((ways, gates, h, 0))
     u, scale, v = np.linalg.svd(rest, full_matrices=False)
-    rank = int((scale > SPAN * scale[0]).sum())
+    rank = int((scale > SPAN * np.linalg.norm(maps)).sum())
     root = np.sqrt(scale[:rank])
     return u[:, :rank] * root, (v[:rank].T * root).reshape(ways, gates, h, rank)
 

@@ -82,6 +82,14 @@ def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
     )
 
 
+def whole(found: Study, why: str) -> Smaller:
+    """The graph with all its channels, and `why` they stay."""
+    net = found.net
+    made = build(net, net.nodes, net.constants, [net.model.graph.output[0]])
+    count = sum(v.size for v in net.constants.values() if v.dtype.kind == "f")
+    return Smaller(made, count, {name: (n, n) for name, (n, _) in _layers(net, found).items()}, (why,))
+
+
 def written(found: Study, costs: Costs = FEWEST) -> Writer:
     """The smaller graph. Where a layout meets an operator that cannot take it, the reshapes before it cut less freely.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 Bools = NDArray[np.bool_]
 Labels = NDArray[np.int64]
+_Any = TypeVar("_Any", bound=np.generic)
 _MIX = np.int64(1_000_003)
 
 
 @dataclass
 class Study:
-    """Facts by value. Arrays have the shape of the value for one sample.
+    """Facts by value. Arrays have the shape of the value for one sample; they are views, stored by what differs.
 
     `value` is 0 where an element varies. `label` is equal for elements of one channel: an axis along which it differs
     is an axis of channels. `read` marks what the output depends on. `due` marks the elements that a product
@@ -73,17 +74,16 @@ class Study:
     def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
         """Store the facts of a value; it keeps 0 where it varies."""
         shape = self.shape(name)
-        varies = np.array(np.broadcast_to(varies, shape))
-        kept = name in self.whole and bool(varies.any())
-        varies |= kept
-        value = np.array(np.broadcast_to(value, shape))
+        kept = name in self.whole and bool(np.any(varies))
+        varies = np.broadcast_to(varies | np.bool_(kept), shape)
+        value = np.broadcast_to(value, shape)
         for axis in self.merged(name):  # one sample's places are no axis of a batch's
-            varies |= some(varies | (value != np.take(value, [0], axis)), axis, keepdims=True)
-        value[varies] = 0
-        self.value[name], self.varies[name] = value, varies
-        self.label[name] = np.array(np.broadcast_to(label, shape), np.int64)
-        self.read[name] = np.full(shape, kept)
-        self.due[name] = np.zeros(shape, np.bool_)
+            varies = varies | some(varies | (value != np.take(value, [0], axis)), axis, keepdims=True)
+        self.value[name] = thin(np.where(varies, np.zeros(1, value.dtype), value))
+        self.varies[name] = thin(varies)
+        self.label[name] = thin(np.broadcast_to(np.asarray(label, np.int64), shape))
+        self.read[name] = thin(np.broadcast_to(np.bool_(kept), shape))
+        self.due[name] = thin(np.broadcast_to(np.False_, shape))
 
     def merged(self, name: str) -> list[int]:
         """The axes that hold the batch and something else."""
@@ -93,7 +93,12 @@ class Study:
     def mark(self, name: str, mask: Bools) -> None:
         """The elements `mask` of an input are read; nothing happens for a constant."""
         if name in self.read:
-            self.read[name] |= mask
+            self.read[name] = thin(self.read[name] | mask)
+
+    def need(self, name: str, mask: Bools) -> None:
+        """The elements `mask` of an input are due; nothing happens for a constant."""
+        if name in self.due:
+            self.due[name] = thin(self.due[name] | mask)
 
     def live(self, name: str) -> Bools:
         """The elements that vary and are read."""
@@ -142,7 +147,7 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
                 chosen = _settled(chosen)
             chosen.forward(found, node)
             found.rules.append((node, chosen))
-        found.read[net.output][:] = True
+        found.mark(net.output, np.ones(net.shapes[net.output], np.bool_))
         for node, chosen in reversed(found.rules):
             chosen.backward(found, node)
     found.again = lambda more: study(net, rule, more)
@@ -152,6 +157,16 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
 def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
     """Whether any element along the axes is marked, always an array."""
     return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
+def thin(values: NDArray[_Any]) -> NDArray[_Any]:
+    """`values` as a view that cannot be written, of memory for what differs alone: most facts hold for a channel."""
+    small = values[tuple(slice(None if step else 1) for step in values.strides)]
+    for axis, n in enumerate(small.shape):
+        first = np.take(small, [0], axis) if n > 1 else small
+        if n > 1 and (small == first).all():
+            small = first
+    return np.broadcast_to(small.copy(), values.shape)
 
 
 def mixed(a: Labels, b: Labels) -> Labels:

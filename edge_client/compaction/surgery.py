@@ -10,7 +10,7 @@ Both work on the form that `edge_export` writes: parameters and statistics are g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx
@@ -61,8 +61,10 @@ def freeze(model: ModelProto, tensors: Mapping[str, F32 | F64], *, fold: bool = 
     return frozen
 
 
-def widen(model: ModelProto) -> ModelProto:
+def widen(model: ModelProto, kinds: Collection[str] = _WIDENED) -> ModelProto:
     """A copy of `model`, with the same inputs and outputs, that computes in float64 where rounding would be multiplied.
+
+    `kinds` are the operators that run in float64 whatever is before them.
 
     Batch-norm divides by sqrt(variance + epsilon): by 0.003 for a unit that never moved in training. In float32 it
     multiplies the rounding of its input, and of its own cancelling terms, by 300. Here batch-norms, linear layers and
@@ -85,7 +87,7 @@ def widen(model: ModelProto) -> ModelProto:
         if node.op_type == "Conv" and out in alone and len(node.input) > 2:
             biases[out] = node.input[2]
             del node.input[2:]
-        if not (node.op_type in _WIDENED or (node.op_type in _STAY_WIDE and read in wide)) or len(node.output) > 1:
+        if not (node.op_type in kinds or (node.op_type in _STAY_WIDE and read in wide)) or len(node.output) > 1:
             nodes.append(node)
             continue
         for name in (*node.input, *([biases[read]] if read in biases else [])):

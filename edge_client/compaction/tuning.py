@@ -9,8 +9,9 @@
 each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
 far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
 turns: as narrow as possible, by the rule, with the table's widths, with all layers of a stream alike, with the channels
-besides that no layer reads directly (those of attention heads, say), and with all channels. The fastest is taken; of
-two as fast, the one with fewer multiply-adds. So it is no slower than any of them. Without a clock it is the rule.
+besides that no layer reads directly (those of attention heads, say), with all channels of streams, and whole. The
+fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them. Without a clock
+it is the rule. All but `auto` have no more multiply-adds than the dense model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.align import Align
 from edge_client.compaction import convolutions
-from edge_client.compaction.smaller import Smaller, cut
+from edge_client.compaction.smaller import Smaller, cut, whole
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.width import (
     Stream,
@@ -45,10 +46,11 @@ from edge_client.compaction.width import (
     widened,
 )
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
-from edge_client.errors import CompactionError
+from edge_client.errors import CompactionError, ConfigError
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
+from edge_client.measure.macs import macs
 from edge_client.nodes import settings
 
 STEPS = (1, 4, 8, 16)
@@ -165,17 +167,17 @@ def clock(sample: NDArray[Any]) -> Clock:
 def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWEST) -> Smaller:
     """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written.
 
-    `costs` weighs multiply-adds against moves of channels for `none` and N.
+    `costs` weighs multiply-adds against moves of channels for `none` and N. Where such a model has more multiply-adds
+    than the dense one, the narrowest is taken, and where that has more too, the dense one.
     """
     if align == "none":
-        return cut(found, costs)
-    if align == "rule":
-        return ruled(found)
+        return _no_dearer(found, cut(found, costs))
+    if align == "rule" or (align == "auto" and clock is None):
+        return _no_dearer(found, ruled(found))
     if align != "auto":
         costs = replace(costs, multiple=align)
-        return _wide(found, lambda stream, n: align, False, costs) or cut(found, costs)
-    if clock is None:
-        return ruled(found)
+        return _no_dearer(found, _wide(found, lambda stream, n: align, False, costs) or cut(found, costs))
+    assert clock is not None
     steps = {s.values: _step(found, s, clock.layer) for s in streams(found)}
     if isinstance(clock.layer, Table):
         clock.layer.save()
@@ -186,6 +188,7 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
         *(_wide(found, lambda s, n: steps[s.values], joined, FASTEST) for joined in (False, True)),
         _wide(found, lambda s, n: steps[s.values] if s.readers else s.size, True, FASTEST),
         _wide(found, lambda s, n: s.size, True, FASTEST),
+        whole(found, "the model with all channels runs fastest here"),
     ]
     candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
     if len(candidates) == 1:
@@ -193,6 +196,19 @@ def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWE
     times = clock.models([data for data, _ in candidates])
     # In the order of their multiply-adds, nearly: the first of those as fast as the fastest.
     return next(m for (_, m), ms in zip(candidates, times, strict=True) if ms <= EQUAL * min(times))
+
+
+def _no_dearer(found: Study, made: Smaller) -> Smaller:
+    """`made`, or the narrowest graph, or the dense one: the first that has no more multiply-adds than the dense one."""
+    dense = whole(found, "what a smaller model needs instead of dead channels has more multiply-adds, so all stay")
+    try:
+        most = macs(dense.model)
+        if macs(made.model) <= most:
+            return made
+        narrow = cut(found, FEWEST)
+        return narrow if macs(narrow.model) <= most else dense
+    except ConfigError:  # work that depends on the data cannot be compared
+        return made
 
 
 def ruled(found: Study) -> Smaller:

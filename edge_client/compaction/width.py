@@ -188,8 +188,8 @@ def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:
 
         def forward(s: Study, node: NodeProto) -> None:
             own.forward(s, node)
-            s.varies[out] |= spread
-            s.value[out][spread] = 0
+            value, varies, label = s.facts(out)
+            s.learn(out, value, varies | spread, label)
 
         def backward(s: Study, node: NodeProto) -> None:
             own.backward(s, node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -120,10 +121,14 @@ class Writer:
         """Write every node whose outputs are needed."""
         net, s = self.net, self.study
         self.put(net.input, net.input, np.arange(int(np.prod(s.shape(net.input)))).reshape(s.shape(net.input)))
+        ends = {v: node for node, _ in s.rules for v in node.input if v != net.output}
         for node, rule in s.rules:
             if any(s.live(o).any() for o in node.output if o):
                 self.node = node
                 rule.rewrite(self, node)
+            for v in node.input:
+                if ends.get(v) is node:  # nothing reads it any more
+                    self.pieces.pop(v, None)
         whole = [np.arange(n) for n in s.shape(net.output)]
         self.node = None
         last = self.adapted(net.output, whole, batch=True)
@@ -199,7 +204,7 @@ class Writer:
     def constant(self, value: Array) -> str:
         """The name of a constant; equal ones are one."""
         value = np.ascontiguousarray(value) if value.ndim else value
-        key = ("constant", value.dtype.str, value.shape, value.tobytes())
+        key = ("constant", value.dtype.str, value.shape, sha256(value.data).digest())
         if key not in self._made:
             self._made[key] = f"k{len(self.constants)}"
             self.constants[self._made[key]] = value

@@ -1,8 +1,7 @@
 """A recording of any meter as a CSV file: USB testers, bench supplies, oscilloscopes.
 
 ``--meter csv:path=FILE``: start the meter's own recording, then the measurement. It emits a sync pulse at its start and
-end, waits for FILE, and finds both pulses in it. Columns are found by their names and units: a time, and a power or a
-voltage and a current.
+end, waits for FILE, and finds both pulses in it. Columns are found by their names: `edge_client.measure.csv_heading`.
 """
 
 from __future__ import annotations
@@ -22,69 +21,64 @@ import numpy as np
 
 from edge_client.errors import ConfigError, MeterError
 from edge_client.measure import sync
+from edge_client.measure.csv_heading import heading
 from edge_client.measure.energy import F64, Accuracy, Meter, Trace, added, lost
 from edge_client.measure.meters import Family, Options, number
 
-WORDS = {
-    "time": "time timestamp datetime date elapsed t",
-    "power": "power p",
-    "voltage": "voltage vbus u",
-    "current": "current ibus i",
-}
-"""Words of a column's name that say what it holds."""
-BASES = {
-    "time": "s sec second seconds",
-    "power": "w watt watts",
-    "voltage": "v volt volts",
-    "current": "a amp amps ampere amperes",
-}
-PREFIXES = {"": 1.0, "m": 1e-3, "milli": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "micro": 1e-6, "k": 1e3, "kilo": 1e3}
-UNITS = {p + base: (key, n) for key, bases in BASES.items() for base in bases.split() for p, n in PREFIXES.items()}
-"""What a unit measures, and how much of the base unit it is."""
-OTHER = frozenset({"factor", "max", "min", "peak", "limit", "set", "apparent", "reactive"})  # no readings
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
+CLOCK = re.compile(r"(\d+):(\d+):(\d+(?:\.\d*)?)(?: ?([AaPp])\.?[Mm]\.?)?")
+WANTED = (("time", "power"), ("time", "voltage", "current"))
+CURRENT = (("time", "current"),)  # with the supply's voltage as an option
 ROWS = 2  # the fewest rows of a recording
+LONGEST, YEAR_5000 = 1e6, 1e11  # seconds that no recording lasts, and since 1970: they are of another unit
+VOLTS_MOST = 1000.0
+LOOK = 0.2  # seconds between two looks at a file
 ACCURACY = Accuracy(0.01, 0.005, 0.001)
 
 
-def parse(text: str, where: str) -> tuple[F64, F64]:
-    """Times in seconds, rising, and watts. Raises MeterError.
+def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
+    """Times in seconds, rising, and watts; of a recording of the current alone with the supply's `volts`.
 
-    A last row without numbers is left out, as a recording may break off; so is a row that repeats a time.
+    A last row without numbers is left out, as a recording may break off; so is a row that repeats a time. Raises
+    MeterError.
     """
     try:
         dialect: type[csv.Dialect] | str = csv.Sniffer().sniff(text[:4096], ",;\t")
     except csv.Error:
         dialect = "excel"
     rows = [row for row in csv.reader(io.StringIO(text), dialect) if len(row) > 1]
-    head = next((i for i, row in enumerate(rows) if _columns(row)), None)
-    if head is None:
-        raise MeterError(
-            f"{where} has no line of column names with a time and a power, or a voltage and a current; name the "
-            "columns like: time (s), power (W)"
-        )
-    columns, names, rows = _columns(rows[head]), rows[head], rows[head + 1 :]
-    scales = [_scale(names, key, places, where) for key, places in columns.items()]
-    chosen = [at for at, *_ in columns.values()]
-    mark = _mark([row[i] for row in rows for i in chosen if i < len(row)], where)
+    head = heading(rows, WANTED if volts is None else CURRENT, where)
+    rows = rows[head.at + 1 :]
+    time_at, *chosen = head.columns.values()
+    scales = np.array(list(head.scales.values()))
+    moments = _without_day([_moment_of(row, time_at, head.date) for row in rows])
+    mark = _mark([row[i] for row in rows for i in (time_at, *chosen) if i < len(row)], where)
     figures: list[list[float]] = []
-    for n, row in enumerate(rows, 1):
+    for n, row in enumerate(rows):
         try:
-            figures.append([_moment(row[chosen[0]], mark), *(_decimal(row[i], mark) for i in chosen[1:])])
+            figures.append([_moment(moments[n], mark), *(_decimal(row[i], mark) for i in chosen)])
         except (ValueError, IndexError):
-            if n < len(rows):
+            if n < len(rows) - 1:
                 said = ", ".join(row)
-                raise MeterError(f"{where}: row {n} of {len(rows)} is no numbers: {said}; remove or mend it") from None
+                raise MeterError(
+                    f"{where}: row {n + 1} of {len(rows)} is no numbers: {said}; remove or mend it"
+                ) from None
     if len(figures) < ROWS:
         raise MeterError(f"{where} has {len(figures)} rows of numbers; record for longer")
-    times, *values = np.array(figures).T * np.array(scales)[:, None]
+    times, *values = np.array(figures).T * scales[:, None]
+    name = head.names[time_at].strip()
     back = np.flatnonzero(np.diff(times) < 0)
     if len(back):
         raise MeterError(f"{where}: time goes back after row {back[0] + 1}; record with dates, or not over midnight")
+    if times[-1] - times[0] > LONGEST or times[-1] > YEAR_5000:
+        raise MeterError(
+            f"{where}: the times of {name!r} go from {times[0]:.6g} to {times[-1]:.6g} s, which is no recording; write "
+            "their unit behind the name, like: time (ms)"
+        )
     fresh = np.concatenate([[True], np.diff(times) > 0])
     if 2 * fresh.sum() < len(times):
-        raise MeterError(f"{where}: most rows repeat a time of {names[chosen[0]].strip()!r}; record with finer times")
-    watts = np.prod(values, axis=0)[fresh]
+        raise MeterError(f"{where}: most rows repeat a time of {name!r}; record with finer times")
+    watts = np.prod(values, axis=0)[fresh] * (1.0 if volts is None else volts)
     try:
         added([("the recording", float(np.median(watts)))], ACCURACY.offset)
     except OSError as error:
@@ -92,54 +86,20 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     return times[fresh], watts
 
 
-def _columns(names: Sequence[str]) -> dict[str, list[int]]:
-    """The columns that may be the time, and those that may be the power, or voltage and current; empty without them.
-
-    A name that is the quantity's alone comes before one with more words and a unit, and that before a unit alone.
-    """
-    ranks: dict[str, dict[int, int]] = {}
-    for i, name in enumerate(names):
-        key, rank, _ = _meaning(name)
-        ranks.setdefault(key, {})[i] = rank
-    best = {key: min(found.values()) for key, found in ranks.items()}
-    pair = max(best.get("voltage", 9), best.get("current", 9))
-    wanted = ("time", "power") if best.get("power", 9) <= pair else ("time", "voltage", "current")
-    if not set(wanted) <= ranks.keys():
-        return {}
-    return {key: [i for i, rank in ranks[key].items() if rank == best[key]] for key in wanted}
+def _moment_of(row: Sequence[str], at: int, date: int | None) -> str:
+    """A row's time of day, with the date beside it; "" where the row breaks off before."""
+    text = row[at].strip() if at < len(row) else ""
+    dated = date is not None and date != at and date < len(row) and ":" in text
+    return f"{row[date].strip()} {text}" if dated and date is not None else text
 
 
-def _scale(names: Sequence[str], key: str, places: Sequence[int], where: str) -> float:
-    """How much of the base unit a number of this column is. Raises MeterError when column or unit is in doubt."""
-    said = " and ".join(repr(names[i].strip()) for i in places)
-    if len(places) > 1:
-        raise MeterError(f"{where}: {said} may each be the {key}; remove all but one")
-    scale = _meaning(names[places[0]])[2]
-    if not scale:
-        unit = BASES[key].split()[0]
-        raise MeterError(f"{where}: {said} has a unit that is not known; give the {key} in {unit}, m{unit} or u{unit}")
-    return scale
-
-
-def _meaning(name: str) -> tuple[str, int, float]:
-    """What a column holds ("" for anything else), how surely (0 the most), its unit's scale (0: not known, 1: none)."""
-    bracket = re.search(r"[(\[]([^)\]]*)[)\]]", name)
-    unit = bracket[1].strip() if bracket else ""
-    words = re.findall(r"[^\W\d_]+", name.replace(bracket[0], " ") if bracket else name)
-    if not bracket and words and words[-1].lower() in UNITS:
-        unit = words.pop()
-    words = [word.lower() for word in words]
-    # A capital M is no milli.
-    measured, scale = UNITS.get(unit.lower(), ("", 0.0)) if not re.match(r"M[A-Za-z]$", unit) else ("", 0.0)
-    if OTHER & set(words):
-        return "", 0, 0.0
-    if not words:
-        return measured, 2, scale
-    key = next((k for k, known in WORDS.items() if set(words) & set(known.split())), "")
-    if len(words) == 1 and key:
-        bare = not unit or (key == "time" and ":" in unit)  # hh:mm:ss
-        return key, 0, 1.0 if bare else scale if measured == key else 0.0
-    return (key, 1, scale) if key and measured == key else ("", 0, 0.0)
+def _without_day(moments: list[str]) -> list[str]:
+    """Times of one day without its date, whatever order its day and month have."""
+    parts = [m.partition(" ") for m in moments]
+    days = {day for day, _, rest in parts if ":" not in day and CLOCK.fullmatch(rest.replace(",", "."))}
+    if len(days) != 1:
+        return moments
+    return [rest if day in days else m for m, (day, _, rest) in zip(moments, parts, strict=True)]
 
 
 def _mark(texts: Sequence[str], where: str) -> str:
@@ -163,22 +123,29 @@ def _decimal(text: str, mark: str) -> float:
 
 
 def _moment(text: str, mark: str) -> float:
-    """A number, ``12:03:04.5`` in seconds, or a date and time."""
+    """A number, ``12:03:04.5`` or ``1:03:04 PM`` in seconds, or a date and time."""
     if ":" not in text:
         return _decimal(text, mark)
-    text = text.strip().replace(",", ".")
-    parts = text.split(":")
-    if len(parts) == 3 and " " not in text and "T" not in text:
-        return 3600 * float(parts[0]) + 60 * float(parts[1]) + float(parts[2])
-    return datetime.fromisoformat(text.replace("/", "-")).timestamp()
+    text = text.replace(",", ".")  # a fraction's
+    clock = CLOCK.fullmatch(text)
+    if clock is None:
+        return datetime.fromisoformat(text.replace("/", "-")).timestamp()
+    hours, minutes, seconds = map(float, clock.groups()[:3])
+    if clock[4]:
+        hours = hours % 12 + (12 if clock[4] in "Pp" else 0)
+    return 3600 * hours + 60 * minutes + seconds
 
 
 @dataclass
 class CsvMeter:
-    """A meter that is recorded elsewhere. `emit` plays a sync pulse; `wait` is how long the file may take to come."""
+    """A meter that is recorded elsewhere. `emit` plays a sync pulse; `wait` is how long the file may take to come.
+
+    `volts` is what a supply gives whose current alone is recorded.
+    """
 
     path: Path
     wait: float = 600.0
+    volts: float | None = None
     emit: Callable[[], sync.Pulse] = sync.emit
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     name: str = "csv"
@@ -197,37 +164,44 @@ class CsvMeter:
         self._first = self.emit()
 
     def stop(self) -> Trace:
-        """Play the last sync pulse, wait for the file, and align it. Raises MeterError."""
+        """Play the last sync pulse, wait for the file, and align it; one in doubt may be mended. Raises MeterError."""
         if self._first is None:
             raise MeterError("the csv meter was not started")
         last = self.emit()
         self.say(f"stop the meter's recording and export it to {self.path}, within {self.wait:.0f} s")
-        deadline = time.monotonic() + self.wait
-        while not self._there():
+        deadline, tried = time.monotonic() + self.wait, 0
+        fault = MeterError(f"{self.path} was not written within {self.wait:.0f} s; export the recording there")
+        while True:
+            written = self._written()
+            if written not in (0, tried):
+                try:
+                    return self.trace(self.path.read_text(errors="replace"), last)
+                except OSError as error:
+                    fault = MeterError(f"{self.path} cannot be read: {error.strerror}")
+                except MeterError as error:
+                    fault = error
+                tried = written
+                self.say(f"{fault}; mend the file within {max(deadline - time.monotonic(), 0):.0f} s")
             if time.monotonic() > deadline:
-                raise MeterError(f"{self.path} was not written within {self.wait:.0f} s; export the recording there")
-            time.sleep(0.2)
-        try:
-            text = self.path.read_text(errors="replace")
-        except OSError as error:
-            raise MeterError(f"{self.path} cannot be read: {error.strerror}") from None
-        return self.trace(text, last)
+                raise fault
+            time.sleep(LOOK)
 
-    def _there(self) -> bool:
-        """Whether a file newer than the start is there and no longer grows."""
+    def _written(self) -> int:
+        """When the file was written last, in ns; 0 while it is older than the start, empty, or still grows."""
         try:
             before = self.path.stat()
             if before.st_mtime < self._began - 1:
-                return False
-            time.sleep(0.2)
-            return self.path.stat().st_size == before.st_size > 0
+                return 0
+            time.sleep(LOOK)
+            same = self.path.stat().st_size == before.st_size > 0
+            return before.st_mtime_ns if same else 0
         except OSError:
-            return False
+            return 0
 
     def trace(self, text: str, last: sync.Pulse) -> Trace:
         """The file's content on this machine's clock. Raises MeterError."""
         assert self._first is not None
-        times, watts = parse(text, str(self.path))
+        times, watts = parse(text, str(self.path), self.volts)
         clock = sync.aligned(times, watts, self._first, last)
         period = float(np.median(np.diff(times))) * clock.rate
         found = clock(times)
@@ -242,7 +216,8 @@ def find(options: Options) -> Meter:
     if not path.absolute().parent.is_dir():
         raise MeterError(f"{path.absolute().parent} is no folder; name a file in an existing one")
     threads = os.cpu_count() or 1
-    return CsvMeter(path, number(options, "wait", 600.0), lambda: sync.emit(lambda s: sync.load(s, threads)))
+    volts = number(options, "volts", 0.0, most=VOLTS_MOST) if "volts" in options else None
+    return CsvMeter(path, number(options, "wait", 600.0), volts, lambda: sync.emit(lambda s: sync.load(s, threads)))
 
 
-CSV = Family(find, 90, "apart", ("path", "wait"), exported=True)
+CSV = Family(find, 90, "apart", ("path", "wait", "volts"), exported=True)

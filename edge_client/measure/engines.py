@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,32 +82,58 @@ def onnx_call(model: Path | bytes, x: NDArray[Any], threads: int = 1) -> Call:
         feed = {name: x}
         session.run(None, feed)
     except Exception as error:  # onnxruntime raises a class of its own for every status
-        raise ConfigError(f"{what} does not run on {x.dtype}{list(x.shape)}: {error}") from None
+        said = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{what} does not run on {x.dtype}{list(x.shape)}: {said}; does it need another shape?"
+        ) from None
     return lambda: session.run(None, feed)
 
 
 NUMPY = {
     "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
-    "tensor(double)": np.float64,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
 }
+MOST = 1 << 30  # values of an input
 
 
-def sample_of(path: Path) -> tuple[tuple[int, ...], str]:
-    """Shape of a batch of one and its dtype, as the model in `path` takes it; a free axis counts as 1.
+def sample_of(path: Path, asked: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], str]:
+    """Shape of a batch of one and its dtype, as the model in `path` takes it; a free axis counts as 1, or as `asked`.
 
-    Raises ConfigError when it does not open or has more than one input.
+    Raises ConfigError when it does not open, has more than one input, or does not take what is asked.
     """
+    declared, dtype = _input_of(path)
+    fixed = [n if isinstance(n, int) and n > 0 else None for n in declared]
+    shape = tuple(n or 1 for n in fixed) if asked is None else asked
+    if len(shape) != len(fixed) or any(n not in (None, m) for n, m in zip(fixed, shape, strict=True)):
+        raise ConfigError(f"{path} takes [{', '.join(map(str, declared))}], which {list(shape)} is not; mend --shape")
+    if prod(shape) > MOST:
+        raise ConfigError(f"{path} takes {list(shape)}, more than {MOST} values a run; measure a smaller model")
+    return shape, dtype
+
+
+def _input_of(path: Path) -> tuple[Sequence[int | str | None], str]:
+    """The declared shape of the model's input, a name or None where it is free, and its dtype. Raises ConfigError."""
     if engine_of(path) == EXECUTORCH:
         program = _pte(path)
-        return (1, *program.sizes[0][1:]), program.dtypes[0].name
+        return (None, *program.sizes[0][1:]), program.dtypes[0].name
     inputs = onnx.open_onnx(path, advice=ADVICE).get_inputs()
     if len(inputs) != 1 or inputs[0].type not in NUMPY:
         said = ", ".join(f"{i.name} {i.type}" for i in inputs) or "none"
-        raise ConfigError(f"{path} has inputs {said}; a model with one input of numbers can be measured")
-    shape = tuple(n if isinstance(n, int) and n > 0 else 1 for n in inputs[0].shape)
-    return shape, np.dtype(NUMPY[inputs[0].type]).name
+        known = ", ".join(np.dtype(t).name for t in NUMPY.values())
+        raise ConfigError(f"{path} has inputs {said}; a model with one input of {known} can be measured")
+    if not inputs[0].shape:
+        raise ConfigError(f"{path} does not say the shape of its input {inputs[0].name}; export it with one")
+    return inputs[0].shape, np.dtype(NUMPY[inputs[0].type]).name
+
+
+def free_axes(path: Path) -> list[int]:
+    """The axes but the first that have no size of their own. Raises ConfigError."""
+    return [i for i, n in enumerate(_input_of(path)[0]) if i and not isinstance(n, int)]
 
 
 def largest_batch(path: Path) -> int:

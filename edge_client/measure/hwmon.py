@@ -131,7 +131,8 @@ def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
             return _meter("hwmon", f"{folder.name} ({name})", every)
         said.append(why)
     if asked is not None and not said:
-        said.append(f"there is no sensor {asked!r} among {[_text(f / 'name') or f.name for f in folders]}")
+        names = ", ".join(_text(f / "name") or f.name for f in folders) or "none"
+        said.append(f"there is no sensor {asked!r} in {root / CLASS}; there are: {names}")
     raise MeterError("; ".join(said) or f"there is no sensor in {root / CLASS}")
 
 

@@ -1,7 +1,9 @@
 """INA219 and INA3221 current sensors on an I2C bus of this machine, through smbus2 (extra `meters`).
 
 Registers are two bytes, the higher first. Both chips measure the voltage over a shunt resistor and that of the supply.
-They are multiplied here: the INA219's own product knows no sign and overflows.
+They are multiplied here: the INA219's own product has no sign and overflows. Its calibration register scales that
+product alone, and its overflow bit is that product's; neither is used. A shunt voltage at the end of the range is an
+overflow: the reading is lost, and counted.
 """
 
 from __future__ import annotations
@@ -66,6 +68,10 @@ class Chip:
         raise OSError(f"the chip at {self.address:#x} finishes no conversion")
 
 
+def _overflow(rail: str, volts: float) -> OSError:
+    return OSError(f"{rail} is at the end of its range, {1e3 * volts:.0f} mV over the shunt; use a shunt of fewer ohms")
+
+
 # --- INA219
 
 SHUNT, BUS, POWER, READY = 0x01, 0x02, 0x03, 0x0002
@@ -89,9 +95,11 @@ class Ina219:
         self.chip.convert(CONFIGURATION, POWER, BUS, READY)
 
     def watts(self) -> float:
-        """Power now. Raises OSError when it is negative."""
+        """Power now. Raises OSError when it is negative or the shunt at the end of its range."""
         shunt = self.chip.signed(SHUNT)
-        self.clipped += abs(shunt) >= FULL - 1
+        if abs(shunt) >= FULL - 1:
+            self.clipped += 1
+            raise _overflow("the chip", FULL * SHUNT_STEP)
         volts = (self.chip.unsigned(BUS) >> 3) * BUS_STEP
         return added([("the chip", shunt * SHUNT_STEP / self.shunt * volts)], self.zero)
 
@@ -120,14 +128,15 @@ class Ina3221:
         self.chip.convert(CONFIGURATION3, FLAGS, FLAGS, READY3)
 
     def watts(self) -> float:
-        """Power now, of all channels. Raises OSError when one is negative."""
-        rails, full = [], False
+        """Power now, of all channels. Raises OSError when one is negative or its shunt at the end of its range."""
+        rails = []
         for channel in self.channels:
             shunt = self.chip.signed(2 * channel - 1) >> 3
-            full |= abs(shunt) >= FULL3
+            if abs(shunt) >= FULL3:
+                self.clipped += 1
+                raise _overflow(f"channel {channel}", FULL3 * SHUNT3_STEP)
             volts = (self.chip.signed(2 * channel) >> 3) * BUS3_STEP
             rails.append((f"channel {channel}", shunt * SHUNT3_STEP / self.shunt * volts))
-        self.clipped += full
         return added(rails, self.zero)
 
 

@@ -53,7 +53,8 @@ class Choice:
     @property
     def brief(self) -> list[str]:
         """The choice, and the meters that a permission would add."""
-        return [line for line in self.lines if line == self.why or "may not be" in line]
+        asks = "; `maskfleet bench meters` says why" if self.meter is None and self.others else ""
+        return [self.why + asks, *(line for line in self.lines[1:] if "may not be" in line)]
 
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
@@ -104,8 +105,10 @@ def choose(
     others = dict(faults)
     taken: Meter | None = None
     for key, family in sorted(found.items(), key=lambda item: (item[1].rank, item[0])):
-        if family.where != where:
+        if family.where == "apart":
             others[key] = f"measures another device; ask for it with --meter {key}"
+        elif family.where != where:
+            others[key] = f"measures {OF[family.where]}, not {OF[where]}"
         elif taken is not None:
             others[key] = f"{taken.name} comes first; ask for it with --meter {key}"
         else:

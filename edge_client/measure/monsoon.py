@@ -207,7 +207,9 @@ def find(options: Options) -> Meter:
         device = HVPM.Monsoon()
         serials = device.enumerateDevices()
         if not serials or (asked is not None and asked not in serials):
-            raise MeterError(f"no power monitor {asked or ''} is connected; USB has {', '.join(serials) or 'none'}")
+            which = "" if asked is None else f" {asked}"
+            there = f"USB has {', '.join(serials)}" if serials else "connect one and switch it on"
+            raise MeterError(f"no power monitor{which} is connected; {there}")
         device.setup_usb(asked)
         kind = "HVPM"
         if device.Protocol.getValue(Operations.OpCodes.HardwareModel, 2) == Operations.HardwareModel.LVPM:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -26,7 +26,8 @@ CONCAT_LIMIT = 64  # up to so many weights per filter, one product over gathered
 @cache
 def _core() -> dict[Any, Callable[..., Any]]:
     """PyTorch's table, which takes a tenth of a second to make."""
-    return dict(core_aten_decompositions())
+    spreads = {aten.var_mean.correction: aten.var.correction, aten.std_mean.correction: aten.std.correction}
+    return {**core_aten_decompositions(), **{both: partial(_with_mean, spread) for both, spread in spreads.items()}}
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -71,6 +72,13 @@ _WHOLE = frozenset(  # activations and norms that an evaluation graph holds as o
 def evaluation_table() -> dict[Any, Callable[..., Any]]:
     """The decompositions of an evaluation graph: layers and activations that ONNX has stay as they are."""
     return {op: f for op, f in _core().items() if str(op).split(".")[1] not in _WHOLE}
+
+
+def _with_mean(
+    spread: Any, x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`torch.var_mean` or `torch.std_mean`, apart."""
+    return spread(x, dim, correction=correction, keepdim=keepdim), torch.mean(x, dim, keepdim)
 
 
 def _pair(values: Sequence[int], dims: int) -> list[int]:

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from edge_client import authored
-from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.modes import duplicate, in_evaluation, in_training, running
 from edge_export.rewriting import Rewriting
 
 KEY = 123_456_789
@@ -73,16 +71,19 @@ def buffers_by_step(module: nn.Module, example: Tensor) -> list[Values]:
     draw, probe = inputs(module, example, torch.Generator().manual_seed(21)), in_training(duplicate(module))
     found = [{k: b.detach().clone() for k, b in probe.named_buffers()}]
     for x in (draw(16), draw(5), 0 * draw(2), (LARGE if example.is_floating_point() else 1) * draw(2)):
-        try:
-            with torch.no_grad(), Rewriting(repeatable(Drops(torch.tensor([KEY])))):
-                probe(x)
-        except Exception as error:  # the author's forward may raise anything
-            place = authored.place_of(error) or "the module"
-            raise ModelError(
-                f"the module does not run in training mode on {tuple(x.shape)}: {place}: {authored.described(error)}"
-            ) from error
+        _train(probe, x)
         found.append({k: b.detach().clone() for k, b in probe.named_buffers() if k in found[0]})
     return found
+
+
+def _train(probe: nn.Module, x: Tensor, values: Values | None = None) -> None:
+    """Run `probe`, which is in training mode, with its own parameters or `values`. Raises ModelError."""
+    with (
+        running(f"in training mode on {tuple(x.shape)}"),
+        torch.no_grad(),
+        Rewriting(repeatable(Drops(torch.tensor([KEY])))),
+    ):
+        functional_call(probe, {k: v.clone() for k, v in (values or {}).items()}, (x,))
 
 
 def moved(module: nn.Module, example: Tensor, random: torch.Generator) -> tuple[Values, Values]:
@@ -124,6 +125,5 @@ def _fitted(module: nn.Module, example: Tensor, values: Values) -> Values:
     x, probe = inputs(module, example, torch.Generator().manual_seed(21))(16), in_training(duplicate(module))
     for _, part in _norms(probe):
         part.momentum = 1.0
-    with torch.no_grad(), Rewriting(repeatable(Drops(torch.tensor([KEY])))):
-        functional_call(probe, {k: v.clone() for k, v in values.items()}, (x,))
+    _train(probe, x, values)
     return {k: b.detach().clone() for k, b in probe.named_buffers()}

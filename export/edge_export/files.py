@@ -1,7 +1,8 @@
 """A bundle's files on disk: all of the new bundle or all of the old one, whenever the export is killed.
 
 A folder is a bundle only with its manifest. So the manifest is taken away first and written last, and a copy of the
-old bundle lies beside the folder in between. The folder itself stays, so `-o .` works too.
+old bundle lies in a folder of its own within in between. An existing folder stays and nothing is written outside it: it
+may be a mount point, or have a parent that is not writable.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
@@ -18,19 +20,22 @@ from edge_client.graphs import check_file
 _FILES = frozenset(
     {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
 )
+_OLD, _NEW = "old-bundle-", "new-bundle-"  # folders within an existing one; a killed export leaves them
 
 
 def check_free(folder: Path) -> None:
     """Raise ModelError when `folder` holds other files than a bundle's."""
-    if folder.exists() and any(p.name not in _FILES for p in folder.iterdir()):
+    if folder.exists() and any(not (p.name in _FILES or p.name.startswith((_OLD, _NEW))) for p in folder.iterdir()):
         raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
 
 
 def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
-    """Write the files beside `folder`, check the graphs as a device does, move them in. Raises ModelError, OSError."""
+    """Write the files apart, check the graphs as a device does, move them in. Raises ModelError, OSError."""
     folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    there = folder.exists()
+    place = folder if there else folder.parent
+    place.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=_NEW if there else f".{folder.name}-", dir=place))
     try:
         for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():
             (fresh / part).write_bytes(data)
@@ -40,7 +45,7 @@ def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> B
                 except ValueError as error:
                     raise ModelError(f"devices would refuse {part}: {error}; use other layers or settings") from None
         fresh.chmod(0o755)
-        if folder.exists():
+        if there:
             _replace(folder, fresh)
         else:
             os.replace(fresh, folder)
@@ -50,23 +55,34 @@ def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> B
 
 
 def _replace(folder: Path, fresh: Path) -> None:
-    """Give `folder` the files of `fresh` for its own. A kill leaves a copy of its own in `<folder>.old-*` beside it."""
-    old = Path(tempfile.mkdtemp(prefix=f"{folder.name}.old-", dir=folder.parent))
-    shutil.copytree(folder, old, copy_function=_linked, dirs_exist_ok=True)
+    """Give `folder` the files of `fresh` for its own. A kill leaves a copy of its own in `old-bundle-*` within."""
+    old = Path(tempfile.mkdtemp(prefix=_OLD, dir=folder))
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for file in folder.iterdir():
-            file.unlink()
-        for file in sorted(fresh.iterdir(), key=lambda p: p.name == MANIFEST):
-            os.replace(file, folder / file.name)
+        for name in sorted(_FILES, key=lambda n: n == MANIFEST):
+            if (folder / name).exists():
+                _link(folder / name, old / name)
     except BaseException:
-        shutil.copytree(old, folder, dirs_exist_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+        raise
+    try:
+        _exchange(folder, fresh, os.replace)
+    except BaseException:
+        _exchange(folder, old, _link)  # no move: a kill here leaves the copy whole
         shutil.rmtree(old)
         raise
-    shutil.rmtree(old)
+    for left in [p for p in folder.iterdir() if p.name.startswith((_OLD, _NEW))]:  # of killed exports too
+        shutil.rmtree(left, ignore_errors=True)
 
 
-def _linked(source: str, target: str) -> None:
+def _exchange(folder: Path, source: Path, move: Callable[[Path, Path], None]) -> None:
+    """Remove a bundle's files from `folder`, the manifest first, and move those of `source` in, the manifest last."""
+    for name in sorted(_FILES, key=lambda n: n != MANIFEST):
+        (folder / name).unlink(missing_ok=True)
+    for file in sorted(source.iterdir(), key=lambda p: p.name == MANIFEST):
+        move(file, folder / file.name)
+
+
+def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # a file system without links

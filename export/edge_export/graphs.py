@@ -1,4 +1,4 @@
-"""The graphs of a bundle, traced from a PyTorch module: `train.onnx`, `eval.onnx`, and the PyTorch backend's programs.
+"""The graphs of a bundle, traced from a PyTorch module: `train.onnx` and `eval.onnx`.
 
 `train.onnx` is one training step as an ordinary graph: the forward pass, the target's loss and the backward pass are
 traced into ATen operators (`torch.func.vjp` under `make_fx`), written as ONNX by `onnx_writer` and reduced by
@@ -13,17 +13,13 @@ Tensors that a training step moves are inputs of both graphs by name. All others
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import onnx
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import ExportedProgram
 from torch.func import functional_call, functionalize, vjp
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,7 +30,7 @@ from edge_client.targets import Target
 from edge_export import decompositions
 from edge_export.batch_norm import Statistics
 from edge_export.branches import BatchEnv, refuse_branches
-from edge_export.dropout import Drops, repeatable
+from edge_export.dropout import Drops
 from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.onnx_layers import layers
 from edge_export.onnx_moves import moves
@@ -157,60 +153,3 @@ def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffer
         traced = _traced(forward, decompositions.evaluation_table(), tensors, x)
         path.running.clear()
         return free_flattens(tidy(_written(traced), [*names, "x"], ["logits"]))
-
-
-def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], draws: bool) -> dict[str, bytes]:
-    """`module` in training and in evaluation mode with a dynamic batch, each saved by `torch.export.save`.
-
-    Tensors named in `given` have no values of their own. With `draws` the program in training mode takes a second
-    argument, the key of dropout.
-    """
-    training, evaluation = in_training(duplicate(module)), in_evaluation(duplicate(module))
-    inputs: tuple[Tensor, ...] = (example, torch.zeros(1, dtype=torch.int64)) if draws else (example,)
-    author = training.forward
-
-    def forward(x: Tensor, key: Tensor | None = None) -> Tensor:
-        with Rewriting({} if key is None else repeatable(Drops(key))), _in_place(training):
-            made: Tensor = author(x)
-        return made
-
-    training.forward = forward
-    return {"model.pt2": _saved(training, inputs, given), "model-eval.pt2": _saved(evaluation, (example,), given)}
-
-
-@contextlib.contextmanager
-def _in_place(module: nn.Module) -> Iterator[None]:
-    """A buffer that forward assigns anew is changed in place: a program drops an assignment."""
-    before = [(part, k, b) for part in module.modules() for k, b in part._buffers.items() if b is not None]
-    yield
-    for part, name, buffer in before:
-        now = part._buffers[name]
-        if now is not None and now is not buffer:
-            part._buffers[name] = buffer.copy_(now)
-
-
-def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]) -> bytes:
-    n, file = torch.export.Dim("n", min=1), io.BytesIO()
-    first = {id(t): k for k, t in module.named_parameters()}
-    aliases = {k for k, t in module.named_parameters(remove_duplicate=False) if first[id(t)] in given}
-    with torch.no_grad() if not module.training else contextlib.nullcontext(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(module, inputs, dynamic_shapes=({0: n}, None)[: len(inputs)])
-        _read_under_first_names(program)
-        for name, tensor in program.state_dict.items():
-            if name in given or name in aliases:  # one stored zero; the flat vectors give the values
-                tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        program.example_inputs = None
-        torch.export.save(program, file)
-    return file.getvalue()
-
-
-def _read_under_first_names(program: ExportedProgram) -> None:
-    """The program reads a tensor of several names under the last one; read it under the first, as the bundle does."""
-    names = program.graph_signature.inputs_to_parameters
-    firsts: dict[Tensor, Node] = {}
-    for node in program.graph.nodes:
-        if node.name in names:
-            first = firsts.setdefault(program.state_dict[names[node.name]], node)
-            if first is not node:
-                node.replace_all_uses_with(first)

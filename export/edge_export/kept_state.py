@@ -156,7 +156,7 @@ def _print(value: Any, seen: set[int], deep: int) -> Any:
     """A value that equals that of the same object later, unless what it holds has changed."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return str(value.dtype), tuple(value.shape), hash(plain.flatten().view(torch.uint8).numpy().tobytes())
     if isinstance(value, np.ndarray | np.generic):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from edge_client import authored
 from edge_client.errors import ModelError
 
 
@@ -61,6 +62,18 @@ def slow_paths() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def running(on: str, advice: str = "") -> Iterator[None]:
+    """Whatever the author's forward raises within the block becomes a ModelError; `on` is the mode and the batch."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # the author's forward may raise anything
+        place = authored.place_of(error) or "the module"
+        raise ModelError(f"the module does not run {on}: {place}: {authored.described(error)}{advice}") from error
 
 
 @contextmanager

@@ -8,11 +8,14 @@ The error of a tensor is its largest difference over its largest entry. It may r
 Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
 close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
 
-Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. There PyTorch's own float32
-is the first witness: what is finite in the module is finite in the graph, and equal within `LOOSE`. Where it is not,
-the error against float64 may be a few times PyTorch's, on these parameters or on some one rounding away, or a few times
-the movement of float64 itself at such, in float32's units: on a batch of zeros a deep network's batch-norms divide
-rounding errors by deviations near zero. Tensors that this moves share the largest movement of one.
+Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. What is finite in PyTorch's
+float32 is finite in the graph. The error against float64 may reach `LOOSE`, or a few times the tensor's noise: the
+error of PyTorch's float32, or of float64 steps in which every result is rounded to float32 at random (see `rounding`).
+Gates saturate there, and on zeros a deep network's batch-norms divide rounding errors by deviations near zero.
+
+A large batch proves little of a tensor that overflows in PyTorch too, that is zero, or whose noise allows more than
+`MOST`. Where there is one, smaller large batches follow. What none of them proves, or what rounding alone decides on
+zeros, is proved finite and within its noise there, and no more.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from torch import Tensor, nn
 from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export.draws import KEY, LARGE, Values, inputs, labels, moved, scaled
+from edge_export.rounding import EPS, Rounding
 from edge_export.witness import Step, Witness
 
 BATCHES = (16, 5, 1)
@@ -38,11 +42,16 @@ TOLERANCE = 1e-5
 DRAWS = 4
 FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
 MOST = 0.1  # an error that no rounding excuses
-EXTREMES = {"large": (LARGE, 300.0, 10.0), "zero": (0.0,)}  # less where PyTorch too overflows
+EXTREMES = {"large": (LARGE, 300.0, 10.0), "zero": (0.0,)}  # less where some tensor is not proved
 EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
-LOOSE, FEW = 0.05, 1e-3  # TOLERANCE and ZERO of an extreme batch: sums of large terms cancel, gates saturate
-COARSER = float(torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps)
+LOOSE = 1e-3  # TOLERANCE of an extreme batch, in which sums of large terms cancel
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
+
+GRAPH, BRANCHES = (
+    "the exported graph",
+    "look for values that the batch or its size decides in Python, and write them as tensor operators; where there are "
+    "none, report the module",
+)
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -57,7 +66,7 @@ class Shown:
 
 
 @dataclass
-class _Best:
+class Best:
     """Over a few draws: each tensor's least error, and the largest error of PyTorch's own float32."""
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -71,11 +80,11 @@ class _Best:
             self.levels[name] = max(self.levels.get(name, 0.0), error)
         return max(self.errors.values()) <= TOLERANCE
 
-    def check(self, n: int) -> None:
+    def check(self, n: int, part: str = GRAPH, advice: str = BRANCHES) -> None:
         """Raise ModelError for the first tensor that is wrong."""
         for name, error in self.errors.items():
             if error > max(TOLERANCE, min(FACTOR * self.levels[name], MOST)):
-                raise ModelError(_complaint(name, n, error))
+                raise ModelError(_complaint(name, f"{n} samples", error, part, advice))
 
     def largest(self, *kinds: str) -> float:
         return max((e for name, e in self.errors.items() if name.startswith(kinds)), default=0.0)
@@ -97,28 +106,39 @@ def prove(
     start = {k: b for k, b in module.named_buffers() if k in later}
     draw, witness = inputs(module, example, random), Witness(module, target, trainable, buffers)
     graphs = _Graphs(train, evaluation, parameters, buffers)
-    found = []
+    found, told = [], set[str]()
     for n, held in zip(BATCHES, (later, start, later), strict=True):
-        best = _Best()
+        best = Best()
         for _ in range(DRAWS):
             step = Step(values, held, draw(n), labels(target, n, random))
             true = witness.step(step, wide=True)
+            told |= {*true} - _nothing(true)
             if best.add(graphs.step(step), witness.step(step), true):
                 break
         best.check(n)
         found.append(best)
-    y = labels(target, EXTREME, random)
     for what, scale in EXTREMES.items():
         for times in scale:
             given, x = scaled(module, values, draw(EXTREME), times)
-            if _extreme(witness, graphs, Step(given, later, x, y), what):
+            step = Step(given, later, x, labels(target, EXTREME, random))
+            if told <= _extreme(witness, graphs, *_telling(witness, step, random), what):
                 break
     return Shown(*(max(b.largest(*kinds) for b in found) for kinds in (("grad",), ("new", "loss"), ("logits",))))
 
 
-def _extreme(witness: Witness, graphs: _Graphs, step: Step, what: str) -> bool:
-    """Whether the module is finite in an extreme step. Raises ModelError when the graphs are not, or differ."""
+def _telling(witness: Witness, step: Step, random: torch.Generator) -> tuple[Step, Values]:
+    """`step` and what it gives, with labels that leave a gradient: what the module predicts rightly may leave none."""
     own = witness.step(step)
+    for _ in range(DRAWS):
+        if any(bool(t.any()) for k, t in own.items() if k.startswith("grad:")):
+            break
+        step = replace(step, y=labels(witness.target, EXTREME, random))
+        own = witness.step(step)
+    return step, own
+
+
+def _extreme(witness: Witness, graphs: _Graphs, step: Step, own: Values, what: str) -> set[str]:
+    """The tensors that an extreme step proves. Raises ModelError when the graphs overflow, or differ from `own`."""
     made, finite = graphs.step(step), {k: t.isfinite() for k, t in own.items()}
     for name in own:
         if made[name].shape != own[name].shape or not np.isfinite(made[name][finite[name].numpy()]).all():
@@ -126,37 +146,33 @@ def _extreme(witness: Witness, graphs: _Graphs, step: Step, what: str) -> bool:
                 f"the exported graph overflows: {_named(name)} is NaN or infinite on a {what} batch, where the "
                 "module's is finite; keep what goes into exp, a division, a root or a power in a range"
             )
-    if max(_errors(_kept(made, finite), _only(own, finite), FEW).values()) > LOOSE:
-        true = witness.step(step, wide=True)
-        both = {k: finite[k] & true[k].isfinite() for k in own}
-        true = _only(true, both)
-        errors, levels = _errors(_kept(made, both), true, FEW), _errors(_only(own, both), true, FEW)
-        for random in (torch.Generator().manual_seed(seed) for seed in range(DRAWS)):
-            if all(errors[name] <= limit for name, limit in _limits(levels).items()):
-                break
-            for wide, times in ((False, 1.0), (True, COARSER)):
-                near = witness.step(replace(step, values=_nudged(step.values, random, wide)), wide)
-                off = _errors(_only({k: near[k].nan_to_num() for k in own}, both), true, FEW)
-                levels = {k: max(levels[k], times * off[k]) for k in own}
-        for name, limit in _limits(levels).items():
-            if errors[name] > limit:
-                raise ModelError(_complaint(name, EXTREME, errors[name], f"{what} "))
-    return all(bool(f.all()) for f in finite.values())
+    true = witness.step(step, wide=True)
+    both = {k: finite[k] & true[k].isfinite() for k in own}
+    true = _only(true, both)
+    errors, noise = _errors(_kept(made, both), true), _errors(_only(own, both), true)
+    for seed in range(DRAWS):
+        if all(error <= _limit(noise[k]) for k, error in errors.items()):
+            break
+        random = torch.Generator().manual_seed(seed)
+        nudged = replace(step, values=_nudged(step.values, random))
+        near = witness.step(nudged, wide=True, rounding=Rounding(random))
+        moved = _errors(_only({k: near[k].nan_to_num() for k in own}, both), true)
+        noise = {k: max(noise[k], moved[k]) for k in own}
+    for name, error in errors.items():
+        if error > _limit(noise[name]):
+            raise ModelError(_complaint(name, f"{EXTREME} {what} samples", error))
+    return {k for k, b in both.items() if bool(b.all()) and _limit(noise[k]) <= MOST} - _nothing(true)
 
 
-def _limits(levels: Mapping[str, float]) -> dict[str, float]:
-    """The error that each tensor of an extreme step may have: what rounding moves shares the largest movement."""
-    noise = max(levels.values())
-    return {k: max(LOOSE, FACTOR * (noise if level > LOOSE else level)) for k, level in levels.items()}
+def _limit(noise: float) -> float:
+    """The error that a tensor of an extreme step may have where rounding moves it by `noise`."""
+    return max(LOOSE, FACTOR * noise)
 
 
-def _nudged(values: Values, random: torch.Generator, wide: bool) -> Values:
-    """Each value one rounding up or down, of float64 where `wide`."""
-    kind = torch.float64 if wide else torch.float32
-    steps = {
-        k: torch.finfo(kind).eps * (2 * torch.randint(0, 2, v.shape, generator=random) - 1) for k, v in values.items()
-    }
-    return {k: v.to(kind) * (1 + steps[k].to(kind)) for k, v in values.items()}
+def _nudged(values: Values, random: torch.Generator) -> Values:
+    """Each value one rounding of float32 up or down."""
+    signs = {k: 2 * torch.randint(0, 2, v.shape, generator=random) - 1 for k, v in values.items()}
+    return {k: v * (1 + EPS * signs[k]) for k, v in values.items()}
 
 
 def _only(values: Values, which: Mapping[str, Tensor]) -> Values:
@@ -167,14 +183,20 @@ def _kept(found: Arrays, which: Mapping[str, Tensor]) -> Arrays:
     return {k: np.where(which[k].numpy(), found[k], 0) for k in which}
 
 
-def _errors(found: Mapping[str, Any], true: Values, zero: float = ZERO) -> dict[str, float]:
-    """The error of each tensor of `true`; a gradient below `zero` of the largest is measured against the largest."""
-    largest = max((float(t.abs().max()) for k, t in true.items() if k.startswith("grad:") and t.numel()), default=0.0)
-    made = {}
-    for name in true:
-        nothing = name.startswith("grad:") and float(true[name].abs().max()) <= zero * largest
-        made[name] = _error(np.asarray(found[name]), true[name], largest if nothing else 0.0)
-    return made
+def _errors(found: Mapping[str, Any], true: Values) -> dict[str, float]:
+    """The error of each tensor of `true`; a gradient that is nothing is measured against the largest."""
+    largest, nothing = _largest(true), _nothing(true)
+    return {k: _error(np.asarray(found[k]), t, largest if k in nothing else 0.0) for k, t in true.items()}
+
+
+def _nothing(true: Values) -> set[str]:
+    """The gradients below `ZERO` of the largest."""
+    least = ZERO * _largest(true)
+    return {k for k, t in true.items() if k.startswith("grad:") and not bool((t.abs() > least).any())}
+
+
+def _largest(true: Values) -> float:
+    return max((float(t.abs().max()) for k, t in true.items() if k.startswith("grad:") and t.numel()), default=0.0)
 
 
 def _named(name: str) -> str:
@@ -187,11 +209,9 @@ def _named(name: str) -> str:
     }[kind]
 
 
-def _complaint(name: str, n: int, error: float, kind: str = "") -> str:
+def _complaint(name: str, batch: str, error: float, part: str = GRAPH, advice: str = BRANCHES) -> str:
     return (
-        f"the exported graph computes {_named(name)} differently from the module (relative error {error:.1e} on {n} "
-        f"{kind}samples); look for values that the batch or its size decides in Python, and write them as tensor "
-        "operators; where there are none, report the module"
+        f"{part} computes {_named(name)} differently from the module (relative error {error:.1e} on {batch}); {advice}"
     )
 
 

@@ -120,7 +120,6 @@ def lstm(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
-    _padded(weights, biased)
     x = x.transpose(0, 1) if batch_first else x
     ways, width = 2 if bidirectional else 1, 4 if biased else 2
     hidden, cells = [], []
@@ -141,10 +140,9 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
 
 
-def _padded(weights: object, biased: object) -> None:
-    """Raise ModelError for the form that takes packed sequences, whose third argument is a tensor of sizes."""
-    if not isinstance(weights, list | tuple) or isinstance(biased, list | tuple):
-        raise ModelError("a recurrent layer on packed sequences is not exported; give it padded ones [n, t, f]")
+def packed(*_: object) -> Any:
+    """In the place of what packs sequences. Raises ModelError."""
+    raise ModelError("packed sequences are not exported; give recurrent layers padded ones [n, t, f]")
 
 
 def _between(x: Tensor, layer: int, dropout: float, training: bool) -> Tensor:
@@ -166,7 +164,6 @@ def _single_state(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
-        _padded(weights, biased)
         x = x.transpose(0, 1) if batch_first else x
         ways, width, ends = 2 if bidirectional else 1, 4 if biased else 2, []
         for layer in range(layers):

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from edge_client import authored
@@ -30,13 +32,12 @@ ADVICE = {
     "cummax cummin": "use max over a window",
     "nonzero masked_select unique unique_consecutive _unique2": "keep the size and use where or masked_fill",
     "bernoulli rand randn randint rand_like randn_like randint_like normal uniform exponential randperm multinomial": (
-        "use torch.nn.Dropout, whose draws repeat; no other randomness is exported"
+        "use torch.nn.Dropout, whose draws repeat (for stochastic depth, on torch.ones of [n, 1, ...]); no other "
+        "randomness is exported"
     ),
-    "grid_sampler_2d grid_sampler_3d grid_sampler": "use interpolate, padding and slices",
     "_fft_r2c _fft_c2c _fft_c2r complex polar view_as_complex view_as_real": "multiply by sines and cosines",
     "atan2": "use atan",
     "native_dropout": "let dropout follow module.training",
-    "_cdist_forward cdist _euclidean_dist": "write it out: x.square().sum() - 2 x @ y + y.square().sum()",
     "_ctc_loss": "return logits; the loss is the target's",
 }
 _BY_NAME = {name: text for names, text in ADVICE.items() for name in names.split()}
@@ -117,9 +118,41 @@ def refuse_parts(module: nn.Module) -> None:
             raise ModelError(f"{named(path)}: batch-norm keeps no running statistics; set track_running_stats=True")
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
             raise ModelError(f"{named(path)}: batch-norm has momentum=None; give a number, such as momentum=0.1")
+    _refuse_odd_tensors(module)
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ModelError(f"parameter {name!r} has a gradient hook (register_hook); {advice}")
+
+
+def _refuse_odd_tensors(module: nn.Module) -> None:
+    """Raise ModelError for a parameter, buffer or attribute that is no plain tensor of values."""
+    for path, part in module.named_modules():
+        for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
+            if not isinstance(value, Tensor):
+                continue
+            what = f"tensor {'.'.join(filter(None, (path, name)))!r}"
+            if value.is_meta:
+                raise ModelError(f"{what} is on the device 'meta' and has no values; build the module on the CPU")
+            if value.is_quantized or value.is_nested or value.layout != torch.strided:
+                raise ModelError(f"{what} is quantized, sparse, nested or of another layout; keep a plain dense tensor")
+
+
+def refuse_checkpoint(module: nn.Module, batch: Tensor) -> None:
+    """Raise ModelError for the part that calls `torch.utils.checkpoint` on `batch` in training mode."""
+    copy = in_training(duplicate(module))
+    path, stop = Path(copy), mock.Mock(side_effect=_Checkpointed)
+    inner = {"CheckpointFunction": mock.Mock(apply=stop), "_checkpoint_without_reentrant_generator": stop}
+    try:
+        with torch.no_grad(), mock.patch.multiple(checkpoint, **inner):
+            copy(batch.clone())
+    except _Checkpointed:
+        raise ModelError(f"{path} calls torch.utils.checkpoint; call the function without checkpoint") from None
+    except Exception:  # the author's own; what runs the module next says which
+        return
+
+
+class _Checkpointed(Exception):
+    """A part calls `torch.utils.checkpoint`."""
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

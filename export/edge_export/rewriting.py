@@ -70,7 +70,21 @@ def shared_table() -> dict[Any, Callable[..., Any]]:
         torch.lstm_cell: recurrence.lstm_cell,
         torch.gru_cell: recurrence.gru_cell,
         Tensor.unfold: unfold,
+        f.embedding_bag: embedding_bag,
+        torch.cdist: distances,
+        f.grid_sample: _unsupported("grid_sample", "use interpolate, padding and slices"),
+        f.affine_grid: _unsupported("affine_grid", "use interpolate, padding and slices"),
+        torch._VF._pack_padded_sequence: recurrence.packed,
     }
+
+
+def _unsupported(operator: str, advice: str) -> Callable[..., Any]:
+    """A replacement that refuses; tracing would fail with a text of PyTorch's own."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ModelError(f"operator {operator!r} has no ONNX form; {advice}")
+
+    return refuse
 
 
 def training_table() -> dict[Any, Callable[..., Any]]:
@@ -124,6 +138,38 @@ def bilinear(one: Tensor, two: Tensor, weight: Tensor, bias: Tensor | None = Non
     """`functional.bilinear`: [..., i], [..., j] and weight [o, i, j] to [..., o]."""
     made = torch.einsum("...i,oij,...j->...o", one, weight, two)
     return made if bias is None else made + bias
+
+
+def embedding_bag(
+    ids: Tensor,
+    table: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`functional.embedding_bag` of ids [n, t]: the sum, mean or maximum of their rows, but of padding."""
+    if offsets is not None or ids.ndim != 2 or scale_grad_by_freq:
+        raise ModelError("an EmbeddingBag takes offsets or scales gradients; give it whole rows of ids [n, t]")
+    rows = functional.embedding(ids, table)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    some = (torch.zeros_like(ids) == 0 if padding_idx is None else ids != padding_idx % table.shape[0]).unsqueeze(-1)
+    if mode == "max":
+        return torch.where(some.any(1), rows.masked_fill(~some, float("-inf")).max(1).values, 0.0)
+    total = (rows * some).sum(1)
+    return total if mode == "sum" else total / some.sum(1).clamp(min=1)
+
+
+def distances(one: Tensor, two: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """`torch.cdist`: [..., a, f] and [..., b, f] to [..., a, b]."""
+    made: Tensor = torch.linalg.vector_norm(one.unsqueeze(-2) - two.unsqueeze(-3), p, -1)
+    return made
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from edge_client.errors import ModelError
 from edge_export.recurrence_single import DOMAIN
 
 
@@ -81,8 +80,6 @@ def _layers(run: Callable[..., tuple[Tensor, ...]], states: int, *settings: Any)
     """`torch.lstm` and its kin out of single layers; `states` is the number of tensors that a layer starts from."""
 
     def whole(x: Tensor, start: Any, weights: Any, biased: Any, *rest: Any) -> Any:
-        if isinstance(biased, list | tuple) or not isinstance(weights, list | tuple):
-            raise ModelError("a recurrent layer on packed sequences is not exported; give it padded ones [n, t, f]")
         layers, _, _, bidirectional, batch_first = rest
         starts = start if states == 2 else (start,)
         x = x.transpose(0, 1) if batch_first else x

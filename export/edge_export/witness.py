@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from edge_client import authored
 from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export.draws import KEY, Values, same_values
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.modes import duplicate, in_evaluation, in_training, running
 from edge_export.rewriting import Rewriting
+from edge_export.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,20 @@ class Witness:
         """Copies that have not run."""
         return Copies(in_evaluation(duplicate(self.module)), in_training(duplicate(self.module)))
 
-    def step(self, step: Step, wide: bool = False, copies: Copies | None = None) -> Values:
+    def step(
+        self,
+        step: Step,
+        wide: bool = False,
+        copies: Copies | None = None,
+        rounding: Rounding | None = None,
+    ) -> Values:
         """loss, grad:<name>, new:<name> and logits; the logits alone where PyTorch refuses to train on one sample.
 
         `wide` is for float64; `copies` are used again, by default new ones are made. Raises ModelError.
         """
-        try:
+        advice = "; write forward so that it takes any number of samples" if len(step.x) == 1 else ""
+        with running(f"on {len(step.x)} samples", advice), rounding or nullcontext():
             return self._step(step, wide, copies or self.copies())
-        except ModelError:
-            raise
-        except Exception as error:  # the author's forward may raise anything
-            place = authored.place_of(error) or "the module"
-            advice = "; write forward so that it takes any number of samples" if len(step.x) == 1 else ""
-            raise ModelError(
-                f"the module does not run on {len(step.x)} samples: {place}: {authored.described(error)}{advice}"
-            ) from error
 
     def _step(self, step: Step, wide: bool, copies: Copies) -> Values:
         def cast(t: Tensor) -> Tensor:

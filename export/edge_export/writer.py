@@ -19,18 +19,18 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from edge_client import authored
 from edge_client.bundle import WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
 from edge_client.targets import Target, target_type
 from edge_export.files import check_free, write_bundle
-from edge_export.graphs import eval_graph, torch_programs, train_graph
+from edge_export.graphs import eval_graph, train_graph
 from edge_export.groups import with_groups
 from edge_export.kept_state import refuse_state
-from edge_export.modes import duplicate, evaluating
+from edge_export.modes import duplicate, evaluating, running
 from edge_export.onnx_passes import OWN_NAMES
+from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
-from edge_export.refusals import in_a_sentence, refuse_parts
+from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_parts
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
 
@@ -98,7 +98,11 @@ def export_bundle(
     if torch_part:
         names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
-            parts |= torch_programs(module, example, names, draws)
+            programs = torch_programs(module, example, names, draws)
+        free = [r.name for r in found.parameters if r.trainable]
+        witness = Witness(module, target, free, [r.name for r in found.buffers])
+        prove_programs(witness, example, programs, draws)
+        parts |= programs
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     dtype = "int64" if example.dtype == torch.int64 else "float32"
@@ -165,6 +169,7 @@ def proved_graphs(
     refuse_parts(module)
     if any(map(is_lazy, module.parameters())):  # as PyTorch does in the first run
         _run(module, example_batch)
+    refuse_checkpoint(module, example_batch)
     module, prefix = _renamed(_in_float32(module))
     example = _example(module, example_batch)
     target = _target(target, _output(module, example))
@@ -241,13 +246,8 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
 
 def _run(module: nn.Module, batch: Tensor) -> Any:
     """What `module` gives in evaluation mode. Raises ModelError when it does not run."""
-    try:
-        with evaluating(module):
-            return module(batch.clone())
-    except Exception as error:  # the author's forward may raise anything
-        place = authored.place_of(error) or "the module"
-        sample = f"a batch of {batch.dtype} {tuple(batch.shape)}"
-        raise ModelError(f"the module does not run on {sample}: {place}: {authored.described(error)}") from error
+    with running(f"on a batch of {batch.dtype} {tuple(batch.shape)}"), evaluating(module):
+        return module(batch.clone())
 
 
 def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Target:

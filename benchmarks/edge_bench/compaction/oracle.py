@@ -16,6 +16,10 @@ Two things are adapted. The flat sides of a ReLU and a clamp are given a slope o
 happens to be off on every sample counts as live: no exact compaction may remove it. LSTM, GRU and RNN run as loops, so
 that their gates and states can be watched; steps are united.
 
+LSTM, GRU and RNN are counted as what one dense layer needs at least: a unit has all its gates, and where dead units and
+inputs add other amounts at each step, as those with biases do, further inputs or units must bring them, one for each
+dimension of these amounts over time. Behind the reset gate of a GRU only units can: inputs are added in front of it.
+
 The bound is not always reachable by an exact graph of ordinary layers: an index of a product that is constant on one
 side still counts, but one that cancels (a constant added to every score before a softmax) does not.
 """
@@ -41,6 +45,7 @@ VARIES = 1e-10  # of a tensor's largest value: less is rounding
 REACHES = 1e-11  # of the largest gradient of a tensor
 REACHES_AT_ALL = 1e-16  # of the largest gradient of any tensor
 SLOPE = 0.25
+ROUNDED = 1e-7  # of the amounts' size: float32 rounds off as much
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,18 @@ class _Site:
     equation: str = ""
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """One direction of a recurrent layer: where it reads inputs [t, n, i] and states [n, h], a list of the steps."""
+
+    gated: bool  # a GRU, whose last gate multiplies what it reads of the states
+    x: _Site
+    h: _Site
+    from_x: Tensor  # [gates * h, i]
+    from_h: Tensor  # [gates * h, h]
+    backwards: bool
+
+
 @torch.enable_grad()
 def bound(module: nn.Module, case: Case) -> Bound:
     """The bound of `module`, which is masked already and in evaluation mode."""
@@ -81,7 +98,11 @@ def bound(module: nn.Module, case: Case) -> Bound:
     torch.autograd.backward((outputs * weights).sum())
     sites = [s for s in watch.sites.values() if s.out]
     largest = max((float(t.grad.abs().max()) for s in sites for t in s.out if t.grad is not None), default=0.0)
-    parts = tuple((s.kind, *_count(s, largest)) for s in sites)
+    layers = {id(site): layer for layer in watch.layers for site in (layer.x, layer.h)}
+    parts = tuple(
+        (s.kind, *(_count_recurrent(s, layers[id(s)], largest) if id(s) in layers else _count(s, largest)))
+        for s in sites
+    )
     return Bound(sum(p[1] for p in parts), sum(p[2] for p in parts), parts)
 
 
@@ -121,6 +142,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.sites: dict[object, _Site] = {}
+        self.layers: list[_Layer] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -293,12 +315,16 @@ def _recurrent(
             first = state[0] if kind == "lstm" else state
             h = first[layer * (1 + both) + direction]
             c = state[1][layer * (1 + both) + direction] if kind == "lstm" else h
-            from_x = watch.linear(x, w_in, b_in)
-            outputs: list[Tensor] = []
             key = (call, layer, direction)
+            from_x = watch.linear(x, w_in, b_in, (*key, "x"))
+            outputs: list[Tensor] = []
             for t in range(len(x)) if not direction else reversed(range(len(x))):
                 h, c = _step(watch, kind, from_x[t], (h, c), w_state, b_state, key)
                 outputs.append(h)
+            reads = watch.sites.get((*key, "x"))
+            if reads is not None:
+                layer_of = _Layer(kind == "gru", reads, watch.sites[key], w_in, w_state, bool(direction))
+                watch.layers.append(layer_of)
             last.append((h, c))
             made.append(torch.stack(outputs[::-1] if direction else outputs))
         x = torch.cat(made, -1)
@@ -342,6 +368,33 @@ def _count(site: _Site, largest: float) -> tuple[int, int]:
     a, o = _only(varies_a & reached_a, axis), _only(out, axis)
     a, o = a.view(site.groups, -1), o.view(site.groups, -1)
     return site.groups * a.shape[1] * o.shape[1] * site.each, int((a.sum(1) * o.sum(1)).sum()) * site.each
+
+
+def _count_recurrent(site: _Site, layer: _Layer, largest: float) -> tuple[int, int]:
+    """Multiply-adds of a recurrent layer's inputs or of its states for one sample, in one dense layer."""
+    h = layer.from_h.shape[1]
+    (moves_h, reached_h), (moves_x, reached_x) = _live(layer.h.a, largest), _live(layer.x.a, largest)
+    rows = [m & r for m, r in (_live(s.out, largest) for s in (layer.x, layer.h))]
+    units = (moves_h & reached_h) | torch.stack([_only(r, -1) for r in rows]).any(0).view(-1, h).any(0)
+    inputs = _only(moves_x & reached_x, -1)
+    # what does not vary adds this at each step, [t, gates, units]
+    states = torch.stack([a[0] for a in layer.h.a]).detach() * ~moves_h
+    read = layer.x.a[0][:, 0].detach() * ~_only(moves_x, -1)
+    before = (read @ layer.from_x.T).view(len(read), -1, h)[..., units]
+    behind = (states @ layer.from_h.T).view(len(read), -1, h)[..., units]
+    behind = behind.flip(0) if layer.backwards else behind
+    more = _dimensions(behind[:, -1:]) if layer.gated else 0
+    parts = [before[:, :-1] + behind[:, :-1], before[:, -1:], behind[:, -1:]] if layer.gated else [before + behind]
+    extra = max(0, _dimensions(torch.cat(parts, 1)) - more)
+    wide = len(layer.from_h) // h * (int(units.sum()) + more)
+    taken = int(inputs.sum()) + extra if site is layer.x else int(units.sum()) + more
+    return site.a[0].shape[-1] * len(layer.from_h) * site.each, wide * taken * site.each
+
+
+def _dimensions(amounts: Tensor) -> int:
+    """How many dimensions amounts [t, ...] have over time, beside a constant."""
+    flat = amounts.flatten(1)
+    return int((torch.linalg.svdvals(flat - flat.mean(0)) > ROUNDED * flat.norm()).sum())
 
 
 def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:

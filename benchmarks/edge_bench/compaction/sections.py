@@ -105,7 +105,7 @@ def engines(folder: Path) -> list[str]:
     refused = [f"{r['model']}: {r['status']}" for r in rows if r["status"] != "ok" and not r["aligned"]]
     parts += ["", *(f"* {line}" for line in dict.fromkeys(refused))] if refused else []
     timed = [r for r in rows if "speedup" in r and not r["engine"].endswith("int8")]
-    return parts + (_best(timed, _at_best_widths(folder / "known.json")) if timed else [])
+    return parts + (_best(timed, _at_best_widths(folder)) if timed else [])
 
 
 def _best(timed: Sequence[Row], auto: Mapping[tuple[Any, ...], float]) -> list[str]:
@@ -140,9 +140,10 @@ def _best(timed: Sequence[Row], auto: Mapping[tuple[Any, ...], float]) -> list[s
     ]
 
 
-def _at_best_widths(path: Path) -> dict[tuple[Any, ...], float]:
+def _at_best_widths(folder: Path) -> dict[tuple[Any, ...], float]:
     """Speedups in ONNX Runtime at the widths that run fastest, by network, mask and kept share."""
-    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    paths = sorted(folder.glob("known*.json"), key=lambda p: p.stem)  # a later file goes before an earlier one
+    rows = [r for path in paths for r in json.loads(path.read_text())["rows"]]
     found = [r for r in rows if r["aligned"] and r["tool"] == "maskfleet" and "speedup" in r]
     return {(r["model"], r["mask"], r["kept"]): r["speedup"] for r in found}
 

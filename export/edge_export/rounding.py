@@ -1,0 +1,45 @@
+"""What float32 can do to a step: the step in float64, with every result rounded to float32 at random.
+
+Each draw is one float32 engine's result: other kernels, other orders of sums. So the largest movement over a few draws
+measures how well a float32 engine can know a tensor (Monte Carlo arithmetic). What float32 holds exactly, such as
+zeros, copies and maxima, stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EPS = float(torch.finfo(torch.float32).eps)
+_OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
+
+
+class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, each float64 result of an operator is one float32 rounding up or down, and then a float32."""
+
+    def __init__(self, random: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = random
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        plain = made if isinstance(made, tuple | list) else (made,)
+        returns = func._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return made  # a view
+        rounded = [self._rounded(t, func._schema.name in _OF_ONE) for t in plain]
+        for t, r in zip(plain, rounded, strict=True):
+            if r is not t:
+                t.copy_(r)
+        return made
+
+    def _rounded(self, value: Any, of_one: bool) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
+            return value
+        exact = value.float().double() == value
+        signs = 2 * torch.randint(0, 2, value.shape, generator=self.random) - 1
+        moved = value + signs * EPS * (1.0 if of_one else value.abs())
+        return torch.where(exact | ~value.isfinite(), value, moved.float().double())
