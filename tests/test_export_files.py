@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
+from edge_client.errors import ModelError
 
 torch = pytest.importorskip("torch")
 from edge_bench import models  # noqa: E402
@@ -65,6 +66,18 @@ def test_an_existing_folder_may_be_a_mount_point(tmp_path: Path, two: Any, monke
         files.check_free(mount)
         assert _parts(files.write_bundle(*made, mount)) == made
         assert {p.name for p in mount.iterdir()} == {MANIFEST, *made[1]}
+
+
+@pytest.mark.parametrize("name", ["old-bundle-of-2025/a", ".maskfleet-old-2025/notes.txt", ".maskfleet-new-1"])
+def test_a_folder_that_no_export_left_is_refused_and_stays(name: str, tmp_path: Path, two: Any) -> None:
+    folder = tmp_path / "b"
+    files.write_bundle(*two[0], folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("mine")
+    with pytest.raises(ModelError, match="other files"):
+        files.check_free(folder)
+    files.write_bundle(*two[1], folder)
+    assert (folder / name).read_text() == "mine"
 
 
 def test_the_parent_of_an_existing_folder_need_not_be_writable(
@@ -124,7 +137,7 @@ def test_a_kill_leaves_the_old_bundle_or_the_new_one_and_never_a_mixture(
         os._exit(0)
     os.waitpid(child, 0)
     whole = {}
-    for folder in (tmp_path / "b", *(tmp_path / "b").glob("old-bundle-*")):
+    for folder in (tmp_path / "b", *(tmp_path / "b").glob(".maskfleet-old-*")):
         if (folder / MANIFEST).exists():
             bundle = Bundle.open(folder)
             whole[bundle.manifest.name] = _parts(bundle)

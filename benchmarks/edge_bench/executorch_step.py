@@ -127,7 +127,6 @@ def main(
     check_writable(json_file)
     check_installed()
     torch.set_num_threads(1)
-    check_writable(json_file)
     origin = provenance.origin()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -43,8 +43,8 @@ With `residual` the server keeps what is left: R += that product; q = sign(R) fl
 N += 2**level * q, with a unit of 2.5 step / K / 2**MIDDLE. That sends fewer bits down, and is safe only when few
 devices of many take part.
 
-The cohort's figures (rms, loss, bytes) enter by their median, so that no single device sets them; the mean number of
-samples is that of all reports so far.
+The cohort's figures (rms, loss, bytes of moves) enter by their median, so that no single device sets them; the rounds
+that devices missed by their mean. The mean number of samples is that of all reports so far.
 """
 
 from __future__ import annotations

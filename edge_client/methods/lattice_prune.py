@@ -30,7 +30,7 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
         raise ConfigError(f"prune_keep names {sorted(unknown)}, but the groups are {[g.name for g in m.groups]}")
     if prune_after >= course.rounds:
         raise ConfigError(
-            f"prune_after = {prune_after}, but the federation has {course.rounds} rounds; the smaller network needs at "
+            f"prune_after = {prune_after}, but rounds = {course.rounds}; the smaller network needs at "
             "least one of its own: raise rounds, or lower prune_after"
         )
     packed = choose(m, course.model.parameters, prune, prune_keep)

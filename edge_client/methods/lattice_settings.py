@@ -31,8 +31,8 @@ class Settings(LocalSgd):
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
-    """FedAvg's bytes over those that moves, changes and statistics may take: steps are doubled where a run would take
-    more. 1: they stay as they are."""
+    """FedAvg's bytes over those that moves, changes, statistics and the last delivery may take: steps are doubled, as
+    often as it takes, where a run would take more. 1: they stay as they are."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True

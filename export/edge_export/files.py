@@ -20,13 +20,19 @@ from edge_client.graphs import check_file
 _FILES = frozenset(
     {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
 )
-_OLD, _NEW = "old-bundle-", "new-bundle-"  # folders within an existing one; a killed export leaves them
+_OLD, _NEW = ".maskfleet-old-", ".maskfleet-new-"  # folders within an existing one; a killed export leaves them
 
 
 def check_free(folder: Path) -> None:
     """Raise ModelError when `folder` holds other files than a bundle's."""
-    if folder.exists() and any(not (p.name in _FILES or p.name.startswith((_OLD, _NEW))) for p in folder.iterdir()):
+    if folder.exists() and any(not (p.name in _FILES or _left(p)) for p in folder.iterdir()):
         raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
+
+
+def _left(path: Path) -> bool:
+    """Whether a killed export left this folder: it has its name, and nothing but a bundle's files within."""
+    named = path.name.startswith((_OLD, _NEW)) and path.is_dir()
+    return named and all(p.name in _FILES for p in path.iterdir())
 
 
 def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
@@ -55,7 +61,7 @@ def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> B
 
 
 def _replace(folder: Path, fresh: Path) -> None:
-    """Give `folder` the files of `fresh` for its own. A kill leaves a copy of its own in `old-bundle-*` within."""
+    """Give `folder` the files of `fresh` for its own. A kill leaves a copy of its own in `.maskfleet-old-*` within."""
     old = Path(tempfile.mkdtemp(prefix=_OLD, dir=folder))
     try:
         for name in sorted(_FILES, key=lambda n: n == MANIFEST):
@@ -70,8 +76,8 @@ def _replace(folder: Path, fresh: Path) -> None:
         _exchange(folder, old, _link)  # no move: a kill here leaves the copy whole
         shutil.rmtree(old)
         raise
-    for left in [p for p in folder.iterdir() if p.name.startswith((_OLD, _NEW))]:  # of killed exports too
-        shutil.rmtree(left, ignore_errors=True)
+    for path in filter(_left, [*folder.iterdir()]):  # of killed exports too
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _exchange(folder: Path, source: Path, move: Callable[[Path, Path], None]) -> None:
