@@ -143,7 +143,7 @@ def refuse_checkpoint(module: nn.Module, batch: Tensor) -> None:
     path, stop = Path(copy), mock.Mock(side_effect=_Checkpointed)
     inner = {"CheckpointFunction": mock.Mock(apply=stop), "_checkpoint_without_reentrant_generator": stop}
     try:
-        with torch.no_grad(), mock.patch.multiple(checkpoint, **inner):
+        with torch.enable_grad(), mock.patch.multiple(checkpoint, **inner):
             copy(batch.clone())
     except _Checkpointed:
         raise ModelError(f"{path} calls torch.utils.checkpoint; call the function without checkpoint") from None

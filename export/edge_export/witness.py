@@ -131,7 +131,15 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             return args[0].double()
+        if func in (torch.nan_to_num, Tensor.nan_to_num):
+            return _finite(*args, **(kwargs or {}))
         return func(*map(_widened, args), **{k: _widened(v) for k, v in (kwargs or {}).items()})
+
+
+def _finite(x: Tensor, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Tensor:
+    """`torch.nan_to_num` with the limits of float32, as the module has them."""
+    most = torch.finfo(torch.float32).max
+    return torch.nan_to_num(x, nan, most if posinf is None else posinf, -most if neginf is None else neginf)
 
 
 def _widened(value: Any) -> Any:
