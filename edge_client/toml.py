@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
+
+from edge_client.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     from tomllib import TOMLDecodeError as TOMLDecodeError
@@ -10,3 +14,15 @@ if sys.version_info >= (3, 11):
 else:
     from tomli import TOMLDecodeError as TOMLDecodeError
     from tomli import loads as loads
+
+
+def read(path: Path, option: str = "") -> dict[str, Any]:
+    """A file's content; `option` is the one that named it, for the message. Raises ConfigError."""
+    called = f"{option} {path}".lstrip()
+    try:
+        content: dict[str, Any] = loads(path.read_text("utf-8"))
+        return content
+    except OSError as error:
+        raise ConfigError(f"{called} cannot be read: {error.strerror}") from None
+    except (TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{called} is not TOML: {error}") from None

@@ -38,12 +38,12 @@ def test_the_resnet_is_the_one_its_weights_are_for() -> None:
 
 @pytest.mark.parametrize("name", ["masks_mnist", "masks_mnist_all", "masks_cifar100", "masks_random"])
 def test_the_configurations_name_settings_that_exist(name: str) -> None:
-    from edge_bench.command_line import read_toml
     from edge_bench.simulation_file import read_config
 
+    from edge_client import toml
     from edge_client.methods import make_method
 
-    config = read_config(read_toml(CONFIGS / f"{name}.toml"))
+    config = read_config(toml.read(CONFIGS / f"{name}.toml"))
     text = (CONFIGS / f"{name}.toml").read_text()
     labels = [line[len("[methods.") : -1].strip('"') for line in text.splitlines() if line.startswith("[methods.")]
     assert list(config.methods) == labels

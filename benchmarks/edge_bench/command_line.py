@@ -16,21 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_bench import provenance
-from edge_client import toml
 from edge_client.errors import ConfigError, MaskfleetError, suggestion
 from edge_client.exit_codes import exit_code
 from edge_client.files import disk, write_whole
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's content. Raises ConfigError."""
-    try:
-        content: dict[str, Any] = toml.loads(path.read_text("utf-8"))
-        return content
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
 def names_of(text: str, option: str) -> list[str]:

@@ -11,10 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_bench import datasets
 from edge_bench.bundles import NAMES, open_named
-from edge_bench.command_line import known_names, names_of, read_toml
+from edge_bench.command_line import known_names, names_of
 from edge_bench.data_table import DataConfig
 from edge_bench.datasets import Divided
 from edge_bench.own_model import ExportConfig, open_module
+from edge_client import toml
 from edge_client.authored import is_place
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
@@ -92,7 +93,7 @@ def read_simulation(
     `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
     table for them. Raises ConfigError.
     """
-    content = read_toml(file) | {k: v for k, v in changes.items() if v is not None}
+    content = toml.read(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
         content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
         content |= {} if is_place(given) else {"export": {}}

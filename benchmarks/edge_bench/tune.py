@@ -23,11 +23,12 @@ from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
-from edge_bench.command_line import check_writable, names_of, plain_console, read_toml, write_json
+from edge_bench.command_line import check_writable, names_of, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import SimulationConfig, prepare, read_config
+from edge_client import toml
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -212,7 +213,7 @@ def open_plan(
 
     Raises ConfigError, BundleError or DataError.
     """
-    content = read_toml(file)
+    content = toml.read(file)
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, Mapping):
         content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}

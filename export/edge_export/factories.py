@@ -34,11 +34,7 @@ class About(BaseModel):
 def read_about(path: Path) -> About:
     """The file's tables. Raises ConfigError with the setting at fault."""
     try:
-        return About.model_validate(toml.loads(path.read_text("utf-8")))
-    except OSError as error:
-        raise ConfigError(f"--about {path} cannot be read: {error.strerror}") from None
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--about {path} is not TOML: {error}") from None
+        return About.model_validate(toml.read(path, "--about"))
     except ValidationError as error:
         raise ConfigError(f"--about {path}: setting {first_fault(error, 'file', About.model_fields)}") from None
 
