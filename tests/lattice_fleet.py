@@ -123,5 +123,12 @@ class Fleet:
 
     def moved(self) -> NDArray[np.float64]:
         """How far the model is from the bundle's."""
-        unit = self.method.unit(self.course, self.state.steps)
-        return spread(grid(self.m), unit).astype(np.float64) * self.state.counts
+        return self.scaled(self.state.counts)
+
+    def due(self) -> NDArray[np.float64]:
+        """How far it would be with what the server has not applied."""
+        return self.scaled(self.state.counts + self.state.residual.astype(np.float64))
+
+    def scaled(self, counts: NDArray[Any]) -> NDArray[np.float64]:
+        """Counts as a change of the weights."""
+        return spread(grid(self.m), self.method.unit(self.course, self.state.steps)).astype(np.float64) * counts

@@ -78,9 +78,9 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
         fleet = Fleet(Lattice(quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
         fleet.play(*"abc")
         fleet.play(*"abc")
-        total += fleet.moved()
+        total += fleet.due()
     due = -0.1 * 2 * np.average(trainer.directions, axis=0, weights=[4, 8, 12])
-    noise = fleet.moved() - due
+    noise = fleet.due() - due
     assert np.abs(noise).max() > 0.05  # one run is coarse
     error = (total / runs - due) / (np.abs(noise).mean() / runs**0.5)
     assert np.abs(error).max() < 8
@@ -95,9 +95,9 @@ def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more
     for seed in range(runs):
         fleet = Fleet(Lattice(quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
         fleet.play(*"abc")
-        before = fleet.moved()
+        before = fleet.due()
         fleet.play(*cohort)
-        total += fleet.moved() - before
+        total += fleet.due() - before
     due = -0.1 * np.average(trainer.directions[["abc".index(d) for d in cohort]], axis=0,
                             weights=[len(data[d].y) for d in cohort])  # fmt: skip
     assert total @ due / runs / (due @ due) == pytest.approx(1, abs=0.1)
@@ -111,7 +111,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
         fleet = Fleet(Lattice(quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
         fleet.play("a")
         trained = fleet.local["a"].trained.parameters - fleet.course.model.parameters
-        total += fleet.moved() - trained
+        total += fleet.due() - trained
     step = float(fleet.state.steps.max())
     assert np.abs(total / runs).max() < 4 * step / runs**0.5
 
@@ -132,7 +132,7 @@ def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     losses=st.dictionaries(st.integers(2, 9), st.sampled_from("abcd"), max_size=3),
     bad=st.sets(st.integers(1, 9), max_size=6),
     dropped=st.sets(st.integers(1, 9), max_size=3),
-    residual=st.booleans(),
+    coarser=st.sampled_from([0, 2]),
     quantum=st.sampled_from([0.5, 5.0]),
     budget=st.sampled_from([1.0, 20.0, 1e9]),
     average=st.sampled_from([0.0, 0.5, 1.0]),
@@ -144,7 +144,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     losses: dict[int, str],
     bad: set[int],
     dropped: set[int],
-    residual: bool,
+    coarser: int,
     quantum: float,
     budget: float,
     average: float,
@@ -155,11 +155,11 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
         for module in (grid_module, method_module, settings_module):
             patch.setattr(module, "HISTORY", 3)
         patch.setattr(settings_module, "LEAST", 0.0)
-        method = Lattice(quantum=quantum, lr=0.1, residual=residual, budget=budget, average=average)
+        method = Lattice(quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
         rounds = len(pattern) + (not done)
         fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds)
         after: list[NDArray[np.float64]] = []
-        levels, seen = [MIDDLE], 0
+        levels, cells, seen = [MIDDLE], [fleet.state.cell], 0
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
                 del fleet.kept[losses[round_]]
@@ -169,6 +169,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
             after += [after[-1]] * (round_ - 1 - seen) if after else []
             after.append(fleet.moved())
             levels.append(fleet.state.level)
+            cells.append(fleet.state.cell)
             seen = round_
         if not dropped:
             assert {device for _, device in fleet.lost} <= set(losses.values())
@@ -176,7 +177,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
         assert covered == min(3, max(1, round(average * rounds)), len(levels) - 1)
         mean = after[-covered:] if done else after[-1:]
         due = np.mean(mean, axis=0) if mean else np.zeros(D)
-        unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** ([2, *levels][-2] - 2)
+        unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** (max([2, *cells][-1 - covered :]) - 2)
         everyone = [fleet.receive(device) for device in "abcd"]  # one of them may never have taken part
         for received in everyone:
             assert received.level == fleet.state.level
@@ -238,7 +239,7 @@ def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> Non
     for _ in range(4):
         unguarded.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=1.0)
-    assert (fleet.state.bad, fleet.state.level, fleet.state.highest) == (0, MIDDLE - 1, MIDDLE - 1)
+    assert (fleet.state.bad, fleet.state.level) == (0, MIDDLE - 1)
     assert np.array_equal(fleet.state.counts, unguarded.state.counts)
     assert not (fleet.state.counts % 2**MIDDLE).any()
     fleet.play(*"abc")
@@ -259,10 +260,10 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     assert played(1e9) == [0] * 14  # a network so small always has bytes enough
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
     assert played(1.0) == [0] * 14
-    assert played(1e9) == [0, 4, 4, *[8] * 11]  # by the rounds left, to HIGHEST
+    assert played(1e9) == [0, 3, 3, 6, 6, *[8] * 9]  # to HIGHEST
     assert played(1e9, average=0.9) == [0] * 14
     assert played(2.0) == [0, *[1] * 13]
-    assert played(6.0) == [0, *[2] * 2, *[3] * 11]
+    assert played(6.0) == [0, 2, 2, 3, 3, *[4] * 9]
 
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,16 +272,18 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
     fleet.play(*"abc")
     course, state = fleet.course, replace(fleet.state, spent=0.0)
 
-    def level(missed: int, share: float) -> int:
+    def coarser(missed: int, share: float) -> int:
         """After round 1, where a device's bytes of a round are this share of what a round may take."""
         total = Total(np.zeros(D), Mean(0), [8.0], [-1.0], [], [0], [missed])
         down = len(fleet.method.downlink(course, 2, state, Record(1)).arrays[CHANGE])
         method = Lattice(quantum=0.1, lr=0.1, budget=8 * D * share / down, average=0.0)
-        return method.levelled(course, 1, state, total).level - MIDDLE
+        risen = method.levelled(course, 1, state, total)
+        assert risen.level == MIDDLE
+        return risen.coarser
 
     for missed in (1, 4, 9):
         fits = (14 + missed / 2) / (14 + missed)  # a delivery is half a round of federated averaging
-        assert (level(missed, 0.99 * fits), level(missed, 1.01 * fits)) == (0, 1)
+        assert (coarser(missed, 0.99 * fits), coarser(missed, 1.01 * fits)) == (0, 1)
 
 
 def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(
@@ -312,16 +315,19 @@ def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_
     assert not fleet.lost
 
 
-def test_the_budget_never_undoes_what_the_guard_has_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
     fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
-    fleet.play(*"abc", gain=1.0)
-    raised = fleet.state.level
-    fleet.play(*"abc", gain=1.0)
-    assert fleet.state.level == fleet.state.highest == raised - 1 > MIDDLE
-    for _ in range(4):
+    for due in (MIDDLE, MIDDLE - 1, MIDDLE - 1, MIDDLE - 2):
+        fleet.play(*"abc", gain=1.0)
+        assert (fleet.state.level, fleet.state.cell) == (due, due)
+    for _ in range(2):
+        assert fleet.state.level == MIDDLE - 2
         fleet.play(*"abc", gain=-1.0)
-        assert fleet.state.level <= fleet.state.highest == raised - 1
+    assert fleet.state.level == MIDDLE - 1  # a rise of three levels: two of the cell alone
+    assert fleet.state.cell == MIDDLE + 1
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])
@@ -359,15 +365,32 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
     assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
 
 
-def test_what_the_variant_does_not_apply_stays_in_the_residual() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1, residual=True), THREE)
+@pytest.mark.parametrize("coarser", [0, 2])
+def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1, coarser=coarser), THREE)
     fleet.play(*"abc")
-    assert fleet.state.residual is not None
-    before = 2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual
+    cell = 2 ** (MIDDLE + coarser)
+    assert fleet.state.cell == MIDDLE + coarser
+    before = fleet.state.counts + fleet.state.residual
     fleet.play(*"abc")
     moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc"))
-    assert np.allclose(2.5 * fleet.state.counts / 2**MIDDLE + fleet.state.residual, before + moves, atol=1e-4)
-    assert np.abs(fleet.state.residual).max() <= 2.5 * 0.7 + 1e-4
+    assert np.allclose(fleet.state.counts + fleet.state.residual, before + moves * 2.0**MIDDLE, atol=1e-2)
+    assert not (fleet.state.counts % cell).any()
+    assert fleet.state.counts.any()
+    assert np.abs(fleet.state.residual).max() <= 0.7 * cell + 1e-2
+
+
+def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
+    state = replace(Fleet(Lattice(), THREE).state, residual=np.zeros(5, np.float32))
+    sums = np.array([-3.0, -1.0, 0.0, 1.0, 700.0])
+    change, left = method_module.applied(state, sums)
+    assert np.array_equal(change, sums * 2**MIDDLE)
+    assert not left.any()
+    change, left = method_module.applied(replace(state, coarser=1), sums)
+    assert change.tolist() == [-512, 0, 0, 0, 512 * 350]
+    assert left.tolist() == [-256, -256, 0, 256, 0]
+    _, left = method_module.applied(replace(state, coarser=1, residual=left), np.array([-1.0, 1.0, 0.0, 1.0, 0.0]))
+    assert left.tolist() == [0, 0, 0, 0, 0]
 
 
 def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
@@ -539,8 +562,7 @@ def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_mov
     assert guard.limits(each, "clip") == {}
 
 
-def test_what_is_kept_back_stays_a_whole_number_when_a_sum_is_huge() -> None:
-    fleet = Fleet(Lattice(residual=True), {d: samples(i, 8) for i, d in enumerate("abc")})
-    fleet.play(*"abc")
-    change, _ = fleet.method.rounded(fleet.course, 2, fleet.state, np.full(D, 1e12))
+def test_a_huge_sum_of_moves_stays_a_whole_number() -> None:
+    change, _ = method_module.applied(replace(Fleet(Lattice(), THREE).state), np.full(D, 1e12))
     assert (change > 0).all()
+    assert (change < 2**31).all()

@@ -58,8 +58,6 @@ def channels(fleet: Fleet) -> dict[str, list[int]]:
 def whole_weights(fleet: Fleet) -> F32:
     """The server's model as a vector of the whole network, zero where a unit is gone; by the definition of N."""
     unit = np.asarray(fleet.state.steps, np.float64) / 2**MIDDLE / fleet.cohort
-    if fleet.method.residual:
-        unit *= 2.5
     tensors = dict(views(fleet.m.parameters, fleet.course.model.parameters.copy()))
     left, at = channels(fleet), 0
     out = np.zeros(fleet.m.d, np.float32)
@@ -130,17 +128,17 @@ def test_equal_scores_keep_the_units_of_lower_index() -> None:
     losses=st.dictionaries(st.integers(2, 8), st.sampled_from("abcd"), max_size=3),
     bad=st.sets(st.integers(1, 8), max_size=6),
     after=st.integers(1, 4),
-    residual=st.booleans(),
+    coarser=st.sampled_from([0, 2]),
     history=st.sampled_from([1, 3, 16]),
 )
 @settings(max_examples=15, deadline=None)
 def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_rounds(
-    pattern: list[set[str]], losses: dict[int, str], bad: set[int], after: int, residual: bool, history: int
+    pattern: list[set[str]], losses: dict[int, str], bad: set[int], after: int, coarser: int, history: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (grid_module, method_module):
             patch.setattr(module, "HISTORY", history)
-        fleet = Fleet(pruning(residual=residual, prune_after=after), FOUR, m=M)
+        fleet = Fleet(pruning(coarser=coarser, prune_after=after), FOUR, m=M)
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
                 del fleet.kept[losses[round_]]

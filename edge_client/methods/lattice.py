@@ -9,25 +9,27 @@ receives one sum.
   all use the steps of the cohort's median rms. `quantum` is step / K in units of the rms of all parameters.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one level more doubles the step, one less
   halves it. N itself stays what it is, so nothing is rounded and late devices need not know when the level changed.
+- **Server.** The sum of the moves, times K * mean samples / samples of the round, joins what is left of earlier rounds:
+  R += 2**level * that. N += 2**cell * q with q = sign(R) floor(|R| / 2**cell + 0.3), and R keeps the rest. The factor
+  is 1 for K devices of the mean samples: a round weighs its devices as federated averaging does. The cell is the level
+  at first, so whole sums leave nothing. A cell of `coarser` levels more filters the noise of the moves, which goes to
+  and fro, and lets through what adds up: fewer bytes down. In round 1 the sum is weighted by samples and in each
+  device's own steps. If no update of it is counted, the next round is played like the first one.
 - **Budget.** After each round the server has the bytes that a device sends and receives in it: moves, statistics, and
   the change for a device that missed as many rounds as this cohort's devices did. Times the rounds left and the last
   delivery they are a need, to be compared with what is left of 1 / `budget` of FedAvg's bytes. A need of more than 1,
-  2, 4 times that raises the level by 1, 2, 3. It may rise again once the devices' changes are all of the new level. It
-  stays in the rounds whose mean is the final model.
+  2, 4 times that is 1, 2, 3 levels too many: first the cell rises, up to 2 above the level, then both. They may rise
+  again once the devices' changes are all of the new cell. They stay in the rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
-- **Server.** ``N += 2**level * floor(K * mean samples / samples of the round * sum of m + u')``, u' with the key (seed,
-  "rounding", round): a round weighs its devices as federated averaging does, and the factor is 1 for K devices of the
-  mean samples. In round 1 the sum is weighted by samples and in each device's own steps. If no update of it is
-  counted, the next round is played like the first one.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
   missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
   change from 0.
 - **Guard.** An update says by how much the received model's loss on the device's first batch exceeds that of the
-  bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one, and the budget
-  does not raise it again.
+  bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one. While it is above
+  0 the budget raises nothing.
 - **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
   rounded to quarters of a move. It differs little from round to round, so the noise of rounding and of uneven data
   largely cancels. Statistics are averaged over the same rounds.
@@ -38,10 +40,6 @@ receives one sum.
   then on counts, history, statistics and dither are those of the smaller network. Devices train it for more epochs,
   with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
 - **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
-
-With `residual` the server keeps what is left: R += that product; q = sign(R) floor(|R| / 2.5 + 0.3); R -= 2.5 q;
-N += 2**level * q, with a unit of 2.5 step / K / 2**MIDDLE. That sends fewer bits down, and is safe only when few
-devices of many take part.
 
 The cohort's figures (rms, loss, bytes of moves) enter by their median, so that no single device sets them; the rounds
 that devices missed by their mean. The mean number of samples is that of all reports so far.
@@ -76,7 +74,6 @@ from edge_client.methods.lattice_grid import (
     grid,
     moves,
     rms,
-    rounded,
     sizes,
     spans,
     spread,
@@ -84,7 +81,7 @@ from edge_client.methods.lattice_grid import (
 )
 from edge_client.methods.lattice_network import Network, network
 from edge_client.methods.lattice_prune import check, choose
-from edge_client.methods.lattice_settings import COARSER, Settings
+from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update, cut
 from edge_client.methods.lattice_wire import (
@@ -106,9 +103,11 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8,
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
+COARSEST = 2  # levels of the cell above the moves that the budget asks for before coarser moves
+MOST_RISE = 3  # levels at a time
 FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
-UPWARD = 0.3  # what the variant with a residual adds before rounding down
+UPWARD = 0.3  # added before rounding down: what is just above half a cell stays, else noise would move N to and fro
 
 MOVES, CHANGE, UNITS, REPORTS = "moves", "change", "units", "reports"
 
@@ -117,7 +116,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 3  # the budget holds the last delivery, and raises the level as far as it asks
+    revision: ClassVar[int] = 4  # the server keeps what it does not apply; the budget asks for that first
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
         "epochs": Range(1, 5),
@@ -144,7 +143,8 @@ class Lattice(Settings):
             statistics=statistics,
             history=History(none, none.astype(np.uint32), none.astype(np.int32), none),
             recent=statistics[None][:0],
-            residual=np.zeros(part.size, np.float32) if self.residual else None,
+            residual=np.zeros(part.size, np.float32),
+            coarser=self.coarser,
         )
 
     def base(self, round_: int, record: Record | None) -> int:
@@ -290,13 +290,13 @@ class Lattice(Settings):
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
-        change, residual = self.rounded(course, round_, state, moved)
-        top = MOST >> state.level << state.level
-        counts = np.clip(state.counts + (change.astype(np.int64) << state.level), -top, top).astype(np.int32)
+        change, residual = applied(state, moved)
+        top = MOST >> state.cell << state.cell
+        counts = np.clip(state.counts + change, -top, top).astype(np.int32)
         history = state.history
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
             history = history.then(np.zeros(0, np.int32), HIGHEST)
-        history = history.then(counts - state.counts, state.level)
+        history = history.then(counts - state.counts, state.cell)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         seen = state.reports + reports
         statistics = state.statistics
@@ -314,8 +314,8 @@ class Lattice(Settings):
             samples=(state.samples * state.reports + weight) / seen,
             reports=seen,
             level=state.level,
-            highest=state.highest,
-            lowest=min(state.lowest, state.level),
+            coarser=state.coarser,
+            lowest=min(state.lowest, state.cell),
             spent=state.spent,
             bad=bad,
             residual=residual,
@@ -326,22 +326,22 @@ class Lattice(Settings):
         return self.current(course, round_ + 1, now), {}
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
-        """The state with the level of the next round's moves: lower after bad rounds, else as the budget has it."""
-        level, highest, bad, spent = state.level, state.highest, state.bad, state.spent
+        """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
+        level, coarser, bad = state.level, state.coarser, state.bad
         missed = max(1.0, fmean(total.missed))  # also the devices over the cohort, so the last delivery in rounds
         late = round(missed)
         down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
         each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
-        spent += each
+        spent = state.spent + each
         need = (course.rounds - round_ + missed) * each / max(each, self.allowed(course, missed) - spent)
-        settled = (state.history.levels[-1 - late :] == level).all()
-        if need > 1 and settled and round_ + self.window(course) < course.rounds:
-            level = min(level + math.ceil(math.log2(need)), highest)
-        if bad >= BAD_ROUNDS and state.level > 0:
-            level = highest = state.level - 1
-            bad = 0
-        residual = None if state.residual is None else np.ldexp(state.residual, state.level - level)
-        return replace(state, level=level, highest=highest, bad=bad, spent=spent, residual=residual)
+        settled = (state.history.levels[-1 - late :] == state.cell).all()
+        if need > 1 and settled and not bad and round_ + self.window(course) < course.rounds:
+            rise = min(math.ceil(math.log2(need)), MOST_RISE)
+            first = min(rise, max(0, COARSEST - coarser))
+            coarser, level = coarser + first, min(level + rise - first, HIGHEST)
+        if bad >= BAD_ROUNDS and level > 0:
+            level, bad = level - 1, 0
+        return replace(state, level=level, coarser=coarser, bad=bad, spent=spent)
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""
@@ -361,20 +361,9 @@ class Lattice(Settings):
             history=net.history(state.history),
             recent=net.buffers(state.statistics)[None][:0] if len(state.statistics) else state.recent[:0],
             bad=0,
-            residual=None if state.residual is None else state.residual[net.live],
+            residual=state.residual[net.live],
             units=units,
         )
-
-    def rounded(
-        self, course: Course, round_: int, state: State, moved: NDArray[np.float64]
-    ) -> tuple[Counts, F32 | None]:
-        """The change of N by a sum of moves, and what is left of it in the variant that keeps that."""
-        if state.residual is None:
-            return rounded(course, round_, moved), None
-        left = state.residual + moved
-        change = np.sign(left) * np.floor(np.abs(left) / COARSER + UPWARD)
-        change = np.clip(change, -MOST, MOST)
-        return change.astype(np.int32), (left - COARSER * change).astype(np.float32)
 
     def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
         return None if self.personal_epochs or self.statistics == "local" else everyone
@@ -468,3 +457,10 @@ class Lattice(Settings):
                 own = train(net.task(task), parameters, buffers, self.personal_plan(net), phase="personal")
                 parameters, buffers = own.parameters, own.buffers
         return net.personal(parameters, buffers)
+
+
+def applied(state: State, moved: NDArray[np.float64]) -> tuple[NDArray[np.int64], F32]:
+    """How N changes by a sum of moves, int64[n] in whole cells, and what is left of it, float32[n]."""
+    left, cell = state.residual + np.ldexp(moved, state.level), 2.0**state.cell
+    change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
+    return change.astype(np.int64), (left - change).astype(np.float32)

@@ -145,12 +145,6 @@ def _blocks(part: Part, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.f
             yield slice(low, min(low + BLOCK, place.stop)), value
 
 
-def rounded(course: Course, round_: int, values: NDArray[np.float64]) -> Counts:
-    """Whole numbers whose mean is `values`, by the server's stream of the round; whole numbers stay as they are."""
-    u = counter.uniform(counter.key(course.seed, "rounding", round_), values.size)
-    return np.clip(np.floor(values + u), -MOST, MOST).astype(np.int32)
-
-
 @dataclass(frozen=True)
 class History:
     """The changes of N in the last rounds: a round's `lengths` places uint32 and values int32, multiples of

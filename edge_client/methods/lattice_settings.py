@@ -15,7 +15,6 @@ from edge_client.methods.lattice_train import Plan
 from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
-COARSER = 2.5  # the unit of the variant with a residual, in steps / K
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
 LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
@@ -37,8 +36,9 @@ class Settings(LocalSgd):
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
-    residual: bool = False
-    """The server keeps what it has not applied: fewer bytes down; only for few devices of many."""
+    coarser: Annotated[int, Field(ge=0, le=4)] = 0
+    """Levels that a change of N is above a move from the start, before the budget asks: fewer bytes down. The server keeps
+    what it has not applied."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4
@@ -54,7 +54,7 @@ class Settings(LocalSgd):
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
-        share = (COARSER if self.residual else 1.0) * 0.5**MIDDLE / course.cohort
+        share = 0.5**MIDDLE / course.cohort
         return (each.astype(np.float64) * share).astype(np.float32)
 
     def window(self, course: Course) -> int:

@@ -25,10 +25,10 @@ class State:
     `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
     `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds,
     whose mean is the final model. `first` and `round` are the first and the last round that counted an update, 0
-    before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `highest` what it may reach
-    and `lowest` the lowest that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad
-    rounds in a row. `residual` float32[n], in moves of `level`, only in that variant. `units` are packed bits, None
-    before the pruning.
+    before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `lowest` the lowest cell
+    that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad
+    rounds in a row. `residual` float32[n] is what N lacks, `coarser` how many levels a change of N is above a move. `units`
+    are packed bits, None before the pruning.
     """
 
     counts: Counts
@@ -36,17 +36,22 @@ class State:
     statistics: F32
     history: History
     recent: F32
+    residual: F32
     first: int = 0
     round: int = 0
     samples: float = 0.0
     reports: int = 0
     level: int = MIDDLE
-    highest: int = HIGHEST
+    coarser: int = 0
     lowest: int = HIGHEST
     spent: float = 0.0
     bad: int = 0
-    residual: F32 | None = None
     units: Packed | None = None
+
+    @property
+    def cell(self) -> int:
+        """The level of the next change of N."""
+        return min(HIGHEST, self.level + self.coarser)
 
 
 @dataclass(frozen=True)
