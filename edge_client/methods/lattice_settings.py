@@ -37,8 +37,7 @@ class Settings(LocalSgd):
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
     coarser: Annotated[int, Field(ge=0, le=4)] = 0
-    """Levels that a change of N is above a move from the start, before the budget asks: fewer bytes down. The server keeps
-    what it has not applied."""
+    """Levels that changes of N are above moves from the start: fewer bytes down. The server keeps what it does not apply."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4

@@ -26,9 +26,9 @@ class State:
     `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds,
     whose mean is the final model. `first` and `round` are the first and the last round that counted an update, 0
     before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `lowest` the lowest cell
-    that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad
-    rounds in a row. `residual` float32[n] is what N lacks, `coarser` how many levels a change of N is above a move. `units`
-    are packed bits, None before the pruning.
+    that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad rounds in a row.
+    `residual` float32[n] is what N lacks, `coarser` how many levels a change of N is above a move. `units` are packed
+    bits, None before the pruning.
     """
 
     counts: Counts
