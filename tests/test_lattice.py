@@ -11,15 +11,18 @@ import pytest
 from edge_kernels import counter, coupling, lattice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from lattice_fleet import NORMED, D, Fleet, M, Pull, pull, samples
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, model
 
 from coord_server import guard
+from edge_client.bundle import F32, Manifest
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
+from edge_client.methods import lattice_statistics
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
 from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, spread, steps
@@ -132,6 +135,7 @@ def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     losses=st.dictionaries(st.integers(2, 9), st.sampled_from("abcd"), max_size=3),
     bad=st.sets(st.integers(1, 9), max_size=6),
     dropped=st.sets(st.integers(1, 9), max_size=3),
+    m=st.sampled_from([M, NORMED]),
     coarser=st.sampled_from([0, 2]),
     quantum=st.sampled_from([0.5, 5.0]),
     budget=st.sampled_from([1.0, 20.0, 1e9]),
@@ -144,6 +148,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     losses: dict[int, str],
     bad: set[int],
     dropped: set[int],
+    m: Manifest,
     coarser: int,
     quantum: float,
     budget: float,
@@ -157,8 +162,9 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
         patch.setattr(settings_module, "LEAST", 0.0)
         method = Lattice(quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
         rounds = len(pattern) + (not done)
-        fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds)
+        fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds, m=m)
         after: list[NDArray[np.float64]] = []
+        statistics: list[F32] = []
         levels, cells, seen = [MIDDLE], [fleet.state.cell], 0
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
@@ -166,22 +172,25 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
             fleet.play(*sorted(devices), gain=1.0 if round_ in bad else -1.0, dropped=round_ in dropped)
             if round_ in dropped:
                 continue
-            after += [after[-1]] * (round_ - 1 - seen) if after else []
-            after.append(fleet.moved())
+            skipped = round_ - 1 - seen if after else 0
+            after += [*after[-1:] * skipped, fleet.moved()]
+            statistics += [*statistics[-1:] * skipped, fleet.state.statistics]
             levels.append(fleet.state.level)
             cells.append(fleet.state.cell)
             seen = round_
         if not dropped:
             assert {device for _, device in fleet.lost} <= set(losses.values())
-        covered = len(fleet.state.recent)
-        assert covered == min(3, max(1, round(average * rounds)), len(levels) - 1)
+        covered = min(3, max(1, round(average * rounds)), len(after))
         mean = after[-covered:] if done else after[-1:]
-        due = np.mean(mean, axis=0) if mean else np.zeros(D)
+        due = np.mean(mean, axis=0) if mean else np.zeros(m.d)
+        middle = np.mean(statistics[-len(mean) :], axis=0) if mean else fleet.course.model.buffers
         unit = fleet.method.unit(fleet.course, fleet.state.steps).max() * 2.0 ** (max([2, *cells][-1 - covered :]) - 2)
         everyone = [fleet.receive(device) for device in "abcd"]  # one of them may never have taken part
         for received in everyone:
             assert received.level == fleet.state.level
             assert np.array_equal(received.counts, everyone[0].counts)
+            assert np.array_equal(received.statistics, everyone[0].statistics)
+            assert np.allclose(received.statistics, middle, rtol=0.03)
             moved = received.parameters - fleet.course.model.parameters
             assert np.abs(moved - due).max() <= (0.5 * unit if len(mean) > 1 else 0) + 1e-4 * (1 + np.abs(due).max())
         if not bad:
@@ -400,13 +409,15 @@ def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
 
 
-def test_statistics_are_averaged_as_half_precision_differences_or_stay_local() -> None:
+def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     fleet = Fleet(Lattice(lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
     fleet.play(*"abc")
-    assert fleet.local["a"].update.arrays["statistics"].dtype == np.float16
-    assert np.array_equal(fleet.state.statistics, np.full(4, 1.0, np.float32))
-    assert np.array_equal(fleet.receive("a").statistics, fleet.state.statistics)
+    fleet.play("a", "b")
+    assert np.allclose(fleet.state.statistics, 1.25, rtol=0.03)  # a quarter more in every step
+    for device in ("a", "c", "new"):  # one of them missed a round, one has nothing
+        assert np.array_equal(fleet.receive(device).statistics, lattice_statistics.nearest(fleet.state.statistics))
+    assert not fleet.lost
     own = Fleet(Lattice(lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
     own.play(*"abc")
     own.play("a", "b")
@@ -415,13 +426,39 @@ def test_statistics_are_averaged_as_half_precision_differences_or_stay_local() -
     assert own.receive("c").statistics[0] == 0.75
 
 
-def test_statistics_beyond_half_precision_travel_as_float32() -> None:
-    trainer = pull(NORMED)
-    fleet = Fleet(Lattice(lr=0.1), THREE, m=NORMED, trainer=trainer)
-    fleet.state = replace(fleet.state, statistics=np.float32([0.5, 1e6, 2, 3]))
-    fleet.round = 1
-    fleet.state = replace(fleet.state, samples=8.0, reports=3, steps=np.ones(4, np.float32))
-    assert np.allclose(fleet.receive("new").statistics, [0.5, 1e6, 2, 3], rtol=1e-6)
+@given(
+    hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)), st.integers(0, 9)
+)
+def test_statistics_as_whole_numbers_keep_their_digits(values: F32, seed: int) -> None:
+    whole = lattice_statistics.numbers(values)
+    back = lattice_statistics.values(whole)
+    assert (np.abs(back - values) <= (np.abs(values) + 2.0**-10) / 60).all()
+    assert np.array_equal(lattice_statistics.numbers(back), whole)
+    order = np.argsort(values)
+    assert (np.diff(whole[order]) >= 0).all()
+    other = np.random.default_rng(seed).permutation(whole)
+    sent = Payload({"statistics": lattice_statistics.change(whole, other)} if len(whole) else {})
+    assert np.array_equal(lattice_statistics.read(sent, other), whole)
+
+
+def test_rounding_of_statistics_at_random_is_right_on_average() -> None:
+    values = np.float32([0.003, 0.7, -2.5, 40.0])
+    rounds, course = 400, Course(model(M), 3, 400, 2)
+    drawn = [lattice_statistics.dither(Assignment(course, r, "a", r % 2), 4) for r in range(1, rounds + 1)]
+    sent = [lattice_statistics.values(lattice_statistics.numbers(values, up)) for up in drawn]
+    assert np.allclose(np.mean(sent, axis=0), values, rtol=0.004)
+    assert len({x[1] for x in sent}) == 2
+    both = [lattice_statistics.dither(Assignment(course, 1, "a", place), 4) for place in (0, 1)]
+    assert np.allclose((both[1] - both[0]) % 1, 0.5)
+
+
+def test_damaged_statistics_are_refused() -> None:
+    held = np.zeros(4, np.int32)
+    good = lattice_statistics.change(np.int32([5, -3, 0, 1]), held)
+    far = lattice_statistics.change(np.int32([lattice_statistics.MOST + 1, 0, 0, 0]), held)
+    for arrays in ({}, {"statistics": good.astype(np.float16)}, {"statistics": good[:-1]}, {"statistics": far}):
+        with pytest.raises(PayloadError):
+            lattice_statistics.read(Payload(arrays), held)
 
 
 def test_a_tensor_that_moves_more_has_a_finer_step() -> None:

@@ -33,8 +33,8 @@ receives one sum.
 - **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
   rounded to quarters of a move. It differs little from round to round, so the noise of rounding and of uneven data
   largely cancels. Statistics are averaged over the same rounds.
-- **Statistics** of batch-norm travel as float16 differences, up from the received ones, down from the bundle's, and
-  are averaged by samples; or they stay local.
+- **Statistics** of batch-norm travel as whole numbers too (`lattice_statistics`), up as a change from the received
+  ones, down from those that the device holds. They are averaged by samples; or they stay local.
 
 - **Pruning**, with `prune`. After `prune_after` rounds the server chooses the units that stay (`lattice_prune`). From
   then on counts, history, statistics and dither are those of the smaller network. Devices train it for more epochs,
@@ -61,7 +61,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Range, Search, lattice_statistics
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
     HIGHEST,
@@ -88,13 +88,10 @@ from edge_client.methods.lattice_wire import (
     MOST_MOVE,
     DownHead,
     UpHead,
-    difference,
     down_head,
-    halved,
     packed,
     read_counts,
     read_moves,
-    received_statistics,
     stale,
 )
 from edge_client.parts import Part
@@ -109,7 +106,7 @@ FIRST = 0.25  # of the quantum, for the moves of the first round: their dither i
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # added before rounding down: what is just above half a cell stays, else noise would move N to and fro
 
-MOVES, CHANGE, UNITS, REPORTS = "moves", "change", "units", "reports"
+MOVES, CHANGE, UNITS, STATISTICS, REPORTS = "moves", "change", "units", lattice_statistics.NAME, "reports"
 
 
 class Lattice(Settings):
@@ -167,25 +164,33 @@ class Lattice(Settings):
         net, base = network(course, state.units), self.base(round_, record)
         base = 1 if base <= state.first else base  # N was 0 and without steps
         counts, statistics, rounds = state.counts, state.statistics, 1
-        if round_ > course.rounds and len(state.recent):
-            rounds = len(state.recent)
+        if round_ > course.rounds:
+            rounds = self.covered(course, state)
             counts = state.history.mean(counts, rounds)
-            statistics = state.recent.mean(axis=0, dtype=np.float64).astype(np.float32)
-        low = state.history.lowest(state.round + 1 - base) if base > 1 else state.lowest
+            statistics = state.recent[-rounds:].mean(axis=0, dtype=np.float64).astype(np.float32)
+        past = state.round + 1 - base
+        low = state.history.lowest(past) if base > 1 else state.lowest
         if rounds > 1:
             low = min(low, state.history.fine(rounds))
-        held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, state.round + 1 - base)
+        held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, past)
         missed = 0 if base == 1 else round_ - base
-        head = DownHead(coupling.checksum([counts]), missed, state.level, low, state.samples)
+        sent = lattice_statistics.numbers(statistics)
+        head = DownHead(coupling.checksum([counts, sent]), missed, state.level, low, state.samples)
         known = self.known_down(net, base, round_, low, held)
         arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode((counts - held) >> low, known))}
         if base == 1:
             arrays["steps"] = state.steps
         if state.units is not None and base <= self.prune_after:
             arrays[UNITS] = state.units
-        if len(statistics):
-            arrays["statistics"] = halved(statistics - net.model.buffers)
+        if len(sent):
+            before = net.model.buffers if base == 1 else state.recent[-1 - past]
+            arrays[STATISTICS] = lattice_statistics.change(sent, lattice_statistics.numbers(before))
         return Payload(arrays)
+
+    def covered(self, course: Course, state: State) -> int:
+        """The number of rounds whose mean is the final model: since the first one that counted, or the pruning."""
+        start = state.first if state.units is None else max(state.first, self.prune_after + 1)
+        return max(1, min(self.window(course), state.round + 1 - start))
 
     def known_down(self, net: Network, base: int, round_: int, low: int, held: Counts) -> Known:
         """What both sides know of the change of N from the start of round `base` to that of `round_`.
@@ -213,7 +218,7 @@ class Lattice(Settings):
         """The moves decoded with the device's dither. Raises PayloadError."""
         state = self.current(a.course, a.round, state)
         net, first = network(a.course, state.units), () if state.reports else ("rms",)
-        allow_only(payload, MOVES, "statistics", *first)
+        allow_only(payload, MOVES, STATISTICS, *first)
         a = net.assignment(a)
         data = packed(payload, MOVES)
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level))
@@ -223,11 +228,11 @@ class Lattice(Settings):
                 step = self.own_steps(a, net.part, each)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
-        statistics = difference(payload, "statistics", self.buffers(net.model))
-        with np.errstate(over="ignore"):
-            if not np.isfinite(state.statistics + statistics).all():
-                raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain, len(data))
+        held = lattice_statistics.numbers(state.statistics)
+        statistics = lattice_statistics.values(lattice_statistics.read(payload, held))
+        statistics -= lattice_statistics.values(held)
+        size = len(data) + (payload.arrays[STATISTICS].size if len(held) else 0)
+        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain, size)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
@@ -294,21 +299,22 @@ class Lattice(Settings):
         top = MOST >> state.cell << state.cell
         counts = np.clip(state.counts + change, -top, top).astype(np.int32)
         history = state.history
+        recent = state.recent
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
             history = history.then(np.zeros(0, np.int32), HIGHEST)
+            recent = np.concatenate([recent, state.statistics[None]])
         history = history.then(counts - state.counts, state.cell)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         seen = state.reports + reports
         statistics = state.statistics
         if len(statistics):
-            received = received_statistics(net.model, halved(statistics - net.model.buffers))
-            statistics = received + total.statistics.value
+            statistics = lattice_statistics.nearest(statistics) + total.statistics.value
         now = State(
             counts=counts,
             steps=each,
             statistics=statistics,
             history=history,
-            recent=np.concatenate([state.recent, statistics[None]])[-self.window(course) :],
+            recent=np.concatenate([recent, statistics[None]])[-HISTORY - 1 :],
             first=state.first or round_,
             round=round_,
             samples=(state.samples * state.reports + weight) / seen,
@@ -330,8 +336,8 @@ class Lattice(Settings):
         level, coarser, bad = state.level, state.coarser, state.bad
         missed = max(1.0, fmean(total.missed))  # also the devices over the cohort, so the last delivery in rounds
         late = round(missed)
-        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays[CHANGE]
-        each = median_low(total.sizes) + len(down) + 4 * self.buffers(course.model)
+        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays
+        each = median_low(total.sizes) + sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
         spent = state.spent + each
         need = (course.rounds - round_ + missed) * each / max(each, self.allowed(course, missed) - spent)
         settled = (state.history.levels[-1 - late :] == state.cell).all()
@@ -359,7 +365,7 @@ class Lattice(Settings):
             counts=state.counts[net.live],
             statistics=net.buffers(state.statistics) if len(state.statistics) else state.statistics,
             history=net.history(state.history),
-            recent=net.buffers(state.statistics)[None][:0] if len(state.statistics) else state.recent[:0],
+            recent=net.buffers(state.recent.T).T if len(state.statistics) else state.recent,
             bad=0,
             residual=state.residual[net.live],
             units=units,
@@ -373,13 +379,11 @@ class Lattice(Settings):
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """N, from what the device kept and how it changed. Raises LostError, PayloadError."""
         first = a.round == 1 or (downlink.meta.get(REPORTS) == 0 and CHANGE not in downlink.arrays)
-        allow_only(
-            downlink, *((CHANGE, "steps", "statistics") if not first else ()), *((UNITS,) if a.round > 1 else ())
-        )
+        allow_only(downlink, *((CHANGE, "steps", STATISTICS) if not first else ()), *((UNITS,) if a.round > 1 else ()))
         net = self.network(a, kept, downlink)
         kept = cut(kept, net)
         own = net.model.buffers
-        if kept is not None and kept.statistics.size == own.size:
+        if kept is not None and kept.statistics.size == own.size and self.statistics == "local":
             own = kept.statistics
         if first:
             zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
@@ -391,10 +395,14 @@ class Lattice(Settings):
             if not (each > 0).all():
                 raise PayloadError("a step of the downlink is not above 0")
         else:
-            each, held = self.held(net, a, kept, base)
-        counts = read_counts(a, base, head, data, held, self.known_down(net, base, a.round, head.low, held))
+            kept = self.held(net, a, kept, base)
+            each, held = kept.steps, kept.counts
+        sent = np.zeros(0, np.int32)
         if self.statistics == "mean":
-            own = received_statistics(net.model, difference(downlink, "statistics", self.buffers(net.model)))
+            before = kept.statistics if kept is not None and head.missed else own
+            sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
+            own = lattice_statistics.values(sent)
+        counts = read_counts(a, base, head, data, held, sent, self.known_down(net, base, a.round, head.low, held))
         parameters = net.weights(self.unit(a.course, each), counts)
         if not np.isfinite(parameters).all():
             raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
@@ -413,15 +421,15 @@ class Lattice(Settings):
         except PayloadError as error:
             raise stale(a, str(error)) from None
 
-    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int) -> tuple[F32, Counts]:
-        """The steps and the N of the start of round `base`. Raises LostError."""
+    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int) -> Kept:
+        """What the device kept, when it is of the start of round `base`. Raises LostError."""
         if kept is None:
             raise stale(a, "it holds no counts")
         if base < 2:
             raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
         if kept.round != base or kept.counts.size != net.part.size:
             raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
-        return kept.steps, kept.counts
+        return kept
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
@@ -441,10 +449,11 @@ class Lattice(Settings):
         known = self.known_up(net, a, received.counts, received.level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):
-            arrays["statistics"] = halved(own.buffers - received.statistics)
-        local = own.buffers if self.statistics == "local" else own.buffers[:0]
+            trained = lattice_statistics.numbers(own.buffers, lattice_statistics.dither(a, own.buffers.size))
+            arrays[STATISTICS] = lattice_statistics.change(trained, lattice_statistics.numbers(received.statistics))
+        mine = own.buffers if self.statistics == "local" else received.statistics
         units = None if net.units is None else net.units.packed
-        keep = Kept(a.round, received.counts, received.steps, local, units)
+        keep = Kept(a.round, received.counts, received.steps, mine, units)
         return Local(
             keep, Payload(arrays, {"samples": task.samples}), net.personal(own.parameters, own.buffers), own.loss
         )

@@ -23,12 +23,11 @@ class State:
     """The global model and what it takes to go on.
 
     `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
-    `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds,
-    whose mean is the final model. `first` and `round` are the first and the last round that counted an update, 0
-    before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `lowest` the lowest cell
-    that was used. `spent` are the coded bytes of a device in all rounds. `bad` counts the bad rounds in a row.
-    `residual` float32[n] is what N lacks, `coarser` how many levels a change of N is above a move. `units` are packed
-    bits, None before the pruning.
+    `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds.
+    `residual` float32[n] is what N lacks. `first` and `round` are the first and the last round that counted an update,
+    0 before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `coarser` how many levels
+    a change of N is above them, `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device
+    in all rounds. `bad` counts the bad rounds in a row. `units` are packed bits, None before the pruning.
     """
 
     counts: Counts
@@ -63,7 +62,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a device received at the start of its last round, and its own statistics when they stay local.
+    """What a device received at the start of its last round; when statistics stay local, its own ones of the end.
 
     `units` are those of the network of that round, packed bits; None for the whole network.
     """

@@ -1,4 +1,4 @@
-"""Lattice's payloads: the fixed bytes before the coded numbers, statistics as differences, what a bad one is called."""
+"""Lattice's payloads: the fixed bytes before the coded numbers, and what a bad one is called."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 from edge_kernels import coupling, lattice
 from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
-from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.lattice_grid import HIGHEST, Counts
 from edge_client.protocol.payload import Payload
@@ -37,7 +35,7 @@ class UpHead:
 
 @dataclass(frozen=True)
 class DownHead:
-    """`crc` of the counts; `missed` rounds since the counts that the change builds on, 0 for no counts.
+    """`crc` of counts and statistics; `missed` rounds since those that the change builds on, 0 for none.
 
     `level` is that of the next moves; the change is coded in units of 2**`low`; `samples` is the mean number behind an
     update.
@@ -95,36 +93,18 @@ def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]
     return head.gain, moves
 
 
-def read_counts(a: Assignment, base: int, head: DownHead, coded: bytes, held: Counts, known: Known) -> Counts:
+def read_counts(
+    a: Assignment, base: int, head: DownHead, coded: bytes, held: Counts, statistics: Counts, known: Known
+) -> Counts:
     """The counts of a downlink, which changed from those `held` since round `base`. Raises LostError, PayloadError."""
     try:
         change = lattice.decode(coded, known)
     except CodecError as error:
         raise fault(a, base, str(error)) from None
     counts: Counts = (held + (change.astype(np.int64) << head.low)).astype(np.int32)
-    if coupling.checksum([counts]) != head.crc:
-        raise fault(a, base, "the counts do not match their checksum")
+    if coupling.checksum([counts, statistics]) != head.crc:
+        raise fault(a, base, "counts and statistics do not match their checksum")
     return counts
-
-
-# --- batch-norm statistics, as differences in half precision
-
-
-def halved(difference: F32) -> NDArray[np.floating[Any]]:
-    """A difference of statistics as it travels: float16, or float32 where float16 does not reach."""
-    with np.errstate(over="ignore"):
-        half = difference.astype(np.float16)
-    return half if np.isfinite(half).all() else difference
-
-
-def difference(payload: Payload, name: str, size: int) -> F32:
-    """What `halved` made, as float32[size]; zeros when the payload lacks it and size is 0. Raises PayloadError."""
-    found = payload.arrays.get(name, np.zeros(0, np.float16))
-    if found.dtype not in (np.float16, np.float32) or found.shape != (size,) or not np.isfinite(found).all():
-        raise PayloadError(
-            f"array {name!r} is {found.dtype}{list(found.shape)}; {size} finite values of float16 or float32 are due"
-        )
-    return found.astype(np.float32)
 
 
 def packed(payload: Payload, name: str) -> bytes:
@@ -133,11 +113,6 @@ def packed(payload: Payload, name: str) -> bytes:
     if found is None or found.dtype != np.uint8 or found.ndim != 1:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r}, uint8[n], was due")
     return found.tobytes()
-
-
-def received_statistics(model: Model, sent: NDArray[np.floating[Any]]) -> F32:
-    """The statistics that a device has after a downlink with this difference."""
-    return model.buffers + sent.astype(np.float32)
 
 
 def stale(a: Assignment, why: str) -> LostError:
