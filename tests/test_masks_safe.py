@@ -60,7 +60,7 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
     assert [b.name for b in FedPM().masked(model(m)).blocks] == ["1.w"]
     assert [b.name for b in FedPM(layers=("0",)).masked(model(m)).blocks] == ["0.w"]
     only = m.model_copy(update={"layers": (first, TRAINED.layers[2])})
-    with pytest.raises(ConfigError, match=r"only linear layers are masked .* choose `layers` from \['0'\]"):
+    with pytest.raises(ConfigError, match=r"\[export\] seed = 1 .* only linear .* choose `layers` from \['0'\]"):
         FedPM().masked(model(only))
     with pytest.raises(ConfigError, match='is the only layer, and head = "keep" does not mask it'):
         FedPM().masked(model(m.model_copy(update={"layers": (TRAINED.layers[2],)})))
