@@ -69,8 +69,8 @@ class MaskedNetwork(Method):
         if not found and layers:
             raise ConfigError(
                 "no seed draws this bundle's weights, so they count as trained ([export] seed = 1 draws random ones). "
-                "Of trained weights only linear layers are masked unless `layers` names others, and beside the head this "
-                f"bundle has none; choose `layers` from {[x.name for x in layers]}, or another method"
+                "Of trained weights only linear layers are masked unless `layers` names others, and beside the head "
+                f"there is none; choose `layers` from {[x.name for x in layers]}, or another method"
             )
         if not found:
             raise ConfigError(
