@@ -63,6 +63,14 @@ def limits(influences: Mapping[str, Influence], how: Literal["clip", "drop", "no
     return found
 
 
+def said(limited: int) -> str | None:
+    """A sentence when the guard limited so many updates of a federation; None when it limited none."""
+    if not limited:
+        return None
+    updates = "an update" if limited == 1 else f"{limited} updates"
+    return f'the guard limited {updates} far beyond the others of the round; guard = "none" counts each as it is'
+
+
 def capped(weights: Sequence[int]) -> list[float]:
     """The weights of a mean in the round's record, each at most MOST_WEIGHT times the median of three or more."""
     return [min(w, MOST_WEIGHT * median_low(weights)) for w in weights] if len(weights) >= FEWEST else list(weights)

@@ -159,6 +159,9 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     good, bad = {"score_mean": 0.9, "score_start": 0.1}, {"score_mean": 0.05, "score_start": 0.1}
     assert warnings({"mine": {**good, "score_mean": 0.95}, "standalone": good}, methods) == []
     (alone,) = warnings({"mine": {**good, "score_mean": 0.5}, "standalone": good}, methods)
+    assert warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=12) == []
+    assert len(warnings({"mine": {**good, "score_mean": 0.6}, "standalone": good}, methods, tested=12)) == 1
+    assert len(warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=200)) == 1
     hint = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
     assert alone == f"mine ends at 0.500, below training alone (0.900); what most often helps: {hint}"
     start, alone = warnings({"mine": bad, "standalone": good}, methods)
@@ -166,6 +169,17 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     assert "below training alone (0.900)" in alone
     assert len(warnings({"mine": bad}, methods)) == 1  # without Standalone only the start is known
     assert warnings({"mine": {"score_mean": None, "score_start": None}}, methods) == []
+
+
+def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
+    methods = {name: make_method({"name": name}) for name in ("fedpm", "fedavg", "coupled")}
+    scores = {"fedpm": 0.186, "fedavg": 0.956, "coupled": 0.5}
+    records = {name: {"score_mean": score, "score_start": 0.1} for name, score in scores.items()}
+    (said,) = warnings(records, methods)
+    assert said.startswith("fedpm ends at 0.186, below half of fedavg's score (0.956); what most often helps: ")
+    records["fedpm"]["score_start"] = 0.3  # then that says it
+    (said,) = warnings(records, methods)
+    assert "below the bundle's own start (0.300)" in said
 
 
 def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:

@@ -46,11 +46,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
     "stc": {"keep": 0.05},
 }
+DR = {"eta": 10.0, "alpha": 1.2}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "deepreduce": {"name": "deltamask", "codec": "bloom", "sampling": "independent", "head": "mask"},
+    "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
     "fedavg-mean": {"name": "fedavg", "average": 0.7},
+    "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
+    "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
+    "fedpm-counts": {"name": "fedpm", "down": "counts", "head": "mask"},
     "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
+    "perfedavg-hf": {"name": "perfedavg", "variant": "hf", "up": "drive"},
+    "qsgd": {"name": "fedavg", "up": "qsgd:4", "down": "stochastic8"},
+    "signed-counts": {"name": "signed", "down": "count"},
+    "topk": {"name": "fedavg", "up": "topk:0.1", "feedback": True},
 }
-WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "standalone"}
+WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "signed-counts", "standalone"}
 PRUNED = {"federated_pruning", "federated_pruning_lamp", "fedmap", "fedmask", "hermes", "hidenseek", "lattice-pruned"}
 every_method = pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 

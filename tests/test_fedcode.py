@@ -26,6 +26,31 @@ def test_k_means_is_a_fixed_point_of_lloyds_algorithm_and_exact_on_few_values() 
     assert np.abs(found.weights - w).max() < 0.3
 
 
+def least_error(values: np.ndarray, clusters: int) -> float:
+    """The least squared error of any clustering: all ends of the last cluster, for every number of clusters."""
+    v = np.sort(values).astype(np.float64)
+    errors = [[float(np.var(v[i:j]) * (j - i)) if i < j else 0.0 for j in range(len(v) + 1)] for i in range(len(v))]
+    best = [0.0] + [np.inf] * len(v)
+    for _ in range(clusters):
+        best = [0.0] + [min(best[i] + errors[i][j] for i in range(j)) for j in range(1, len(v) + 1)]
+    return best[-1]
+
+
+@pytest.mark.parametrize("kind", ["normal", "few large ones", "one outlier", "heavy tails"])
+def test_k_means_comes_near_the_least_error_of_any_clustering(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    w = 0.05 * rng.standard_normal(150)
+    if kind == "few large ones":  # as a network's batch-norm scales among its weights
+        w[:12] = 1 + 0.3 * rng.standard_normal(12)
+    elif kind == "one outlier":
+        w[0] = 1e3
+    elif kind == "heavy tails":
+        w = rng.laplace(size=150) ** 3
+    found = k_means(w.astype(np.float32), 8)
+    assert len(found.codebook) == 8
+    assert float(((found.weights - w) ** 2).sum()) < 1.02 * least_error(w, 8) + 1e-9
+
+
 def test_the_nearest_value_is_chosen() -> None:
     codebook, w = np.array([-1, 0, 4], np.float32), np.array([-9, -0.6, 0.1, 2.1, 1.9, 2.0], np.float32)
     assert codebook[nearest(w, codebook)].tolist() == [-1, -1, 0, 4, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import PayloadError
 from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.fedavg import FedAvg, Update
 from edge_client.methods.feddr import FedDR, Kept
+from edge_client.methods.fedmap import DouglasRachford, FedMap
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Local, Task
 from edge_client.training import Gradient
@@ -49,21 +51,29 @@ OWN = {
 OPTIMUM = sum(q.curvature * q.centre for q in OWN.values()) / sum(q.curvature for q in OWN.values())
 
 
-def federate(method: FedAvg, rounds: int, absent: int = 0) -> tuple[Any, dict[str, Any]]:
-    """The state and what devices kept; device c takes no part in the first `absent` rounds."""
+def federate(
+    method: Any,
+    rounds: int,
+    devices: Mapping[str, Quadratic] = OWN,
+    cohort: Callable[[int], Iterable[str]] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The state and what devices kept; `cohort` names the devices of a round, all without it."""
     c = course(M, rounds)
-    state, kept = method.start(c), dict[str, Any]()
+    state, kept, records = method.start(c), dict[str, Any](), dict[str, Any]()
     for round_ in range(1, rounds + 1):
         total: Any = None
-        names = [d for d in OWN if d != "c" or round_ > absent]
+        names = sorted(cohort(round_) if cohort else devices)
         for d in names:
-            a = Assignment(c, round_, d)
-            received = method.receive(a, None, decode(encode(method.downlink(c, round_, state, None))))
-            local = method.local_round(Task(a, OWN[d], clusters(M, 1), secret(d)), kept.get(d), received)
-            kept[d] = local.kept and from_arrays(Kept, to_arrays(local.kept))
-            update = method.read_update(a, state, None, decode(encode(local.update)))
-            total, _ = method.fold(a, state, total, update, None)
+            a, record = Assignment(c, round_, d), records.get(d)
+            downlink = decode(encode(method.downlink(c, round_, state, record)))
+            received = method.receive(a, kept.get(d), downlink)
+            local = method.local_round(Task(a, devices[d], clusters(M, 1), secret(d)), kept.get(d), received)
+            kept[d] = local.kept and from_arrays(method.kept_type, to_arrays(local.kept))
+            update = method.read_update(a, state, record, decode(encode(local.update)))
+            total, new = method.fold(a, state, total, update, record)
+            records[d] = new and from_arrays(method.record_type, to_arrays(new))
         state, _ = method.finish(c, round_, names, state, total)
+        state = from_arrays(method.state_type, to_arrays(state))
     return state, kept
 
 
@@ -93,7 +103,52 @@ def test_the_fixed_point_stays() -> None:
 
 def test_a_device_that_joins_late_starts_at_the_global_model_and_the_optimum_is_found() -> None:
     method = FedDR(eta=1.0, alpha=1.0, epochs=60, batch=40, lr=0.2, momentum=0)
-    assert federate(method, 80, absent=10)[0].parameters == pytest.approx(OPTIMUM, abs=1e-3)
+    state, _ = federate(method, 80, cohort=lambda round_: [d for d in OWN if d != "c" or round_ > 10])
+    assert state.parameters == pytest.approx(OPTIMUM, abs=1e-3)
+
+
+def many(weights: Sequence[float]) -> tuple[dict[str, Quadratic], Any]:
+    """Ten devices with unlike optima, and the optimum of all."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for i in range(10):
+        curvature, centre = rng.uniform(0.3, 3, 4), 3 * rng.standard_normal(4)
+        found[f"d{i}"] = Quadratic(M, curvature.astype(np.float32), centre.astype(np.float32))
+    curvatures = [w * q.curvature for w, q in zip(weights, found.values(), strict=True)]
+    return found, sum(c * q.centre for c, q in zip(curvatures, found.values(), strict=True)) / sum(curvatures)
+
+
+def three_of_ten(round_: int) -> list[str]:
+    return [f"d{i}" for i in np.random.default_rng(round_).choice(10, 3, replace=False)]
+
+
+@pytest.mark.parametrize("name", ["feddr", "fedmap"])
+def test_the_fixed_point_is_the_optimum_of_all_devices_with_a_drawn_cohort_of_three_of_ten(name: str) -> None:
+    devices, optimum = many([1] * 10)
+    settings: dict[str, Any] = {"epochs": 30, "batch": 40, "lr": 0.2, "momentum": 0}
+    if name == "feddr":
+        state, _ = federate(FedDR(eta=1.0, alpha=1.0, **settings), 130, devices, three_of_ten)
+        found = state.parameters
+    else:
+        dr = DouglasRachford(eta=1.0, alpha=1.0)
+        method = FedMap(prune=0, weight_decay=0, dr=dr, **settings)
+        found = federate(method, 130, devices, three_of_ten)[0].theta
+    assert found == pytest.approx(optimum, abs=2e-3)
+
+
+def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_weight_changes() -> None:
+    c, method = course(M, 9), FedDR(weights="samples")
+    state, records, reflections = method.start(c), dict[str, Any](), dict[str, tuple[float, F32]]()
+    rng = np.random.default_rng(2)
+    for round_, names in enumerate(("ab", "bc", "a", "acd", "b"), 1):
+        total: Any = None
+        for d in names:
+            reflections[d] = float(rng.integers(1, 90)), rng.standard_normal(4).astype(np.float32)
+            update = Update(reflections[d][1], NONE, reflections[d][0])
+            total, records[d] = method.fold(Assignment(c, round_, d), state, total, update, records.get(d))
+        state, _ = method.finish(c, round_, list(names), state, total)
+        due = sum(w * r for w, r in reflections.values()) / sum(w for w, _ in reflections.values())
+        assert state.parameters == pytest.approx(due, abs=1e-5)
 
 
 def one_step(kept: Kept | None) -> tuple[Local, F32, Any]:

@@ -367,16 +367,19 @@ def test_the_proximal_term_pulls_towards_y() -> None:
     assert np.linalg.norm(held - start) < 0.6 * np.linalg.norm(free - start)
 
 
-def test_the_difference_from_theta_has_the_mean_of_the_papers_difference_from_the_last_reflection() -> None:
-    p = play(small(dr=DouglasRachford(), prune=0)).run(1)
-    last: dict[str, F32] = {}
-    for _ in range(4):
-        reflected = {d: p.received[d].theta + p.local[d].update.arrays["change"] for d in DEVICES}
-        if last:
-            papers = np.mean([reflected[d] - last[d] for d in DEVICES], axis=0)
-            assert p.state.change == pytest.approx(papers, abs=1e-5)
-        last = reflected
-        p.run(1)
+@pytest.mark.parametrize("present", [everyone, lambda round_, d: round_ == 1 or d != "abc"[round_ % 3]])
+def test_theta_is_the_mean_of_all_last_reflections_at_the_mask(present: Present) -> None:
+    p, last = play(small(dr=DouglasRachford(), weights="samples")), dict[str, F32]()
+    for _ in range(8):
+        p.run(1, present)
+        for d, local in p.local.items():
+            last[d] = p.received[d].theta.copy()
+            last[d][alive(M, p.received[d].mask)] += local.update.arrays["change"]
+        weights = [len(p.data[d].y) for d in last]
+        due = np.average(list(last.values()), axis=0, weights=weights)
+        live = alive(M, unpacked(M, p.state.mask))
+        assert p.state.theta[live] == pytest.approx(due[live], abs=1e-5)
+    assert (~live).any()
 
 
 def test_the_variants_switch_at_their_pruning() -> None:

@@ -267,6 +267,8 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     assert HideNseek(keep=1).prune(first_model(M)) == {}
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
+    with pytest.raises(ConfigError, match=r"has no channel groups, so no unit can be pruned; set keep = 1"):
+        HideNseek().start(course(mlp(6, 3)))
     with pytest.raises(ConfigError, match="set keep = 1"):
         HideNseek().start(course(mlp(6, 5, 3)))
     with pytest.raises(ConfigError, match="in one row"):

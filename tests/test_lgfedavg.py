@@ -137,6 +137,7 @@ def test_a_first_phase_that_covers_every_round_is_said_before_the_first() -> Non
     said = method.caution(course(M, 9))
     assert said is not None
     assert "global_rounds = 9 covers all 9 rounds" in said
+    assert said.endswith("set global_rounds to 8 or less")
     assert method.caution(course(M, 10)) is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_fleet import DEVICES, Fleet, M, own_mask, steady, steady_task
 from numpy.typing import NDArray
-from numpy_mlp import assignment, model, task
+from numpy_mlp import assignment, course, model, task
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError
@@ -61,13 +60,13 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
     assert [b.name for b in FedPM().masked(model(m)).blocks] == ["1.w"]
     assert [b.name for b in FedPM(layers=("0",)).masked(model(m)).blocks] == ["0.w"]
     only = m.model_copy(update={"layers": (first, TRAINED.layers[2])})
-    with pytest.raises(ConfigError, match=r"only linear layers are masked .* choose `layers` from \['0'\]"):
+    with pytest.raises(ConfigError, match=r"\[export\] seed = 1 .* only linear .* choose `layers` from \['0'\]"):
         FedPM().masked(model(only))
     with pytest.raises(ConfigError, match='is the only layer, and head = "keep" does not mask it'):
         FedPM().masked(model(m.model_copy(update={"layers": (TRAINED.layers[2],)})))
 
 
-@pytest.mark.parametrize("make", [Coupled, partial(DeltaMask, codec="rice")])
+@pytest.mark.parametrize("make", [Coupled, DeltaMask])
 def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior(make: Any) -> None:
     thetas: dict[str, Any] = {}
     methods = {how: make(aggregate=how) for how in ("difference", "posterior")}
@@ -87,6 +86,17 @@ def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_
         thetas[how] = fleet.theta()
     assert (thetas["difference"] == 0.95).all()
     assert (thetas["posterior"] != 0.95).all()
+
+
+def test_a_filter_by_differences_is_cautioned_against_and_is_the_default_elsewhere() -> None:
+    trained, untrained = course(TRAINED), course(M)
+    assert "false positives of codec 'fuse8'" in str(DeltaMask(codec="fuse8").caution(trained))
+    assert DeltaMask(codec="fuse8").caution(untrained) is None
+    assert DeltaMask().caution(trained) is None
+    assert DeltaMask().codec_of(trained.model) == "entropy"
+    assert (
+        DeltaMask().codec_of(untrained.model) == DeltaMask(aggregate="posterior").codec_of(trained.model) == "fuse8-png"
+    )
 
 
 def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:

@@ -88,6 +88,11 @@ def test_a_federation_below_its_start_says_so() -> None:
     assert "warning" not in text(federation())
 
 
+def test_updates_that_the_guard_limited_are_named() -> None:
+    rounds = [closed(1, 0.5, 0.6).model_copy(update={"guarded": {"b": "clipped to ..."}}), closed(2, 0.6, 0.7)]
+    assert "warning the guard limited an update far beyond the others of the round" in text(federation(), rounds)
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [

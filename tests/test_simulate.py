@@ -152,9 +152,9 @@ def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path)
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
     file.write_text(
         'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        '[methods.fedpm]\nlayers = ["9"]\n[methods.standalone]\nepochs = 1\n'
+        '[methods.fedpm]\nlayers = ["9"]\n[methods.coupled]\nlayers = ["8"]\n[methods.standalone]\nepochs = 1\n'
     )
-    with pytest.raises(ConfigError, match=r"fedpm: layers = \['9'\]"):
+    with pytest.raises(ConfigError, match=r"(?s)fedpm: layers = \['9'\].*\ncoupled: layers = \['8'\]"):
         simulate_cli.simulate(file, json_file=out)
     assert set(json.loads(out.read_text())["methods"]) == {"standalone"}
 
@@ -222,6 +222,23 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     assert "epochs = 5, as standalone has (here 1), then lr" in said
     assert "warning: standalone" not in said
     assert said.index("warning: lgfedavg: global_rounds = 10 covers all 2 rounds") < said.index("idle ends at")
+
+
+def test_honest_devices_count_as_their_samples_unless_a_guard_is_set_and_then_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    text = (
+        'bundle = "digits"\nrounds = 2\ncohort = 10\n[data]\nname = "digits"\ndevices = 10\nsplit = "dirichlet"\n'
+        "alpha = 0.1\n[methods.fedavg]\nepochs = 1\n"
+    )
+    for set_, limited in (("", False), ('guard = "clip"\n', True)):
+        file.write_text(set_ + text)
+        simulate_cli.simulate(file, json_file=out)
+        said, fedavg = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())["methods"]["fedavg"]
+        assert ("warning: fedavg: the guard limited" in said) is limited
+        assert fedavg["guarded"] == sum(len(r["guarded"]) for r in fedavg["rounds"])
+        assert (fedavg["guarded"] > 0) is limited
 
 
 @pytest.mark.parametrize(("high", "devices"), [((1, 1), 0), ((255, 1), 1), ((255, 255), 2)])

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from coord_server import guard
 from coord_server.aggregation import sum_kinds
 from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, curve, mean, moved, shown
@@ -26,6 +27,7 @@ from edge_client.protocol.messages import Round, Scores, Traffic
 
 Record = dict[str, Any]
 ALONE = "standalone"  # the method of devices that train for themselves
+FEW = 100  # test samples
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices
   (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
@@ -70,7 +72,14 @@ def _spread(scores: Scores | None, suffix: str = "") -> Record:
 def _measured(rounds: Sequence[Round], devices: int, final: Scores | None, start: Scores | None) -> Record:
     """What the record of a federation has, simulated or real."""
     points = [vars(p) for p in curve(rounds, devices, mean(final))]
-    return {**_spread(final), "score_start": mean(start), **traffic(rounds, devices), "curve": points}
+    guarded = sum(len(r.guarded) for r in rounds)
+    return {
+        **_spread(final),
+        "score_start": mean(start),
+        **traffic(rounds, devices),
+        "guarded": guarded,
+        "curve": points,
+    }
 
 
 def simulated(result: Simulated, model: Model) -> Record:
@@ -131,12 +140,16 @@ def federation(ended: Ended, start: Scores | None = None) -> Record:
     return record
 
 
-def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> list[str]:
-    """A sentence for each method that ends below the bundle's own start or, when Standalone ran, below training alone.
+def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], tested: int = FEW) -> list[str]:
+    """Sentences on methods that end badly, and on updates that the guard limited.
 
-    Both mappings have the same labels.
+    Badly is below the bundle's own start, below training alone when Standalone ran, or, failing these, below half of
+    the best method. `tested` test samples of all devices decide nothing within two standard errors of a share while
+    they are few. Both mappings have the same labels.
     """
     alone = next((label for label in records if methods[label].name == ALONE), None)
+    scores = {label: r["score_mean"] for label, r in records.items() if r["score_mean"] is not None}
+    best, least = max(scores, key=scores.__getitem__, default=None), tested**-0.5 if 0 < tested < FEW else 0.0
     found = []
     for label, r in records.items():
         score, bases = r["score_mean"], {"the bundle's own start": r["score_start"]}
@@ -146,10 +159,15 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method]) -> li
             fewer, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
             if fewer is not None and epochs is not None and fewer < epochs:
                 hint = f"epochs = {epochs}, as {alone} has (here {fewer}), then {hint}"
-        for than, base in bases.items():
-            if score is not None and base is not None:
-                found.append(below(label, score, base, than, hint))
-    return [sentence for sentence in found if sentence is not None]
+        if limited := guard.said(r.get("guarded", 0)):
+            found.append(f"{label}: {limited}")
+        if score is None:
+            continue
+        worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
+        if not worse and best is not None and score < scores[best] / 2 - least:
+            worse[f"half of {best}'s score"] = scores[best]
+        found += [said for than, base in worse.items() if (said := below(label, score, base, than, hint))]
+    return found
 
 
 def warn(console: Console, sentences: list[str]) -> None:

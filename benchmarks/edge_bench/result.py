@@ -101,6 +101,8 @@ class MethodResult(_Table):
     """Of all devices and rounds."""
     seconds_per_round: float
     """The median."""
+    guarded: int = 0
+    """Updates that the guard clipped or left out; `rounds` have the reasons."""
     curve: list[Point]
     best_round: BestRound | None = None
     best_round_of_all_devices: BestOfAll | None = None

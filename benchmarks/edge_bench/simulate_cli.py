@@ -133,14 +133,14 @@ def simulate(
             except KeyboardInterrupt:
                 console.print("stopped before any method ended; there is no result")
                 raise typer.Exit(code[-1]) from None
-    failed = "; ".join(f"{label}: {error}" for label, error in failures.items())
+    failed = "\n".join(f"{label}: {error}" for label, error in failures.items())
     if not results:
         raise ConfigError(failed)
     model = opened.model()
     records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
-    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}))
+    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test))
     reasons = {label: str(error) for label, error in failures.items()}
     write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if plot is not None:

@@ -44,8 +44,9 @@ class SimulationConfig(BaseModel):
     processes: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
     once a method's remaining work is worth their start."""
-    guard: Literal["clip", "drop", "none"] = "clip"
-    """What happens to an update whose norm or weight is far beyond the round's others, as in a federation."""
+    guard: Literal["clip", "drop", "none"] = "none"
+    """What happens to an update whose norm or weight is far beyond the round's others. Simulated devices are honest, so
+    nothing by default; a federation's default is "clip"."""
     personalise: Personalise = "best"
     """Which model a device ends with, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coord_server import aggregation
+from coord_server import aggregation, guard
 from coord_server.operator.client import Operator
 from coord_server.operator.tables import lasting, plain, state_of
 from edge_client.errors import ConfigError, ServerError, UnreachableError
@@ -258,22 +258,24 @@ def _bytes(found: Look) -> list[tuple[str, str]]:
 
 
 def warnings(found: Look) -> list[str]:
-    """A sentence when the federation scores below where it started, on its devices' test samples.
+    """Sentences when the guard limited updates, and when the federation scores below where it started.
 
     It started with what the cohort of round 1 received. It ends with the personal models that devices reported; before
     that, with what the cohort of the last closed round received.
     """
     scores = [s.mean for s in (r.score_before for r in found.rounds) if s is not None]
+    limited = guard.said(sum(len(r.guarded) for r in found.rounds))
+    said = [] if limited is None else [limited]
     if found.federation.config is None or not scores:
-        return []
+        return said
     final = _final(found)
     end = scores[-1] if final is None else final.mean
     try:
         method = make_method(found.federation.config.method)
     except ConfigError:
-        return []  # its package is not installed here
+        return said  # its package is not installed here
     sentence = below(method.name, end, scores[0], "the model that round 1 started from", method.hint)
-    return [] if sentence is None else [sentence]
+    return said if sentence is None else [*said, sentence]
 
 
 def _next(found: Look) -> str:

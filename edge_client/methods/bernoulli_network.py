@@ -68,8 +68,9 @@ class MaskedNetwork(Method):
             raise ConfigError(f"layers = {idle}: the layers that can be masked are {[x.name for x in layers]}")
         if not found and layers:
             raise ConfigError(
-                "of trained weights only linear layers are masked unless `layers` names others, and beside the head "
-                f"this bundle has none; choose `layers` from {[x.name for x in layers]}, or another method"
+                "no seed draws this bundle's weights, so they count as trained ([export] seed = 1 draws random ones). "
+                "Of trained weights only linear layers are masked unless `layers` names others, and beside the head "
+                f"there is none; choose `layers` from {[x.name for x in layers]}, or another method"
             )
         if not found:
             raise ConfigError(

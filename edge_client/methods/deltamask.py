@@ -8,7 +8,8 @@ Algorithm 2 as printed is ``tally="mean", posterior="mean"``.
 - Both sides draw the reference mask m_g ~ Bern(theta) from a shared key. A device draws m_k ~ Bern(theta_k). Of the
   positions where m_k differs from m_g it keeps the share kappa with the largest KL(theta_k || theta) (eq. 4). `codec`
   writes them: a binary fuse filter, by default inside a grayscale image as in the paper. A filter has false positives;
-  the server flips these too.
+  the server flips these too. By differences (`bernoulli`) such flips would move theta where devices learn nothing, so
+  the default is then the exact codec `entropy`.
 - `sampling`: ``device``, the default, gives each device and round uniforms of its own, for both masks: only then do so
   few bits change as the paper reports. ``independent`` draws m_k with the device's secret randomness (Algorithm 1 as
   written). ``common`` takes the uniforms of m_g, the same for every device, which correlates all masks.
@@ -22,18 +23,18 @@ import math
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from edge_kernels import counter
+from edge_kernels import codecs, counter
 from edge_kernels.coupling import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Model
 from edge_client.methods import SetCodecName, changes
 from edge_client.methods.bernoulli import BernoulliMasks, Received, State
 from edge_client.methods.bernoulli_network import Bits
 from edge_client.methods.theta import F64
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment, Task
+from edge_client.task import Assignment, Course, Task
 
 
 class DeltaMask(BernoulliMasks):
@@ -42,8 +43,8 @@ class DeltaMask(BernoulliMasks):
     name: ClassVar[str] = "deltamask"
     hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
-    codec: SetCodecName = "fuse8-png"
-    """The set codec of the changes (docs/codecs.md)."""
+    codec: SetCodecName | None = None
+    """The set codec of the changes (docs/codecs.md). None: "fuse8-png", the paper's; by differences "entropy"."""
     sampling: Literal["independent", "common", "device"] = "device"
     """Where a mask's uniforms are from: the device's secret, or a stream that both sides know, one for all devices of a
     round (`common`) or one for each (`device`)."""
@@ -60,6 +61,19 @@ class DeltaMask(BernoulliMasks):
         if self.tally == "mean" and self.posterior == "mode" and self.prior == 1:
             raise ValueError('tally="mean" needs posterior="mean": its mode is 0 almost everywhere')
         return self
+
+    def codec_of(self, model: Model) -> str:
+        """The codec of the changes for this bundle."""
+        return self.codec or ("entropy" if self.by_difference(model) else "fuse8-png")
+
+    def caution(self, course: Course) -> str | None:
+        """That a filter by differences moves theta everywhere."""
+        if self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
+            return super().caution(course)
+        return (
+            f"the false positives of codec {self.codec!r} move theta in every round, also where devices learn nothing; "
+            'codec = "entropy" has none'
+        )
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         return ones / masks if self.tally == "mean" else super().counted(ones, masks)
@@ -104,7 +118,7 @@ class DeltaMask(BernoulliMasks):
         theta = self.theta(a.course, state.posterior).astype(np.float32).astype(np.float64)  # as it travels
         u = self.uniforms(a, theta.size)
         what = f"the update of device {a.device!r} in round {a.round}"
-        return changes.decode(self.codec, payload, u < theta, what, contexts=self.contexts(theta, u))
+        return changes.decode(self.codec_of(a.model), payload, u < theta, what, contexts=self.contexts(theta, u))
 
     # --- client half
 
@@ -116,7 +130,7 @@ class DeltaMask(BernoulliMasks):
         if self.sampling == "independent":
             drawn = counter.uniform(counter.key(task.secret, "uploaded mask", a.round), theta.size)
         mask = reference ^ most_telling((drawn < trained) ^ reference, trained, before, self.kappa_at(a))
-        return mask, changes.encode(self.codec, mask, reference, self.contexts(before, u))
+        return mask, changes.encode(self.codec_of(a.model), mask, reference, self.contexts(before, u))
 
 
 def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:

@@ -173,15 +173,13 @@ class FedAvg(LocalSgd):
         """The changes of parameters and statistics times `scale`."""
         return limited(state, update, scale, weight)
 
-    def fold(
-        self, a: Assignment, state: State, total: Total | None, update: Update, record: None
-    ) -> tuple[Total, None]:
+    def fold(self, a: Assignment, state: State, total: Total | None, update: Update, record: Any) -> tuple[Total, Any]:
         """Add n_k w_k and n_k, in float64: with the fixed order of devices the mean is the same everywhere."""
         return added(total, update.samples, update.parameters, update.buffers), None
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
-    ) -> tuple[State, Mapping[str, None]]:
+    ) -> tuple[State, Mapping[str, Any]]:
         parameters, buffers = total
         now = State(parameters.value, buffers.value)
         covered = window(self.average, course.rounds)

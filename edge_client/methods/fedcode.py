@@ -14,13 +14,14 @@ centres of k-means.
 
 The paper prices a cluster at log2(clusters) bits; `counts` writes them at their entropy. Batch-norm statistics, which
 the code clusters with the weights, travel as `buffers` float32 with the clusters, and stay where they are otherwise.
-k-means begins at quantiles, so that it needs no randomness.
+k-means draws nothing at random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 CLUSTERS = "clusters.counts"  # a coded array is named after what it holds and its codec
 PASSES = 20  # of k-means
+CELLS = 512  # runs that clusters are made of at first: what they cost grows with the square
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class FedCode(LocalSgd):
     """Local SGD, then k-means; codebooks in most rounds."""
 
     name: ClassVar[str] = "fedcode"
+    revision: ClassVar[int] = 2
     search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "broadcast_every": Range(2, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
@@ -224,23 +227,63 @@ class FedCode(LocalSgd):
 
 
 def k_means(weights: F32, clusters: int) -> Clustered:
-    """Lloyd's algorithm in one dimension, from quantiles; at most `clusters` centres, ascending and distinct.
+    """k-means in one dimension: at most `clusters` centres, ascending and distinct.
 
-    Sorted weights fall into clusters that are runs, so a pass takes differences of a running sum.
+    A cluster is a run of the sorted weights, so running sums give its mean. Lloyd's algorithm begins at the best
+    clusters that runs of a finer division can form.
     """
     ordered = np.sort(weights).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    centres = np.unique(ordered[(np.arange(clusters) * 2 + 1) * len(ordered) // (2 * clusters)])
+    cuts = _joined(sums, _divided(ordered, sums, max(clusters, min(4 * clusters, CELLS))), clusters)
+    centres = np.diff(sums[cuts]) / np.diff(cuts)
     for _ in range(PASSES):
         edges = np.searchsorted(ordered, (centres[1:] + centres[:-1]) / 2, "right")
-        cuts = np.concatenate([[0], edges, [len(ordered)]])
-        size = np.diff(cuts)
-        moved = np.diff(sums[cuts])[size > 0] / size[size > 0]
+        cuts = np.unique(np.concatenate([[0], edges, [len(ordered)]]))
+        moved = np.diff(sums[cuts]) / np.diff(cuts)
         if np.array_equal(moved, centres):
             break
         centres = moved
     codebook = np.unique(centres.astype(np.float32))
     return Clustered(codebook, nearest(weights, codebook))
+
+
+def _divided(ordered: NDArray[np.float64], sums: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Where to cut sorted values into at most `most` runs: again and again where a cut lowers the squared error most.
+
+    Ascending, with 0 and the number of values.
+    """
+    cuts, open_ = [0, len(ordered)], list[tuple[float, int, int, int]]()
+
+    def consider(low: int, high: int) -> None:
+        if ordered[low] < ordered[high - 1]:
+            size, left, total = np.arange(1, high - low), sums[low + 1 : high] - sums[low], sums[high] - sums[low]
+            gains = left**2 / size + (total - left) ** 2 / size[::-1]
+            best = int(np.argmax(gains))
+            heappush(open_, (total**2 / (high - low) - float(gains[best]), low, low + 1 + best, high))
+
+    consider(0, len(ordered))
+    while open_ and len(cuts) <= most:
+        _, low, cut, high = heappop(open_)
+        cuts.append(cut)
+        consider(low, cut)
+        consider(cut, high)
+    return np.array(sorted(cuts))
+
+
+def _joined(sums: NDArray[np.float64], cuts: NDArray[np.int64], clusters: int) -> NDArray[np.int64]:
+    """Those of the `cuts` that make at most `clusters` runs of the least squared error, by dynamic programming."""
+    size, total = (values - values[:, None] for values in (cuts, sums[cuts]))
+    gains = np.where(size > 0, total**2 / np.maximum(size, 1), -np.inf)
+    best = np.where(cuts == 0, 0.0, -np.inf)  # by last cut, of as many runs as steps so far
+    steps = list[NDArray[np.int64]]()
+    for _ in range(min(clusters, len(cuts) - 1)):
+        reached = best[:, None] + gains
+        steps.append(reached.argmax(axis=0))
+        best = reached.max(axis=0)
+    chosen = [len(cuts) - 1]
+    for step in reversed(steps):
+        chosen.append(int(step[chosen[-1]]))
+    return cuts[chosen[::-1]]
 
 
 def nearest(weights: F32, codebook: F32) -> NDArray[np.unsignedinteger[Any]]:

@@ -7,10 +7,12 @@ Composite Optimization", NeurIPS 2021, as its public code runs it. Round t on de
     x = argmin f_k + |x - y|^2 / (2 eta)            a few epochs of SGD from y
     send the reflection xhat = 2 x - y
 
-The server averages the reflections. A fixed point has theta = x_k on every device and sum_k grad f_k(theta) = 0, also
-where the devices' own optima differ.
+theta is the mean of every device's last reflection, also of those that sit a round out: so a randomly drawn cohort has
+the same fixed point, theta = x_k on every device and sum_k grad f_k(theta) = 0, also where the devices' own optima
+differ. The paper starts with a reflection theta_0 of every device; here one counts from its first round on.
 
-- Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device.
+- Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
+  server keeps each device's last reflection, so that no lost message or state leaves a wrong mean.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it
@@ -19,6 +21,7 @@ where the devices' own optima differ.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,9 +29,24 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32
-from edge_client.methods.fedavg import FedAvg, State, Update
+from edge_client.methods.fedavg import FedAvg, State, Total, Update, added
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment, Local, Personal, Task
+from edge_client.task import Assignment, Course, Local, Personal, Task
+
+
+@dataclass(frozen=True)
+class Averaged(State):
+    """The mean of the devices' last reflections, and the sum of their weights; 0 before round 1."""
+
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reflection:
+    """A device's last reflection, float32[d], and its weight in the mean."""
+
+    values: F32
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,9 @@ class FedDR(FedAvg):
     """FedAvg with a proximal step around y and its reflection in the place of the trained model."""
 
     name: ClassVar[str] = "feddr"
+    revision: ClassVar[int] = 2
+    state_type: ClassVar[type[State]] = Averaged
+    record_type: ClassVar[type[Reflection]] = Reflection
     kept_type: ClassVar[type[Kept] | None] = Kept
     usual_lr: ClassVar[float] = 0.05
 
@@ -67,10 +88,31 @@ class FedDR(FedAvg):
     weights: Literal["uniform", "samples"] = "uniform"
     """`samples`: a device counts as its training samples."""
 
-    def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
+    def start(self, course: Course) -> Averaged:
+        return Averaged(course.model.parameters.copy(), course.model.buffers.copy())
+
+    def read_update(self, a: Assignment, state: State, record: Reflection | None, payload: Payload) -> Update:
         """As in FedAvg; every device weighs the same unless the samples count."""
-        u = super().read_update(a, state, record, payload)
+        u = super().read_update(a, state, None, payload)
         return u if self.weights == "samples" else Update(u.parameters, u.buffers, 1.0)
+
+    def fold(
+        self, a: Assignment, state: State, total: Total | None, update: Update, record: Reflection | None
+    ) -> tuple[Total, Reflection]:
+        """Add a reflection; it replaces the device's last one in the mean."""
+        total = added(total, update.samples, update.parameters, update.buffers)
+        if record is not None:
+            total[0].add(-record.weight, record.values)
+        return total, Reflection(update.parameters, update.samples)
+
+    def finish(
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
+    ) -> tuple[Averaged, Mapping[str, Reflection]]:
+        """The mean of all devices' last reflections, of which `state` has those before the round."""
+        assert isinstance(state, Averaged)
+        total[0].add(state.weight, state.parameters)
+        now, _ = super().finish(course, round_, took_part, state, total)
+        return Averaged(now.parameters, now.buffers, now.recent, total[0].weight), {}
 
     def local_round(self, task: Task, kept: Any, received: State) -> Local:
         """The splitting step: y, then x by SGD on the loss with the proximal term, then the reflection."""

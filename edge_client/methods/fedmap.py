@@ -17,9 +17,9 @@ Learning", 2024. Algorithm 2, round t on a device:
   Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
   (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
 - `dr` adds FedDR (section III-B): y = M y + alpha (theta - M x), x = argmin f + |x - y|^2 / (2 eta), and the reflection
-  2 x - y in the place of the trained model. The paper sends the difference from the device's last reflection. Here the
-  difference from theta is sent: its mean is the same when all devices take part in every round, and theta stays the
-  mean of reflections when some are absent.
+  2 x - y in the place of the trained model. theta is the mean of every device's last reflection at M, as in `feddr`.
+  The paper sends the difference from the device's last reflection; here a device sends the difference from theta, and
+  the server, which keeps the last reflections, takes the other. The paper leaves open what absent devices count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
-from edge_client.methods.feddr import following, reflected
+from edge_client.methods.feddr import Reflection, following, reflected
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.pruned import (
     MASK,
@@ -66,20 +66,23 @@ NOTHING: F32 = np.zeros(0, np.float32)
 class State:
     """The model of the next round: theta float32[d], zero where pruned, its mask M packed, statistics.
 
-    `change` is the mean that led to it, at the mask before M; empty before round 1.
+    `change` is the mean that led to it, at the mask before M; empty before round 1. With `dr` theta is the mean of the
+    devices' last reflections, and `weight` the sum of their weights.
     """
 
     theta: F32
     mask: Packed
     buffers: F32
     change: F32
+    weight: float
 
 
 @dataclass(frozen=True)
 class Record:
-    """The last round that a device took part in."""
+    """The last round that a device took part in; with `dr` the reflection that it sent in it."""
 
     round: int
+    last: Reflection | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,10 @@ class FedMap(LocalSgd):
         """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""
         return (min(round_, course.rounds) - 1) // self.every
 
+    def splits(self, course: Course, round_: int) -> DouglasRachford | None:
+        """The settings of a round's splitting; None for plain averaging."""
+        return self.dr.after(self.prunings(course, round_)) if self.dr else None
+
     def remaining(self, course: Course, round_: int, size: int) -> int:
         """K_t of `size` prunable weights. Products in a fixed order, because pow differs between machines.
 
@@ -205,7 +212,7 @@ class FedMap(LocalSgd):
     def start(self, course: Course) -> State:
         m = course.model
         mask = np.ones(prunable(m.manifest).size, np.bool_)
-        return State(m.parameters.copy(), bitset.pack(mask), m.buffers.copy(), NOTHING)
+        return State(m.parameters.copy(), bitset.pack(mask), m.buffers.copy(), NOTHING, 0.0)
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         """Devices in step receive the change, all others the whole model."""
@@ -268,18 +275,28 @@ class FedMap(LocalSgd):
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
-        return added(total, update.weight, update.change, update.buffers), Record(a.round)
+        total = added(total, update.weight, update.change, update.buffers)
+        if self.splits(a.course, a.round) is None:
+            return total, Record(a.round)
+        live = alive(a.model.manifest, unpacked(a.model.manifest, state.mask))
+        values = state.theta[live]
+        if record is not None and record.last is not None:  # this reflection replaces it in the mean
+            total[0].add(-record.last.weight, record.last.values[live] - values)
+        reflection = expanded(a.model, live, values + update.change)
+        return total, Record(a.round, Reflection(reflection, update.weight))
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """Move theta by the mean change, then prune it for the next round."""
         manifest, (change, buffers) = course.model.manifest, total
+        if splits := self.splits(course, round_) is not None:
+            change.weight += state.weight  # of the reflections that theta is the mean of: they change by nothing
         before = unpacked(manifest, state.mask)
         theta = moved(manifest, state.theta, before, change.value)
         mask = self.pruned(course, round_ + 1, theta, before)
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
-        return State(theta, bitset.pack(mask), statistics, change.value), {}
+        return State(theta, bitset.pack(mask), statistics, change.value, change.weight if splits else 0.0), {}
 
     def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
         return None if self.statistics == "local" else everyone
@@ -317,7 +334,7 @@ class FedMap(LocalSgd):
         """A few epochs of SGD on the weights that remain, from theta_t; with `dr` from y, held near it."""
         a, manifest = task.assignment, task.assignment.model.manifest
         live = alive(manifest, received.mask)
-        dr = self.dr.after(self.prunings(a.course, a.round)) if self.dr else None
+        dr = self.splits(a.course, a.round)
         y = self.intermediate(a.model, dr.alpha, kept, received, live) if dr else received.theta
         start, pull = Weights(y, received.buffers), 1 / dr.eta if dr else 0.0
         x, buffers, loss = self.descend(task, start, pull=pull, decay=self.weight_decay, live=live)

@@ -105,6 +105,11 @@ class HideNseek(SignMasks):
         if keep == 1:
             return {}
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]
+        if not m.groups:
+            raise ConfigError(
+                f"model {m.name!r} has no channel groups, so no unit can be pruned; set keep = 1 to prune nothing, or "
+                "choose another method"
+            )
         if not named:
             raise ConfigError(
                 f"prune_layers = {self.prune_layers!r} names none of the channel groups "

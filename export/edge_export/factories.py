@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -93,7 +94,8 @@ def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
     """
     other, layers, trained = None, dict[str, None](), False
     torch.manual_seed(1)
-    with suppress(Exception):  # a function that can run only once
+    # a function may run only once, and a seed of its own would draw the same again
+    with suppress(Exception), patch.object(torch, "manual_seed", lambda seed: torch.default_generator):
         other = build()
     again = dict(other.named_parameters()) if isinstance(other, torch.nn.Module) else {}
     for name, weights in module.named_parameters():
