@@ -89,7 +89,7 @@ def export_bundle(
     folder = Path(folder)
     check_free(folder)
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
-    module, example, target, found = made.module, made.example, made.target, made.tables
+    module, target, example, found = made.witness.module, made.witness.target, made.example, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
     draws = any(v.name == "key" for v in made.train.graph.input)
@@ -99,9 +99,7 @@ def export_bundle(
         names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
             programs = torch_programs(module, example, names, draws)
-        free = [r.name for r in found.parameters if r.trainable]
-        witness = Witness(module, target, free, [r.name for r in found.buffers])
-        prove_programs(witness, example, programs, draws)
+        prove_programs(made.witness, example, programs, draws)
         parts |= programs
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
@@ -146,11 +144,10 @@ def _ids(graph: ModelProto, found: Tables) -> int | None:
 
 @dataclass(frozen=True)
 class Graphs:
-    """A module with both its graphs, proved. `module` is as the graphs name its tensors, `example` the traced batch."""
+    """A module with both its graphs, proved. The witness names tensors as they do; `example` is the traced batch."""
 
-    module: nn.Module
+    witness: Witness
     example: Tensor
-    target: Target
     tables: Tables
     train: ModelProto
     evaluation: ModelProto
@@ -176,11 +173,11 @@ def proved_graphs(
     found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
-    refuse_state(Witness(module, target, free, buffers), example)
+    witness = Witness(module, target, free, buffers)
+    refuse_state(witness, example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
-    shown = prove(module, example, target, parameters, buffers, free, train, evaluation)
-    return Graphs(module, example, target, found, train, evaluation, shown)
+    return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
 
 
 class _Named(nn.Module):
