@@ -189,6 +189,30 @@ def test_the_bound_of_a_convolution_counts_steps_that_lie_in_the_samples_axis() 
     assert live == 4 * 8 * 8 * 9 * 3 * 4 + 4 * 5 + 5 * 5
 
 
+def test_the_bound_starts_at_bags_of_ids_as_at_single_ones() -> None:
+    case = Case(
+        "bags", lambda: nn.Sequential(nn.EmbeddingBag(9, 8), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), (4,), (), 9
+    )
+    made = masked(case, "act", 0.5)
+    units = [int(k.sum()) for k in made.kept.values()]
+    assert bound(made.module, case).live == 8 * units[0] + units[0] * units[1]
+
+
+@pytest.mark.parametrize("corners", [False, True])
+def test_the_bound_counts_linear_interpolation_as_a_product_along_each_axis(corners: bool) -> None:
+    grow = {"scale_factor": (2, 3), "mode": "bilinear", "align_corners": corners}
+    case = Case(
+        "grown",
+        lambda: nn.Sequential(conv(2, 4, 1), nn.ReLU(), nn.Upsample(**grow), pooled(4, 3)),
+        (2, 5, 6),
+        ("3.2",),  # type: ignore[arg-type]
+    )
+    module = masked(case, "act", 0.5).module
+    each = 5 * 10 * 6 + 6 * 18 * 10  # multiply-adds of a channel
+    assert bound(module, case).live == 30 * 2 * 2 + 2 * each + 2 * 3
+    assert bound(case.make().eval(), case).live == 30 * 2 * 4 + 4 * each + 4 * 3
+
+
 def test_a_reparametrised_layer_is_pruned_by_its_lengths() -> None:
     made = masked(ZOO["weight norm"], "weight", 0.5)
     rows = made.module.a.weight.flatten(1).abs().sum(1)
