@@ -197,7 +197,7 @@ def _note(w: Writer, node: NodeProto, target: dict[int, Ids]) -> None:
         more = len(kept) - count
         if more > 0 and w.study.channels(name)[axis]:
             reason = f", which {w.why} behind it needs" if w.levels.get(node.output[0]) else ""
-            w.stays(name, f"makes parts of one width{reason}, so {len(kept)} entries stay although {more} are dead")
+            w.stays(name, f"makes parts of one width{reason}, so dead entries stay ({more} of {len(kept)})")
 
 
 def _lengths(before: Shape, after: Shape, cut: Shape) -> list[list[int]]:

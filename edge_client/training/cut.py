@@ -39,8 +39,8 @@ def cut(model: ModelProto, sample: Shape, tensors: Mapping[str, Axes]) -> ModelP
     """A copy of `model` in which of each of `tensors`, by name, the entries given stay.
 
     `sample` is the shape of one sample, the input `x` without its batch axis. A gradient ``grad:<name>`` and a
-    statistic ``new:<name>`` lose what their tensor loses; no other output may lose anything. Raises ConfigError when
-    the graph does not allow the cut.
+    statistic ``new:<name>`` lose what their tensor loses; no other output may lose anything. Raises ConfigError that
+    says what of the graph does not allow the cut.
     """
     made = ModelProto()
     made.CopyFrom(model)
@@ -58,7 +58,7 @@ def _shapes(model: ModelProto, sample: Shape) -> dict[str, Shape | None]:
     try:
         graphs = [onnx.shape_inference.infer_shapes(probe, strict_mode=True, data_prop=True).graph]
     except onnx.shape_inference.InferenceError as error:
-        raise ConfigError(f"the channels cannot be cut out of the graph, whose shapes disagree: {error}") from None
+        raise ConfigError(f"its shapes disagree: {error}") from None
     found: dict[str, Shape | None] = {}
     for graph in graphs:
         graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
@@ -98,10 +98,7 @@ class _Cut:
             kind, _, name = value.name.partition(":")
             due = self.tensors.get(name, ()) if kind in ("grad", "new") else ()
             if not _equal(axes, due):
-                raise ConfigError(
-                    f"the channels cannot be cut out of the graph: its output {value.name!r} would not fit; keep the "
-                    "groups whole"
-                )
+                raise ConfigError(f"its output {value.name!r} would not fit")
             _declare(value, axes)
         return self.model
 
@@ -131,7 +128,7 @@ class _Cut:
         """The shape in the whole graph, for PROBE samples; of an input left out ()."""
         found = self.shapes[name] if name else ()
         if found is None:
-            raise ConfigError(f"the channels cannot be cut out of the graph: value {name!r} has no known shape")
+            raise ConfigError(f"value {name!r} has no known shape")
         return found
 
     def stays(self, name: str) -> Axes:
@@ -193,10 +190,7 @@ class _Cut:
 
 
 def refusal(node: NodeProto, why: str) -> ConfigError:
-    return ConfigError(
-        f"the channels cannot be cut out of the graph: node {node.output[0]!r} ({node.op_type}) {why}; keep the groups "
-        "that reach it whole"
-    )
+    return ConfigError(f"node {node.output[0]!r} ({node.op_type}) {why}")
 
 
 def _declare(value: ValueInfoProto, axes: Axes) -> None:
@@ -466,5 +460,9 @@ def cut_graphs(bundle: Bundle | CutGraphs, kept: Channels, parts: Iterable[str])
             model = onnx.load(bundle.part(name))
         except Exception as error:  # protobuf's own error class depends on its version
             raise BundleError(f"{name} does not open: {error}; export the bundle again") from None
-        graphs[name] = cut(model, small.input.shape, tensors).SerializeToString()
+        try:
+            graphs[name] = cut(model, small.input.shape, tensors).SerializeToString()
+        except ConfigError as error:
+            advice = "keep the groups that reach it whole"
+            raise ConfigError(f"the channels cannot be cut out of {name}: {error}; {advice}") from None
     return CutGraphs(small, graphs, bundle, kept)
