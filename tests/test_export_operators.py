@@ -200,6 +200,10 @@ class _Sign(torch.autograd.Function):
         return grad
 
 
+class _Marked(Tensor):
+    pass
+
+
 class _Doubled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(5, 3)
@@ -225,7 +229,7 @@ class _Bags(nn.EmbeddingBag):
         return super().forward(x.flatten(), torch.arange(0, x.numel(), x.shape[1]))
 
 
-def _kept(value: Tensor) -> nn.Module:
+def _kept(value: Any) -> nn.Module:
     part = nn.Tanh()
     part.kept = value
     return nn.Sequential(nn.Linear(5, 6), part, nn.Linear(6, 3))
@@ -313,6 +317,12 @@ REFUSED = {
     "a tensor without values": (Odd(lambda _, y: y, e=torch.empty(6, device="meta")), "'e' is on the device 'meta'"),
     "a plain tensor without values": (_kept(torch.empty(6, device="meta")), "'1.kept' is on the device 'meta'"),
     "a sparse tensor": (_kept(torch.eye(6).to_sparse()), "'1.kept' is quantized, sparse.*a plain dense tensor"),
+    "a sparse tensor in a list": (_kept([torch.eye(6).to_sparse_csr()]), "^tensor '1.kept.0' is quantized, sparse.*"),
+    "a subclass of tensors": (
+        Odd(lambda m, y: y * m.e, e=torch.ones(6).as_subclass(_Marked)), "^tensor 'e' is a _Marked, .*as_subclass"),
+    "a bfloat16 attribute": (
+        Odd(lambda m, y: y * m.e[0], e=[torch.ones(6).bfloat16()]),
+        "^the module's own forward computes with a bfloat16 tensor; keep it as float32, or as a"),
     "complex tensors kept": (
         Odd(lambda m, y: y * m.e.real, e=torch.fft.fft(torch.arange(6.0)).conj()), "sines and cosines"),
     "packed sequences": (
@@ -336,6 +346,16 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence_and_leaves_nothing(nam
         export_bundle(module, example, tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
     assert str(refusal.value).isprintable()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_whose_channels_crash_the_search_for_groups_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_export.groups.find_groups", lambda *_: 1 // 0)
+    with pytest.raises(ModelError, match=r"^the model's channels cannot be followed .*: ZeroDivisionError: .*; report"):
+        export_bundle(
+            nn.Linear(5, 3), torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False
+        )
 
 
 def test_pytorchs_parts_are_proved_as_they_are_stored() -> None:
