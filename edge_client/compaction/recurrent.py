@@ -283,7 +283,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
-        w.stays(_made(node), f"reads extra inputs ({own_x.shape[1]}) for what dead channels add differently at each step")
+        more = f"({own_x.shape[1]}) for what dead channels add differently at each step"
+        w.stays(_made(node), f"reads extra inputs {more}")
         course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
         given = w.emit("Concat", [given, course], axis=2)
     names = [given, *(w.constant(np.stack(v)) for v in (small_w, small_r, small_b)), ""]
