@@ -100,7 +100,7 @@ FASTEST = Costs(8.0, 256.0, 16, 4)
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
-    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `moves.slots`).
+    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `reshapes.slots`).
     `split` collects those that did. `node` is the one that is written, `why` the operator that
     raised a level last.
     """
