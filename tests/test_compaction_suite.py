@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from edge_bench.compaction import page, random_graphs  # noqa: E402
 from edge_bench.compaction.masks import masked  # noqa: E402
+from edge_bench.compaction.options import cuts  # noqa: E402
 from edge_bench.compaction.oracle import bound  # noqa: E402
 from edge_bench.compaction.suite import Result, compacted, export, prepare  # noqa: E402
 from edge_bench.compaction.zoo import ZOO, Case  # noqa: E402
 from edge_bench.compaction.zoo.case import Net, conv, pooled  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+
+from edge_client.errors import ConfigError  # noqa: E402
 
 # What compaction leaves although the outputs do not depend on it; docs/compaction.md says why.
 ABOVE = {("attention, one layer for all three", "weight")}
@@ -64,6 +67,16 @@ def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
 
 def test_the_page_shows_the_committed_results() -> None:
     assert page.PAGE.read_text() == page.page(), "run: python -m edge_bench.compaction.page"
+
+
+@pytest.mark.parametrize(
+    ("masks", "kept", "said"),
+    [("act,wieght", "0.5", "no mask 'wieght'"), ("act", "half", "--kept 'half'"), ("act", "0.5,0", "--kept '0.5,0'")],
+)
+def test_masks_and_shares_of_the_command_are_checked(masks: str, kept: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cuts(masks, kept)
+    assert cuts("weight,act", "0.5,0.25")[:3] == [("act", 0.5), ("act", 0.25), ("weight", 0.5)]
 
 
 def test_the_suite_has_graphs_enough_and_their_names_are_theirs_alone() -> None:
