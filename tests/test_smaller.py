@@ -256,9 +256,9 @@ def test_the_nan_of_a_masked_model_is_said_to_be_its_own(tmp_path: Path) -> None
         compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
 
 
-@pytest.mark.parametrize("ids", [None, 9])
+@pytest.mark.parametrize("ids", [None, ((0, 9),)])
 def test_a_model_of_ids_is_proved_on_all_rows_of_its_table(
-    ids: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ids: tuple[tuple[int, int], ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 8 is in no sample."""
     monkeypatch.setattr(personal_module, "aligned", damaged("Gather", lambda t: np.vstack([t[:8], t[8:] + 1])))

@@ -190,7 +190,7 @@ def _prove(
         return _run(frozen, COMPACT, {x_name: probe.x}, probe.name)
 
     takes = bundle.manifest.input
-    return prove(probes(takes.shape, takes.dtype, takes.ids, samples), reference, found, rounded, SIDES)
+    return prove(probes(takes.shape, takes.dtype, takes.bounds(), samples), reference, found, rounded, SIDES)
 
 
 def _open(model: bytes) -> ort.InferenceSession:

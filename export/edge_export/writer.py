@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -31,11 +31,9 @@ from edge_export.onnx_passes import OWN_NAMES
 from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_parts
+from edge_export.sample_ids import sample_ids
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
-
-_SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_WHOLE = (TensorProto.INT32, TensorProto.INT64)
 
 
 def export_bundle(
@@ -104,7 +102,7 @@ def export_bundle(
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     dtype = "int64" if example.dtype == torch.int64 else "float32"
-    ids = _ids(made.evaluation, found) if dtype == "int64" else None
+    ids = sample_ids(made.evaluation, found, tuple(example.shape[1:])) if dtype == "int64" else None
     takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "between": between,
              "ids": ids}  # fmt: skip
     try:
@@ -123,23 +121,6 @@ def export_bundle(
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
     return write_bundle(with_groups(manifest, graphs), parts, folder)
-
-
-def _ids(graph: ModelProto, found: Tables) -> int | None:
-    """Rows of the smallest table that whole-number samples index, None without one.
-
-    What holds the samples' values and no others counts as the samples; a slice or a sum does not. ONNX takes the id -1
-    for the last row.
-    """
-    rows = {row.name: row.shape[0] for row in (*found.parameters, *found.buffers) if row.shape}
-    samples, looked_up = {"x"}, set[str]()
-    for node in graph.graph.node:
-        given = {a.name: a.i for a in node.attribute}
-        if node.op_type in _SAME_VALUES and node.input[0] in samples and given.get("to", TensorProto.INT64) in _WHOLE:
-            samples.add(node.output[0])
-        elif node.op_type == "Gather" and node.input[1] in samples and given.get("axis", 0) == 0:
-            looked_up.add(node.input[0])
-    return min((rows[table] for table in looked_up if table in rows), default=None)
 
 
 @dataclass(frozen=True)
