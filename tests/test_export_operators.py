@@ -434,16 +434,15 @@ def _mutants(graph: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
 def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
-    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
     mutants = _mutants(made.train)
     assert len(mutants) >= 3
     for mutant in mutants.values():
         with pytest.raises(ModelError, match=r"differently from the module|do not run|does not open"):
-            prove(module, made.example, made.target, parameters, buffers, parameters, mutant, made.evaluation)
+            prove(made.witness, made.example, mutant, made.evaluation)
     other = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)),
                           torch.zeros(2, 5), CLASSIFICATION)  # fmt: skip
     with pytest.raises(ModelError, match="output in evaluation mode"):
-        prove(module, made.example, made.target, parameters, buffers, parameters, made.train, other.evaluation)
+        prove(made.witness, made.example, made.train, other.evaluation)
 
 
 class Cancelling(nn.Module):
@@ -469,19 +468,17 @@ def test_one_inexact_gradient_does_not_excuse_another() -> None:
     factor = np.array(1 + made.shown.gradient / 2, np.float32)
     wrong.graph.initializer.append(numpy_helper.from_array(factor, "factor"))
     wrong.graph.node.append(onnx.helper.make_node("Mul", ["right", "factor"], [output]))
-    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
     with pytest.raises(ModelError, match=r"gradient of 'head\.bias' differently"):
-        prove(module, made.example, made.target, parameters, buffers, parameters, wrong, made.evaluation)
+        prove(made.witness, made.example, wrong, made.evaluation)
 
 
 def test_zeros_that_hide_a_fault_are_moved_away_first() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     nn.init.zeros_(module[2].weight)
     made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
-    names = [r.name for r in made.tables.parameters]
     wrong = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 5), CLASSIFICATION)
     with pytest.raises(ModelError, match="differently"):
-        prove(module, made.example, made.target, names, [], names, wrong.train, made.evaluation)
+        prove(made.witness, made.example, wrong.train, made.evaluation)
 
 
 def test_integers_up_to_the_embedding_take_part_in_the_proof() -> None:
