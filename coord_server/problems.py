@@ -62,6 +62,7 @@ PROBLEMS: dict[str, Kind] = {
     "export-failed": Kind(409, "the pte artifact's outputs differ from the model's by 0.01; keep the ONNX model"),
     "bad-config": Kind(422, "there is no method 'fedmusk'; choose one of ['coupled', 'fedavg', 'fedmask']"),
     "bad-message": Kind(422, "rounds: Input should be greater than or equal to 1, got 0; correct it and send again"),
+    "wrong-samples": Kind(422, "the samples of pi-07 have shape (28, 28), the model of har takes (1152,); mend them"),
     "bad-payload": Kind(422, "the payload holds arrays ['mask']; FedAvg sends ['buffers', 'parameters']"),
     "too-many": Kind(429, "10.0.0.7 has 64 requests under way; wait for their answers", retry_after=1, closes=True),
     "internal-error": Kind(500, "the coordinator failed on this request; its log says why. Try again later"),
@@ -75,11 +76,14 @@ PROBLEMS: dict[str, Kind] = {
 
 
 class Refusal(MaskfleetError):
-    """A request that is refused. `kind` is a key of `PROBLEMS`; `detail` says what, which value, and what to do."""
+    """A request that is refused. `kind` is a key of `PROBLEMS`; `detail` says what, which value, and what to do.
+
+    `about` says in the log what was refused, where the method and route do not tell.
+    """
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
-        self.kind = kind
+        self.kind, self.about = kind, ""
 
 
 def message(kind: str, detail: str, status: int | None = None) -> Problem:

@@ -124,19 +124,35 @@ Between = Annotated[tuple[FiniteFloat, FiniteFloat], AfterValidator(_ascending)]
 """The lowest and the highest value of the samples that a model is made for; a few may lie outside."""
 
 
+Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
 class Input(_Data):
     """One sample: its shape without the batch axis, and its dtype.
 
     With `normalisation` a device's files hold raw samples, which are normalised when they are read; the graphs take
-    normalised ones. Without one, `between` says on what scale samples are. With `ids` samples are rows of a table,
-    0 <= id < ids.
+    normalised ones. Without one, `between` says on what scale samples are. With `ids` samples are rows of tables: the
+    least id and the end of ids, one pair for all values of a sample or one for each, in C order.
     """
 
     shape: Shape
     dtype: Literal["float32", "int64"] = "float32"
     normalisation: Normalisation | None = None
     between: Between | None = None
-    ids: Annotated[int, Field(gt=0, le=MAX_VALUES)] | None = None
+    ids: Annotated[tuple[tuple[Id, Id], ...], Field(min_length=1)] | None = None
+
+    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The least id and the end of ids of each value of a sample, int64[*shape]; None without `ids`."""
+        if self.ids is None:
+            return None
+        low, end = (np.broadcast_to(b, prod(self.shape)).reshape(self.shape) for b in np.array(self.ids, np.int64).T)
+        return low, end
+
+    @model_validator(mode="after")
+    def _bounds_each_value(self) -> Input:
+        if self.ids is not None and len(self.ids) not in (1, prod(self.shape)):
+            raise ValueError(f"{len(self.ids)} bounds of ids, a sample has {prod(self.shape)} values")
+        return self
 
     @model_validator(mode="after")
     def _normalises_features(self) -> Input:

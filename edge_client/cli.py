@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points, requires, version
+from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,14 +20,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import MaskfleetError
 from edge_client.events import Log, Terminal, shown
 from edge_client.exit_codes import ExitCode, exit_code
+from edge_client.extras import needs
 from edge_client.stopping import end_on_signals
 
-EXTRA_OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench"}
-EXTRA_OF_MODULE = {"sklearn": "bench"}  # imported under another name than it is installed by
-COLLECTIONS = ("all", "dev")  # extras that are made of others
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
@@ -192,26 +189,6 @@ def summary(entry: EntryPoint) -> str:
             if named and texts and isinstance(texts[0], ast.Constant):
                 return str(texts[0].value).partition("\n")[0]
     return ""
-
-
-def needs(command: str, package: str, error: ImportError) -> ConfigError:
-    """The error that names the extra which brings a missing module; `package` is that of the command."""
-    return ConfigError(
-        f"{command} needs {error.name or error}, which is not installed; "
-        f"run: pip install 'maskfleet[{_extra(package, error.name)}]'"
-    )
-
-
-def _extra(package: str, missing: str | None) -> str:
-    """The extra that installs module `missing`; if none names it, the one that `package` needs."""
-    module = (missing or "").partition(".")[0].lower()
-    if module in EXTRA_OF_MODULE:
-        return EXTRA_OF_MODULE[module]
-    for line in requires("maskfleet") or []:
-        found = re.match(r"([\w.-]+).*;.*extra == ['\"](\w+)", line)
-        if found and found[1].lower() == module and found[2] not in COLLECTIONS:
-            return found[2]
-    return EXTRA_OF_PACKAGE.get(package, "all")
 
 
 def _print_version(show: bool) -> None:

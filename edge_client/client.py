@@ -243,7 +243,7 @@ class _Run:
         """The session of this device. The arrays read from its file do not outlive this call."""
         client, given = self.client, self.client.data
         found = given if isinstance(given, DeviceData) else read(Path(given))  # before the token is used up
-        identity = enrol(identity, self.journal, self.remote, client.token, self.say)
+        identity = enrol(identity, self.journal, self.remote, client.token, found, self.say)
         cache = self.journal.folder / "bundles"
         return open_session(
             identity, self.remote, found, cache, client.backend, client.threads, client.max_parameters,

@@ -72,9 +72,10 @@ def numbers(takes: Input, x: NDArray[Any], what: str) -> NDArray[Any]:
     if takes.dtype == "int64" and x.dtype.kind == "f":
         raise DataError(f"{what}: samples have dtype {x.dtype}, the model takes whole numbers; give integers")
     x = finite(x, takes.dtype, what)
-    if takes.ids is not None and (bad := (x < 0) | (x >= takes.ids)).any():
-        at = int(np.argwhere(bad)[0][0])
-        raise DataError(f"{what}: sample {at} holds the id {x[bad][0]}; the model's table has 0..{takes.ids - 1}")
+    if (bounds := takes.bounds()) is not None and (bad := (x < bounds[0]) | (x >= bounds[1])).any():
+        at = tuple(np.argwhere(bad)[0])
+        low, end = (bound[at[1:]] for bound in bounds)
+        raise DataError(f"{what}: sample {at[0]} holds the id {x[at]}; the model's table has {low}..{end - 1}")
     return x
 
 

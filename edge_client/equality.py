@@ -56,16 +56,22 @@ class Sides:
 
 
 def probes(
-    shape: tuple[int, ...], dtype: str, ids: int | None = None, samples: NDArray[Any] | None = None
+    shape: tuple[int, ...],
+    dtype: str,
+    ids: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+    samples: NDArray[Any] | None = None,
 ) -> Iterator[Probe]:
-    """Every probe of a model that takes [n, *shape]; the same ones each time. `ids` is the range of integers."""
+    """Every probe of a model that takes [n, *shape]; the same ones each time.
+
+    `ids` are the least integers and their end, of each value of a sample; without a bound for all, none are drawn.
+    """
     many = (SAMPLES, *shape)
     if samples is not None and len(samples):
         yield Probe("the given samples", True, np.ascontiguousarray(samples[: 4 * SAMPLES], dtype))
     random = np.random.default_rng(0)
     if dtype != "float32":
-        if ids:
-            yield Probe("ids of its table", True, random.integers(0, ids, many, dtype))
+        if ids is not None and (ids[1] < np.iinfo(np.int64).max).all():
+            yield Probe("ids of its table", True, random.integers(*ids, many, dtype))
         return
     normal = random.standard_normal(many, np.float32)
     spikes = np.zeros((SAMPLES, int(np.prod(shape))), np.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
 from edge_client.data import DataFile, DeviceData, check, doubts, fit
-from edge_client.errors import BundleError, ConfigError, MaskfleetError
+from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError
 from edge_client.events import Event, OnEvent
 from edge_client.journal import Identity, Journal
 from edge_client.methods import Method, make_method
@@ -45,16 +45,27 @@ class Session:
         return Task(a, self.trainer, self.data, self.secret, watch)
 
 
-def enrol(identity: Identity, journal: Journal, remote: Remote, token: str, say: OnEvent) -> Identity:
-    """The identity with the coordinator's answer to the enrolment, which is sent if there is none yet."""
+def enrol(
+    identity: Identity, journal: Journal, remote: Remote, token: str, found: DataFile | DeviceData, say: OnEvent
+) -> Identity:
+    """The identity with the coordinator's answer to the enrolment, which is sent if there is none yet.
+
+    Raises DataError where the coordinator says that the model takes samples of another shape.
+    """
     remote.transport.credential = identity.credential
     if identity.enrolled is not None:
         say(Event("info", f"device {identity.device!r} of federation {identity.enrolled.federation!r}"))
         return identity
     if not remote.transport.secure:
         say(Event("info", f"{remote.transport.url} is not https: anyone on the way can read the credential"))
-    message = Enrol(token=token, device=identity.device, credential=identity.credential)
-    enrolled = remote.ask("POST", "/v1/enrol", Enrolled, "joining", message=message)
+    x = found.x if isinstance(found, DeviceData) else found.arrays["x"]
+    message = Enrol(token=token, device=identity.device, credential=identity.credential, sample=x.shape[1:])
+    try:
+        enrolled = remote.ask("POST", "/v1/enrol", Enrolled, "joining", message=message)
+    except ServerError as error:
+        if error.kind == "wrong-samples":
+            raise DataError(str(error)) from None
+        raise
     say(Event("info", f"joined federation {enrolled.federation!r} as device {enrolled.device!r}"))
     return journal.store_identity(identity.model_copy(update={"enrolled": enrolled}))
 

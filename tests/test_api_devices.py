@@ -105,6 +105,18 @@ def test_enrolling_again_is_harmless_and_a_name_cannot_be_taken_over(tmp_path: P
     play(tmp_path, script)
 
 
+def test_a_device_whose_samples_have_another_shape_is_refused_and_the_token_can_be_used(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        once = (await fleet.operator("POST", "/v1/federations/fed/tokens", json={"uses": 1})).json()
+        body = {"token": once["token"], "device": "b", "credential": credential("b")}
+        odd = await fleet.http.post("/v1/enrol", json={**body, "sample": [7, 7]})
+        assert "have shape (7, 7), the model of fed takes (2,); correct" in refused(odd, "wrong-samples")
+        assert (await fleet.http.post("/v1/enrol", json={**body, "sample": [2]})).status_code == 200
+
+    play(tmp_path, script)
+
+
 def test_an_upload_sent_again_gets_the_same_receipt_even_rounds_later(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")

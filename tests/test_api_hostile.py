@@ -128,6 +128,22 @@ def test_a_range_or_length_of_thousands_of_digits_is_no_number(tmp_path: Path) -
     play(tmp_path, script)
 
 
+def test_a_refused_update_is_one_line_in_the_log_that_names_the_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "b")
+        lease = (await fleet.work("a"))["lease"]
+        caplog.set_level("INFO", "maskfleet")
+        caplog.clear()
+        refused(await fleet.upload("a", 2, lease, b"x"), "wrong-round")
+        (line,) = (r.message for r in caplog.records if r.name == "maskfleet")
+        assert line.startswith("refused, wrong-round: fed: the update of a for round 2 from ")
+        assert line.endswith("ask for work again")
+
+    play(tmp_path, script)
+
+
 def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def drop(app: Any, path: str, headers: dict[str, str]) -> None:
         said = [{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,19 @@ def test_a_device_that_cannot_go_on_and_is_not_asked_for_reports_nothing(tmp_pat
             device(tmp_path, coordinator, data=tmp_path / "gone.npz").run()
     assert coordinator.failures == []
     assert [path for _, path in coordinator.requests[asked:]] == ["/v1/federations/f1/work"] * 2
+
+
+def test_data_of_another_shape_are_refused_before_the_token_is_used(tmp_path: Path) -> None:
+    coordinator, sent = Coordinator(), list[dict[str, Any]]()
+
+    def refuses(request: httpx.Request) -> httpx.Response | None:
+        sent.append(json.loads(request.content))
+        return problem(422, "wrong-samples", "the samples of dev have shape (3,)")
+
+    coordinator.fault = refuses
+    with pytest.raises(DataError, match=r"the samples of dev have shape \(3,\)"):
+        device(tmp_path, coordinator).run()
+    assert [message["sample"] for message in sent] == [[3]]
 
 
 def test_an_overflow_in_a_second_phase_is_the_device_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

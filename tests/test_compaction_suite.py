@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from edge_bench.compaction import page, random_graphs  # noqa: E402
 from edge_bench.compaction.masks import masked  # noqa: E402
+from edge_bench.compaction.options import cuts  # noqa: E402
 from edge_bench.compaction.oracle import bound  # noqa: E402
 from edge_bench.compaction.suite import Result, compacted, export, prepare  # noqa: E402
 from edge_bench.compaction.zoo import ZOO, Case  # noqa: E402
 from edge_bench.compaction.zoo.case import Net, conv, pooled  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+
+from edge_client.errors import ConfigError  # noqa: E402
 
 # What compaction leaves although the outputs do not depend on it; docs/compaction.md says why.
 ABOVE = {("attention, one layer for all three", "weight")}
@@ -64,6 +67,16 @@ def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
 
 def test_the_page_shows_the_committed_results() -> None:
     assert page.PAGE.read_text() == page.page(), "run: python -m edge_bench.compaction.page"
+
+
+@pytest.mark.parametrize(
+    ("masks", "kept", "said"),
+    [("act,wieght", "0.5", "no mask 'wieght'"), ("act", "half", "--kept 'half'"), ("act", "0.5,0", "--kept '0.5,0'")],
+)
+def test_masks_and_shares_of_the_command_are_checked(masks: str, kept: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cuts(masks, kept)
+    assert cuts("weight,act", "0.5,0.25")[:3] == [("act", 0.5), ("act", 0.25), ("weight", 0.5)]
 
 
 def test_the_suite_has_graphs_enough_and_their_names_are_theirs_alone() -> None:
@@ -187,6 +200,30 @@ def test_the_bound_of_a_convolution_counts_steps_that_lie_in_the_samples_axis() 
     case = ZOO["convolution of each step"]
     live = bound(masked(case, "act", 0.5).module, case).live
     assert live == 4 * 8 * 8 * 9 * 3 * 4 + 4 * 5 + 5 * 5
+
+
+def test_the_bound_starts_at_bags_of_ids_as_at_single_ones() -> None:
+    case = Case(
+        "bags", lambda: nn.Sequential(nn.EmbeddingBag(9, 8), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), (4,), (), 9
+    )
+    made = masked(case, "act", 0.5)
+    units = [int(k.sum()) for k in made.kept.values()]
+    assert bound(made.module, case).live == 8 * units[0] + units[0] * units[1]
+
+
+@pytest.mark.parametrize("corners", [False, True])
+def test_the_bound_counts_linear_interpolation_as_a_product_along_each_axis(corners: bool) -> None:
+    grow = {"scale_factor": (2, 3), "mode": "bilinear", "align_corners": corners}
+    case = Case(
+        "grown",
+        lambda: nn.Sequential(conv(2, 4, 1), nn.ReLU(), nn.Upsample(**grow), pooled(4, 3)),
+        (2, 5, 6),
+        ("3.2",),  # type: ignore[arg-type]
+    )
+    module = masked(case, "act", 0.5).module
+    each = 5 * 10 * 6 + 6 * 18 * 10  # multiply-adds of a channel
+    assert bound(module, case).live == 30 * 2 * 2 + 2 * each + 2 * 3
+    assert bound(case.make().eval(), case).live == 30 * 2 * 4 + 4 * each + 4 * 3
 
 
 def test_a_reparametrised_layer_is_pruned_by_its_lengths() -> None:

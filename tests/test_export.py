@@ -246,7 +246,7 @@ def test_a_table_s_rows_bound_the_ids_of_samples_and_are_written_only_where_ther
     bundle = export_bundle(
         tokens, example, tmp_path / "tokens", name="b", target=Classification(classes=3), torch_part=False
     )
-    assert bundle.manifest.input.ids == 20
+    assert bundle.manifest.input.ids == ((0, 20),)
     assert Manifest.model_validate_json(bundle.manifest.to_bytes()) == bundle.manifest
     right = np.array([[0, 1, 19]])
     check(bundle.manifest, right, np.zeros(1, np.int64), "here")
@@ -275,21 +275,34 @@ class LooksUp(nn.Module):
 @pytest.mark.parametrize(
     ("ids", "bound"),
     [
-        (lambda x: x.reshape(-1).int().unsqueeze(1), 20),
-        (lambda x: x.permute(1, 0).transpose(0, 1).squeeze(-1), 20),
-        (lambda x: x[:, :2], None),
-        (lambda x: x + 1, None),
+        (lambda x: x.reshape(-1).int().unsqueeze(1), ((0, 20),)),
+        (lambda x: x.permute(1, 0).transpose(0, 1).squeeze(-1), ((0, 20),)),
+        (lambda x: x[:, :2], ((0, 20), (0, 20), (-(2**63), 2**63 - 1))),
+        (lambda x: x + 1, ((-1, 19),)),
+        (lambda x: x.flip(1) + torch.tensor([0, 5, 7]), ((-7, 13), (-5, 15), (0, 20))),
         (lambda x: (x > 3).long(), None),
         (lambda x: x.bool().long(), None),
+        (lambda x: x.clamp(0, 19), None),
+        (lambda x: 0 * x + torch.arange(3), None),
     ],
 )
-def test_samples_that_are_only_shaped_before_a_table_are_bound_by_it(
-    ids: Callable[[torch.Tensor], torch.Tensor], bound: int | None, tmp_path: Path
+def test_samples_are_bound_by_the_table_that_they_index_behind_slices_and_offsets(
+    ids: Callable[[torch.Tensor], torch.Tensor], bound: tuple[tuple[int, int], ...] | None, tmp_path: Path
 ) -> None:
     example = torch.zeros(2, 3, dtype=torch.int64)
     target = Classification(classes=3)
     bundle = export_bundle(LooksUp(ids), example, tmp_path / "b", name="b", target=target, torch_part=False)
     assert bundle.manifest.input.ids == bound
+    if bound is not None:
+        low, end = (np.array(bounds)[None].repeat(3 // len(bound), 1) for bounds in zip(*bound, strict=True))
+        for x in (low, end - 1):
+            check(bundle.manifest, x, np.zeros(1, np.int64), "here")
+        for k in (k for k in range(3) if low[0, k] > -(2**63)):
+            for x, id_ in ((low.copy(), low[0, k] - 1), (low.copy(), end[0, k])):
+                x[0, k] = id_
+                said = rf"sample 0 holds the id {id_}; the model's table has {low[0, k]}..{end[0, k] - 1}"
+                with pytest.raises(DataError, match=said):
+                    check(bundle.manifest, x, np.zeros(1, np.int64), "here")
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -148,6 +150,30 @@ def test_a_kill_leaves_the_old_bundle_or_the_new_one_and_never_a_mixture(
     files.write_bundle(*two[1], tmp_path / "b")
     assert Bundle.open(tmp_path / "b").manifest.name == "newer"
     assert {p.name for p in (tmp_path / "b").iterdir()} == {MANIFEST, *two[1][1]}, "nothing of the killed one is left"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_exports_into_one_folder_take_turns(
+    there: bool, tmp_path: Path, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, begun, goes = tmp_path / "b", Event(), Event()
+    if there:
+        files.write_bundle(*two[1], folder)
+
+    def paused() -> None:
+        begun.set()
+        goes.wait(60)
+
+    monkeypatch.setattr(os, "replace", _at(1, paused, os.replace))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(files.write_bundle, *two[0], folder)
+        assert begun.wait(60)
+        second = pool.submit(files.write_bundle, *two[1], folder)
+        assert not wait([second], 0.2).done
+        goes.set()
+        assert first.result().manifest == two[0][0]
+        assert _parts(second.result()) == two[1]
+    assert {p.name for p in folder.iterdir()} == {MANIFEST, *two[1][1]}
 
 
 @pytest.mark.parametrize("call", ["link", "unlink", "replace"])

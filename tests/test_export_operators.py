@@ -200,6 +200,10 @@ class _Sign(torch.autograd.Function):
         return grad
 
 
+class _Marked(Tensor):
+    pass
+
+
 class _Doubled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(5, 3)
@@ -225,7 +229,7 @@ class _Bags(nn.EmbeddingBag):
         return super().forward(x.flatten(), torch.arange(0, x.numel(), x.shape[1]))
 
 
-def _kept(value: Tensor) -> nn.Module:
+def _kept(value: Any) -> nn.Module:
     part = nn.Tanh()
     part.kept = value
     return nn.Sequential(nn.Linear(5, 6), part, nn.Linear(6, 3))
@@ -313,6 +317,12 @@ REFUSED = {
     "a tensor without values": (Odd(lambda _, y: y, e=torch.empty(6, device="meta")), "'e' is on the device 'meta'"),
     "a plain tensor without values": (_kept(torch.empty(6, device="meta")), "'1.kept' is on the device 'meta'"),
     "a sparse tensor": (_kept(torch.eye(6).to_sparse()), "'1.kept' is quantized, sparse.*a plain dense tensor"),
+    "a sparse tensor in a list": (_kept([torch.eye(6).to_sparse_csr()]), "^tensor '1.kept.0' is quantized, sparse.*"),
+    "a subclass of tensors": (
+        Odd(lambda m, y: y * m.e, e=torch.ones(6).as_subclass(_Marked)), "^tensor 'e' is a _Marked, .*as_subclass"),
+    "a bfloat16 attribute": (
+        Odd(lambda m, y: y * m.e[0], e=[torch.ones(6).bfloat16()]),
+        "^the module's own forward computes with a bfloat16 tensor; keep it as float32, or as a"),
     "complex tensors kept": (
         Odd(lambda m, y: y * m.e.real, e=torch.fft.fft(torch.arange(6.0)).conj()), "sines and cosines"),
     "packed sequences": (
@@ -336,6 +346,16 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence_and_leaves_nothing(nam
         export_bundle(module, example, tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False)
     assert str(refusal.value).isprintable()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_whose_channels_crash_the_search_for_groups_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_export.groups.find_groups", lambda *_: 1 // 0)
+    with pytest.raises(ModelError, match=r"^the model's channels cannot be followed .*: ZeroDivisionError: .*; report"):
+        export_bundle(
+            nn.Linear(5, 3), torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION, torch_part=False
+        )
 
 
 def test_pytorchs_parts_are_proved_as_they_are_stored() -> None:
@@ -414,16 +434,15 @@ def _mutants(graph: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
 def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
-    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
     mutants = _mutants(made.train)
     assert len(mutants) >= 3
     for mutant in mutants.values():
         with pytest.raises(ModelError, match=r"differently from the module|do not run|does not open"):
-            prove(module, made.example, made.target, parameters, buffers, parameters, mutant, made.evaluation)
+            prove(made.witness, made.example, mutant, made.evaluation)
     other = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)),
                           torch.zeros(2, 5), CLASSIFICATION)  # fmt: skip
     with pytest.raises(ModelError, match="output in evaluation mode"):
-        prove(module, made.example, made.target, parameters, buffers, parameters, made.train, other.evaluation)
+        prove(made.witness, made.example, made.train, other.evaluation)
 
 
 class Cancelling(nn.Module):
@@ -449,19 +468,17 @@ def test_one_inexact_gradient_does_not_excuse_another() -> None:
     factor = np.array(1 + made.shown.gradient / 2, np.float32)
     wrong.graph.initializer.append(numpy_helper.from_array(factor, "factor"))
     wrong.graph.node.append(onnx.helper.make_node("Mul", ["right", "factor"], [output]))
-    parameters, buffers = ([r.name for r in t] for t in (made.tables.parameters, made.tables.buffers))
     with pytest.raises(ModelError, match=r"gradient of 'head\.bias' differently"):
-        prove(module, made.example, made.target, parameters, buffers, parameters, wrong, made.evaluation)
+        prove(made.witness, made.example, wrong, made.evaluation)
 
 
 def test_zeros_that_hide_a_fault_are_moved_away_first() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     nn.init.zeros_(module[2].weight)
     made = proved_graphs(module, torch.zeros(2, 5), CLASSIFICATION)
-    names = [r.name for r in made.tables.parameters]
     wrong = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 5), CLASSIFICATION)
     with pytest.raises(ModelError, match="differently"):
-        prove(module, made.example, made.target, names, [], names, wrong.train, made.evaluation)
+        prove(made.witness, made.example, wrong.train, made.evaluation)
 
 
 def test_integers_up_to_the_embedding_take_part_in_the_proof() -> None:

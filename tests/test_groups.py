@@ -130,6 +130,44 @@ def test_what_forms_no_group_is_named_with_the_operator_that_stops_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "tensors", "lines"),
+    [
+        (
+            "h = Squeeze(last, z) n = LayerNormalization(h, g, gb) logits = Gemm <transB = 1> (n, o, ob)",
+            {"g": (6,), "gb": (6,), "o": (3, 6), "ob": (3,)},
+            ("c: LayerNormalization mixes them",),
+        ),
+        ("logits = Squeeze(last, z)", {}, ()),
+    ],
+)
+def test_a_layer_of_two_weights_is_named_once_and_the_last_layer_never(
+    end: str, tensors: dict[str, tuple[int, ...]], lines: tuple[str, ...]
+) -> None:
+    start = "s = Transpose <perm = [1, 0, 2]> (x) y, last = LSTM <hidden_size = 6> (s, w, r) "
+    tensors = {"w": (1, 24, 4), "r": (1, 24, 6), **tensors}
+    model = Graph(
+        (5, 4), tensors, f"{start} z = Constant <value_ints = [0]> () {end}", {}, {}, classes=3 if lines else 6
+    ).model()
+    layer = {"w": "c.w", "r": "c.r"}
+    for value in model.graph.input:
+        value.name = layer.get(value.name, value.name)
+    for node in model.graph.node:
+        node.input[:] = [layer.get(v, v) for v in node.input]
+    assert find_groups(model, {layer.get(k, k): v for k, v in tensors.items()}, (5, 4)).stopped == lines
+
+
+def test_an_operator_on_a_value_without_elements_forms_no_group_and_the_others_do() -> None:
+    body = (
+        "y = Gemm <transB = 1> (x, a, ab) one = Constant <value_ints = [1]> () none = Constant <value_ints = [0]> () "
+        "e = Slice(y, none, none, one) t = ReduceSum(e, one) u = Add(x, t) r = Gemm <transB = 1> (u, b, bb) "
+        "logits = Gemm <transB = 1> (r, o, ob)"
+    )
+    tensors = {"a": (8, 6), "ab": (8,), "b": (4, 6), "bb": (4,), "o": (3, 4), "ob": (3,)}
+    made = found(Graph((6,), tensors, body, {}, {}))
+    assert {g.name: g.size for g in made.groups}["b"] == 4
+
+
 def test_groups_survive_the_manifest_s_json() -> None:
     adapter = TypeAdapter(tuple[ChannelGroup, ...])
     groups = found(GRAPHS["fused heads"]).groups

@@ -618,6 +618,13 @@ def test_a_date_may_have_any_order_within_one_day_and_a_column_of_its_own(head: 
     assert times[1] - times[0] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("days", [("22.11.2026", "23.11.2026"), ("11/30/26", "12/1/26")])
+def test_days_without_a_known_order_over_midnight_are_refused_with_what_to_write(days: tuple[str, str]) -> None:
+    rows = [f"{day} {clock},5" for day, clock in zip(days, ("23:59:59.5", "00:00:01"), strict=True)]
+    with pytest.raises(MeterError, match=rf"over midnight, and '{days[0]} .*its month; write dates as 2026-11-23"):
+        csv_trace.parse("\n".join(["Date Time,Power(W)", *rows]), "x")
+
+
 def test_a_recording_of_the_current_alone_takes_the_voltage_as_an_option(tmp_path: Path) -> None:
     chosen = csv_trace.find({"path": str(tmp_path / "ppk2.csv"), "volts": "3.7"})
     assert isinstance(chosen, csv_trace.CsvMeter)

@@ -130,6 +130,11 @@ def test_who_is_missing_has_a_reason() -> None:
     every = text(federation("recruiting", devices=0), devices=new)
     assert "missing joined, not asked for work yet: a, b, c" in every
     assert "has to join" not in every
+    join = "`maskfleet join https://fleet.example --token TOKEN --data FILE.npz`"
+    assert f"next on each further device: {join}" in some
+    assert "next" not in every
+    gone = [device("a", removed=True)]
+    assert f"`, then on each device: {join}" in text(federation("recruiting", devices=0), devices=gone)
     ready = [device(name) for name in "abcde"]
     assert "missing no report yet from a, b, c and 2 more" in text(federation("finished"), [], ready)
     assert "waits for a (seen 0 s ago), b (seen 0 s ago), c (seen 0 s ago) and 7 more" in text(

@@ -256,9 +256,9 @@ def test_the_nan_of_a_masked_model_is_said_to_be_its_own(tmp_path: Path) -> None
         compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
 
 
-@pytest.mark.parametrize("ids", [None, 9])
+@pytest.mark.parametrize("ids", [None, ((0, 9),)])
 def test_a_model_of_ids_is_proved_on_all_rows_of_its_table(
-    ids: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ids: tuple[tuple[int, int], ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 8 is in no sample."""
     monkeypatch.setattr(personal_module, "aligned", damaged("Gather", lambda t: np.vstack([t[:8], t[8:] + 1])))
@@ -333,8 +333,21 @@ def test_a_pool_over_channels_of_which_one_is_live_opens(pool: str, tmp_path: Pa
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:
     graph = GRAPHS["norm over channels"]
     _, report, _ = compact(graph, masked(graph, "act", 0.5, 0), tmp_path)
-    assert report.stopped == ("a: LayerNormalization reads 4 dead channels of 8",)
+    assert report.stopped == ("a: LayerNormalization reads dead channels (4 of 8)",)
     assert report.layers["a"] == (8, 4)
+
+
+def test_a_reshape_that_keeps_dead_channels_says_so_once(tmp_path: Path) -> None:
+    body = (
+        "y = Gemm <transB = 1> (x, a, ab) s = Constant <value_ints = [-1, 2, 4]> () r = Reshape(y, s) "
+        "k = Constant <value_ints = [1]> () m = ReduceMax <keepdims = 0> (r, k) logits = Gemm <transB = 1> (m, o, ob)"
+    )
+    tensors = {"a": (8, 6), "ab": (8,), "o": (3, 4), "ob": (3,)}
+    graph = Graph((6,), tensors, body, {"a": (0, 1)}, {"a": "ab"})
+    _, report, error = compact(graph, masked(graph, "act", 1 / 2, 2), tmp_path)
+    assert error <= 1e-5
+    why = "makes parts of one width, which ReduceMax behind it needs"
+    assert report.stopped == (f"a: Reshape {why}, so dead entries stay (2 of 6)",)
 
 
 def test_a_reason_is_given_once_and_names_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +359,7 @@ def test_a_reason_is_given_once_and_names_layers(tmp_path: Path, monkeypatch: py
     graph = Graph((6,), {**PLAIN, **scales}, body, {"a": (0, 1)}, {"a": "ab"})
     values = masked(graph, "act", 0.5, 0)
     _, report, _ = compact(graph, values, tmp_path)
-    assert report.stopped == ("a: LayerNormalization reads 4 dead channels of 8",)
+    assert report.stopped == ("a: LayerNormalization reads dead channels (4 of 8)",)
 
     def ragged(writer: Writer) -> None:
         raise Ragged("n", "it is cut differently from entry to entry")

@@ -10,12 +10,13 @@ import numpy as np
 import onnx
 import pytest
 from edge_bench import trained_models
-from edge_bench.reproduction import cells, parse
+from edge_bench.reproduction import Cell, cells, parse
 from edge_bench.trained_models import CONFIG, row
 from onnx import numpy_helper
 
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_personal
+from edge_client.errors import ConfigError, DataError
 from edge_client.methods import make_method
 from edge_client.task import Personal
 
@@ -71,6 +72,22 @@ def test_time_and_int8_are_measured_beside_the_whole_network() -> None:
     assert found["int8_agreement"] > 0.8
     assert found["int8_bytes"] < found["bytes"]
     assert min(found[k] for k in ("ms", "ms_dense", "speedup", "speedup_aligned", "speedup_int8")) > 0
+
+
+def test_runs_of_which_none_has_a_result_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(cell: Cell, timed: int, runs: int) -> dict[str, Any]:
+        if cell.label == "fedavg":
+            raise DataError("no data")
+        return {}
+
+    monkeypatch.setattr(trained_models, "row", fails)
+    monkeypatch.setattr(trained_models, "line", lambda found: "measured")
+    with pytest.raises(ConfigError, match="none of 1 runs has a result"):
+        trained_models.main(task="har", method="fedavg")
+    assert "DataError: no data" in capsys.readouterr().out
+    trained_models.main(task="har", method="fedavg,hidenseek")
 
 
 def test_every_installed_method_and_the_ways_to_prune_are_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -249,6 +250,14 @@ def test_frozen_parameters_get_gradient_zero_and_damaged_parts_or_unknown_backen
     for backend in BACKENDS:
         with pytest.raises(BundleError, match="SHA-256"):
             open_trainer(backend, bundle).gradient(start.parameters, start.buffers, x, y)
+
+
+def test_a_backend_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "edge_client.training.torch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    said = r"^training backend 'torch' needs torch, which is not installed; run: pip install 'maskfleet\[author\]'$"
+    with pytest.raises(ConfigError, match=said):
+        open_trainer("torch", Bundle.open(packaged()["digits"]))
 
 
 def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

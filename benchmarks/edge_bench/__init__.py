@@ -13,7 +13,7 @@ from types import TracebackType
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """One sentence for a missing package, a traceback for anything else."""
-    from edge_client.cli import needs
+    from edge_client.extras import needs
 
     if isinstance(error, ImportError):
         print(f"edge_bench: {needs('this benchmark', __name__, error)}", file=sys.stderr)

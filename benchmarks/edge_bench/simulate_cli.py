@@ -41,8 +41,9 @@ def _labels(
     if plot is not None:
         histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
         console.print(f"wrote {plot}")
-    held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
-    write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+    if json_file is not None:
+        held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
+        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
 
 
 @contextmanager
@@ -142,7 +143,8 @@ def simulate(
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
     report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test))
     reasons = {label: str(error) for label, error in failures.items()}
-    write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    if json_file is not None:
+        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")

@@ -30,7 +30,7 @@ from edge_client.bundle import F32, Bundle
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock
 from edge_client.data import DeviceData
-from edge_client.errors import MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.macs import macs
@@ -210,6 +210,8 @@ def main(
             rows.append({"task": cell.task, "method": cell.label, "status": f"{type(error).__name__}: {error}"})
             print(f"{cell.task:8} {cell.label:22} {rows[-1]['status']}", flush=True)
         write_json(json_file, {**origin, "fields": FIELDS, "rows": rows})
+    if all("status" in r for r in rows):
+        raise ConfigError(f"none of {len(rows)} runs has a result; change --task, --method or {config}")
 
 
 if __name__ == "__main__":

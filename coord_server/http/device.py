@@ -71,7 +71,9 @@ def _json(found: BaseModel, status: int = 200, released: bool = False) -> Respon
     return Response(body, status, {"Connection": "close"} if released else None, "application/json")
 
 
-@router.post("/enrol", response_model=Enrolled, responses=documented("token-spent", "name-taken", "wrong-phase"))
+@router.post(
+    "/enrol", response_model=Enrolled, responses=documented("token-spent", "name-taken", "wrong-phase", "wrong-samples")
+)
 async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.
 

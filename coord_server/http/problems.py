@@ -40,14 +40,23 @@ log = logging.getLogger("maskfleet")
 
 
 def problem(
-    scope: Scope, kind: str, detail: str, headers: dict[str, str] | None = None, status: int | None = None
+    scope: Scope,
+    kind: str,
+    detail: str,
+    headers: dict[str, str] | None = None,
+    status: int | None = None,
+    about: str = "",
 ) -> Response:
-    """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit."""
+    """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit.
+
+    The log names the method and route, or what the problem is `about`.
+    """
     body = message(kind, detail, status)
     level = logging.INFO if body.status in (400, 404, 408, 409) else logging.WARNING
     asked, client = called(scope), caller(scope)
     extra = {"refused": kind, "request": asked, "client": client, "limited": f"refused {kind}"}
-    log.log(level, "refused, %s: %s from %s: %s", kind, asked, client, _HEX.sub("...", body.detail), extra=extra)
+    said = _HEX.sub("...", body.detail)
+    log.log(level, "refused, %s: %s from %s: %s", kind, about or asked, client, said, extra=extra)
     return Response(body.model_dump_json(), body.status, {**PROBLEMS[kind].headers(), **(headers or {})}, MEDIA_TYPE)
 
 
@@ -87,7 +96,7 @@ def describe(operation: dict[str, Any]) -> None:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return problem(request.scope, error.kind, str(error))
+    return problem(request.scope, error.kind, str(error), about=error.about)
 
 
 async def _storage(request: Request, error: Exception) -> Response:

@@ -276,8 +276,7 @@ class LiveFederation:
 
     def refused(self, round_: int, device: str, error: Refusal) -> None:
         """An update was refused."""
-        limited = {"limited": "refused update"}  # a device can cause it as often as it likes
-        log.info("%s: the update of %s for round %d is refused: %s", self.id, device, round_, error, extra=limited)
+        error.about = f"{self.id}: the update of {device} for round {round_}"
         metrics.REFUSED.labels(error.kind).inc()
         self.feed.refused(UpdateRefused(round=round_, device=device, problem=error.kind, detail=str(error)))
 

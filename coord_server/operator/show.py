@@ -162,13 +162,17 @@ def _named(devices: Sequence[str], in_all: int | None = None) -> str:
     return ", ".join(islice(devices, NAMED)) + more
 
 
+def _joined(found: Look) -> list[str]:
+    """The devices that have joined and not asked for work yet."""
+    return [d.device for d in found.devices if not d.ready and not d.removed]
+
+
 def _missing(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
     """Who is missing, with the reason."""
     f, seen = found.federation, {d.device: d.last_seen_at for d in found.devices}
     said = list[str]()
     if f.phase == "recruiting" and f.devices < c.min_devices:
-        joined = [d.device for d in found.devices if not d.ready and not d.removed]
-        if joined:
+        if joined := _joined(found):
             said.append(f"joined, not asked for work yet: {_named(joined)}")
         if (lacking := c.min_devices - f.devices - len(joined)) > 0:
             said.append(f"{lacking} more {'device has' if lacking == 1 else 'devices have'} to join and ask for work")
@@ -286,10 +290,11 @@ def _next(found: Look) -> str:
         return f"mend the fault, then start the coordinator again; or {stops}`{command} delete {f.id}`"
     if f.phase == "recruiting":
         if f.devices < c.min_devices:
-            return (
-                f"`{command} token {f.id}`, then on each device: "
-                f"`maskfleet join {shlex.quote(found.url)} --token TOKEN --data FILE.npz`"
-            )
+            if f.devices + len(_joined(found)) >= c.min_devices:
+                return ""  # each of them asks for work by itself
+            there = any(not d.removed for d in found.devices)  # and so is a token
+            first = "on each further device" if there else f"`{command} token {f.id}`, then on each device"
+            return f"{first}: `maskfleet join {shlex.quote(found.url)} --token TOKEN --data FILE.npz`"
         return f"`{command} start {f.id}`" if c.start == "manual" else ""
     if f.phase == "paused":
         return f"mend the fault, then `{command} resume {f.id}`" if f.fault else f"`{command} resume {f.id}`"

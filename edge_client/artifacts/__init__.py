@@ -25,6 +25,7 @@ from edge_client import card
 from edge_client.bundle import digest
 from edge_client.equality import Probe, Sides, nudged, probes, prove, spread
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError, MaskfleetError
+from edge_client.extras import needs
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.targets import Target
@@ -93,8 +94,7 @@ def writer(kind: str) -> Writer:
     try:
         made: Writer = found[kind].load()()
     except ImportError as error:
-        ours = "; run: pip install 'maskfleet[author]'" if found[kind].module.startswith("edge_export") else ""
-        raise ConfigError(f"artifact {kind!r} needs {error.name or error}, which is not installed{ours}") from None
+        raise needs(f"artifact {kind!r}", found[kind].module.partition(".")[0], error) from None
     return made
 
 

@@ -80,8 +80,8 @@ def _collected(found: Labelled) -> Found:
     groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
     weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
     last = max(weights, key=lambda name: forward.get(name, -1), default="")
-    names = sorted((n for n in stopped if n != last), key=lambda n: forward.get(n, len(forward)))
-    return Found(_named(groups), tuple(f"{_layer(n)}: {stopped[n]}" for n in names))
+    names = sorted((n for n in stopped if _layer(n) != _layer(last)), key=lambda n: forward.get(n, len(forward)))
+    return Found(_named(groups), tuple(dict.fromkeys(f"{_layer(n)}: {stopped[n]}" for n in names)))
 
 
 def _layer(tensor: str) -> str:

@@ -119,7 +119,9 @@ class Labelled:
 
     def _node(self, node: NodeProto) -> None:
         s = self.study
-        if convolutions.is_convolution(s, node):
+        if any(0 in self.net.shapes[node.input[k]] for k in self.net.data(node)):
+            self._opaque(node)
+        elif convolutions.is_convolution(s, node):
             self._convolution(node)
         elif products.is_product(s, node):
             self._product(node)
@@ -133,10 +135,14 @@ class Labelled:
         elif (found := maps.behaviour(s, node)) is not None:
             self._map(node, found)
         else:
-            for k in self.net.data(node):
-                self.atoms.fix(self.labels[node.input[k]], self._why(node))
-            for out in [o for o in node.output if o]:
-                self._put(out, np.full(1, NONE))
+            self._opaque(node)
+
+    def _opaque(self, node: NodeProto) -> None:
+        """Of an operator that mixes channels, or reads a value without elements."""
+        for k in self.net.data(node):
+            self.atoms.fix(self.labels[node.input[k]], self._why(node))
+        for out in [o for o in node.output if o]:
+            self._put(out, np.full(1, NONE))
 
     def _why(self, node: NodeProto) -> str:
         return f"{node.op_type} mixes them"
@@ -346,7 +352,7 @@ class Labelled:
 
 def _differ(roots: Labels, axis: int) -> bool:
     """Whether labels differ along an axis, constants of the graph left out."""
-    most = roots.max(axis=axis, keepdims=True)
+    most = roots.max(axis=axis, keepdims=True, initial=ANY)
     return bool(((roots != most) & (roots != ANY)).any())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from edge_client.compaction.moves import REGROUP, slots
+from edge_client.compaction.reshapes import REGROUP, slots
 from edge_client.compaction.writer import Ids, Writer, by_axis
 
 FILL = 1.02

@@ -54,7 +54,7 @@ class PersonalReport:
     `parameters_live` counts the dense model's parameters that are not zero. `parameters_compact` counts all floats of
     the file, maps of what pruned channels emit and constants of the graph (a causal mask) among them. `layers` gives
     for each weight how many outputs its layer had and how many it has left. `stopped` has a line for each operator that
-    reads channels although they are dead.
+    reads dead channels.
     `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
     probes, divided by the scale; above `equality.TOLERANCE` where the masked model itself moves as much when its values
     are rounded.
@@ -190,7 +190,7 @@ def _prove(
         return _run(frozen, COMPACT, {x_name: probe.x}, probe.name)
 
     takes = bundle.manifest.input
-    return prove(probes(takes.shape, takes.dtype, takes.ids, samples), reference, found, rounded, SIDES)
+    return prove(probes(takes.shape, takes.dtype, takes.bounds(), samples), reference, found, rounded, SIDES)
 
 
 def _open(model: bytes) -> ort.InferenceSession:

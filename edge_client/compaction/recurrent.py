@@ -283,7 +283,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         small_b.append(both.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
-        w.stays(_made(node), f"reads {own_x.shape[1]} inputs more, for what dead channels add differently at each step")
+        more = f"({own_x.shape[1]}) for what dead channels add differently at each step"
+        w.stays(_made(node), f"reads extra inputs {more}")
         course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
         given = w.emit("Concat", [given, course], axis=2)
     names = [given, *(w.constant(np.stack(v)) for v in (small_w, small_r, small_b)), ""]
@@ -308,14 +309,14 @@ def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
     for count, way in zip(live.sum(axis=1), made, strict=True):
         if len(way.own) > count:
             more = len(way.own) - count
-            w.stays(_made(node), f"keeps {len(way.own)} units, {more} for what dead ones add at each step")
+            w.stays(_made(node), f"keeps extra units ({more} of {len(way.own)}) for what dead ones add at each step")
         kept = way.own[way.own >= 0]
         used = some(way.weight != 0, (0, 2)) | some(way.recurrent != 0, (0, 2))
         idle = int((~used[: len(kept)]).sum())
         if idle and any(w.study.facts(v)[1].any() for v in _starts(w.study, node)):
-            w.stays(_made(node), f"keeps {idle} units without weights, which carry their start on")
+            w.stays(_made(node), f"keeps units without weights ({idle}), which carry their start on")
         if most > len(way.own):
-            w.stays(_made(node), f"gives both directions {most} units, although one needs only {len(way.own)}")
+            w.stays(_made(node), f"gives both directions {most} units; one needs {len(way.own)}")
 
 
 def _placed(values: NDArray[_Number], at: Ids, length: int, fill: float) -> NDArray[_Number]:

@@ -30,7 +30,7 @@ class Smaller:
     """A graph without what is constant or unread.
 
     `parameters` counts the float constants. `layers` gives for each weight of the bundle how many outputs its layer had
-    and how many are left. `stopped` has a line for each operator that reads channels although they are dead.
+    and how many are left. `stopped` has a line for each operator that reads dead channels.
     """
 
     model: ModelProto

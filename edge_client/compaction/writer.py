@@ -100,7 +100,7 @@ FASTEST = Costs(8.0, 256.0, 16, 4)
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
-    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `moves.slots`).
+    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `reshapes.slots`).
     `split` collects those that did. `node` is the one that is written, `why` the operator that
     raised a level last.
     """
@@ -115,6 +115,7 @@ class Writer:
         self.node: NodeProto | None = None
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
+        self._told: set[tuple[str, str]] = set()
         self._count = 0
 
     def run(self) -> None:
@@ -147,15 +148,22 @@ class Writer:
     def stays(self, value: str, line: str) -> None:
         """A line of what stays: the layer that `value` comes from, the operator at hand, and `line`."""
         assert self.node is not None
-        line = f"{self.net.maker(value)}: {self.node.op_type} {line}"
+        maker = self.net.maker(value)
+        self._told.add((self.node.output[0], maker))
+        line = f"{maker}: {self.node.op_type} {line}"
         if line not in self.stopped:
             self.stopped.append(line)
 
     def _returned(self, value: str, axis: int, count: int) -> None:
-        """A line where the operator at hand reads dead channels: it is no join, whose other sides have them."""
-        joins = self.node is None or POINTWISE.fullmatch(self.node.op_type) or self.node.op_type in ("Concat", "Pad")
-        if count and not joins and self.study.channels(value)[axis]:
-            self.stays(value, f"reads {count} dead channels of {self.study.shape(value)[axis]}")
+        """A line where the operator at hand reads dead channels, unless one says why already.
+
+        A join has none: its other sides have the channels.
+        """
+        if self.node is None or POINTWISE.fullmatch(self.node.op_type) or self.node.op_type in ("Concat", "Pad"):
+            return
+        told = (self.node.output[0], self.net.maker(value)) in self._told
+        if count and not told and self.study.channels(value)[axis]:
+            self.stays(value, f"reads dead channels ({count} of {self.study.shape(value)[axis]})")
 
     # --- pieces
 

@@ -27,6 +27,7 @@ from edge_client.measure.meters import Family, Options, number
 
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 CLOCK = re.compile(r"(\d+):(\d+):(\d+(?:\.\d*)?)(?: ?([AaPp])\.?[Mm]\.?)?")
+DAY_FIRST = re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}\b.*:.*")  # or month first
 WANTED = (("time", "power"), ("time", "voltage", "current"))
 CURRENT = (("time", "current"),)  # with the supply's voltage as an option
 ROWS = 2  # the fewest rows of a recording
@@ -52,6 +53,11 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
     time_at, *chosen = head.columns.values()
     scales = np.array(list(head.scales.values()))
     moments = _without_day([_moment_of(row, time_at, head.date) for row in rows])
+    if odd := next(filter(DAY_FIRST.fullmatch, moments), ""):
+        raise MeterError(
+            f"{where}: the recording lasts over midnight, and {odd!r} does not say what is its month; write dates as "
+            "2026-11-23, or record within one day"
+        )
     mark = _mark([row[i] for row in rows for i in (time_at, *chosen) if i < len(row)], where)
     figures: list[list[float]] = []
     for n, row in enumerate(rows):

@@ -39,10 +39,11 @@ class Bus(Protocol):
 
 @dataclass
 class Chip:
-    """One chip's registers."""
+    """One chip's registers, and how many readings were at the end of the range."""
 
     bus: Bus
     address: int
+    clipped: int = field(default=0, init=False)
 
     def unsigned(self, register: int) -> int:
         high, low = self.bus.read_i2c_block_data(self.address, register, 2)
@@ -67,9 +68,13 @@ class Chip:
                 return
         raise OSError(f"the chip at {self.address:#x} finishes no conversion")
 
-
-def _overflow(rail: str, volts: float) -> OSError:
-    return OSError(f"{rail} is at the end of its range, {1e3 * volts:.0f} mV over the shunt; use a shunt of fewer ohms")
+    def over_shunt(self, rail: str, steps: int, step: float, full: int) -> float:
+        """Volts of so many steps. Raises OSError where they reach `full`, the end of the range."""
+        if abs(steps) < full:
+            return steps * step
+        self.clipped += 1
+        most = f"{1e3 * full * step:.0f} mV over the shunt"
+        raise OSError(f"{rail} is at the end of its range, {most}; use a shunt of fewer ohms")
 
 
 # --- INA219
@@ -77,7 +82,7 @@ def _overflow(rail: str, volts: float) -> OSError:
 SHUNT, BUS, POWER, READY = 0x01, 0x02, 0x03, 0x0002
 AT_RESET = 0x399F  # the configuration after a reset: the chip has no other mark
 SHUNT_STEP, BUS_STEP = 10e-6, 4e-3  # volts
-FULL = 32_000  # steps of the widest range, 320 mV; a step is the same in all ranges
+FULL = 31_999  # steps of the widest range, 320 mV; a step is the same in all ranges
 CONFIGURATION = 0x2000 | 0b11 << 11 | 0b1100 << 7 | 0b1100 << 3 | 0b111  # 32 V, 320 mV, 16 readings averaged, on and on
 
 
@@ -88,7 +93,6 @@ class Ina219:
     chip: Chip
     shunt: float
     zero: float
-    clipped: int = field(default=0, init=False)
 
     def set_up(self) -> None:
         """Measure without end. Raises OSError."""
@@ -96,12 +100,9 @@ class Ina219:
 
     def watts(self) -> float:
         """Power now. Raises OSError when it is negative or the shunt at the end of its range."""
-        shunt = self.chip.signed(SHUNT)
-        if abs(shunt) >= FULL - 1:
-            self.clipped += 1
-            raise _overflow("the chip", FULL * SHUNT_STEP)
+        shunt = self.chip.over_shunt("the chip", self.chip.signed(SHUNT), SHUNT_STEP, FULL)
         volts = (self.chip.unsigned(BUS) >> 3) * BUS_STEP
-        return added([("the chip", shunt * SHUNT_STEP / self.shunt * volts)], self.zero)
+        return added([("the chip", shunt / self.shunt * volts)], self.zero)
 
 
 # --- INA3221
@@ -121,7 +122,6 @@ class Ina3221:
     shunt: float
     zero: float
     channels: tuple[int, ...] = CHANNELS
-    clipped: int = field(default=0, init=False)
 
     def set_up(self) -> None:
         """Measure all channels without end. Raises OSError."""
@@ -131,12 +131,10 @@ class Ina3221:
         """Power now, of all channels. Raises OSError when one is negative or its shunt at the end of its range."""
         rails = []
         for channel in self.channels:
-            shunt = self.chip.signed(2 * channel - 1) >> 3
-            if abs(shunt) >= FULL3:
-                self.clipped += 1
-                raise _overflow(f"channel {channel}", FULL3 * SHUNT3_STEP)
+            rail = f"channel {channel}"
+            shunt = self.chip.over_shunt(rail, self.chip.signed(2 * channel - 1) >> 3, SHUNT3_STEP, FULL3)
             volts = (self.chip.signed(2 * channel) >> 3) * BUS3_STEP
-            rails.append((f"channel {channel}", shunt * SHUNT3_STEP / self.shunt * volts))
+            rails.append((rail, shunt / self.shunt * volts))
         return added(rails, self.zero)
 
 
@@ -209,7 +207,7 @@ def _meter(name: str, sensor: Ina219 | Ina3221, more: str, accuracy: Accuracy) -
 
     what = f"{name.upper()} at {sensor.chip.address:#x} of I2C bus {more}, shunt {sensor.shunt:g} ohm"
     return Polled(
-        name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.clipped, at_start=begin, at_end=end
+        name, what, sensor.watts, "W", PERIOD, accuracy, clipped=lambda: sensor.chip.clipped, at_start=begin, at_end=end
     )
 
 

@@ -173,6 +173,8 @@ class Enrol(Message):
     token: str
     device: Name
     credential: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sample: Annotated[tuple[Parameters, ...], Field(max_length=64)] | None = None
+    """The shape of one of its samples: of another shape than the model's input, it is refused and the token kept."""
 
 
 class Enrolled(Message):

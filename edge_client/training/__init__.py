@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.backends import installed
 from edge_client.bundle import F32, Bundle, Manifest
-from edge_client.errors import ConfigError
+from edge_client.extras import needs
 from edge_client.narrow import Channels
 
 
@@ -66,6 +66,6 @@ def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
     try:
         opened = entry.load()
     except ImportError as error:
-        raise ConfigError(f"backend {backend!r} needs a package that is not installed: {error}") from None
+        raise needs(f"training backend {backend!r}", entry.module.partition(".")[0], error) from None
     trainer: Trainer = opened(bundle, threads)
     return trainer

@@ -5,7 +5,7 @@ Zeros, ones and fresh statistics hide what a graph lost, and an example of zeros
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +63,20 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def buffers_by_step(module: nn.Module, example: Tensor) -> list[Values]:
-    """The buffers at the start and after each of four training steps: two drawn batches, zeros, and a large one.
+def probes(module: nn.Module, example: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two drawn batches, zeros, and a large one."""
+    draw = inputs(module, example, torch.Generator().manual_seed(21))
+    return draw(16), draw(5), 0 * draw(2), (LARGE if example.is_floating_point() else 1) * draw(2)
+
+
+def buffers_by_step(module: nn.Module, batches: Iterable[Tensor]) -> list[Values]:
+    """The buffers at the start and after a training step on each of `batches`.
 
     Each step starts from what the one before has left, so a buffer that moves later than another is seen too.
     """
-    draw, probe = inputs(module, example, torch.Generator().manual_seed(21)), in_training(duplicate(module))
+    probe = in_training(duplicate(module))
     found = [{k: b.detach().clone() for k, b in probe.named_buffers()}]
-    for x in (draw(16), draw(5), 0 * draw(2), (LARGE if example.is_floating_point() else 1) * draw(2)):
+    for x in batches:
         _train(probe, x)
         found.append({k: b.detach().clone() for k, b in probe.named_buffers() if k in found[0]})
     return found
@@ -101,10 +107,11 @@ def moved(module: nn.Module, example: Tensor, random: torch.Generator) -> tuple[
         p: Tensor = own.detach()
         flat = bool((p == 0).all())
         values[name] = (0.2 * noise(p) if flat else p * (1 + 0.4 * noise(p))).contiguous()
-    start, _, later, *_ = buffers_by_step(module, example)
+    first, second, *_ = probes(module, example)
+    start, _, later = buffers_by_step(module, (first, second))
     kept = {k: later[k] if bool(later[k].isfinite().all()) else b for k, b in start.items()}
     norms = [prefix for prefix, _ in _norms(module)]
-    fitted = _fitted(module, example, values) if norms else {}
+    fitted = _fitted(module, first, values) if norms else {}
     for prefix in norms:
         dot = f"{prefix}." if prefix else ""
         mean, var = fitted[f"{dot}running_mean"], fitted[f"{dot}running_var"]
@@ -120,9 +127,9 @@ def _norms(module: nn.Module) -> Iterator[tuple[str, nn.modules.batchnorm._NormB
             yield prefix, part
 
 
-def _fitted(module: nn.Module, example: Tensor, values: Values) -> Values:
-    """The buffers after a training step on a drawn batch with these parameters, norms' statistics being the batch's."""
-    x, probe = inputs(module, example, torch.Generator().manual_seed(21))(16), in_training(duplicate(module))
+def _fitted(module: nn.Module, x: Tensor, values: Values) -> Values:
+    """The buffers after a training step on batch `x` with these parameters, norms' statistics being the batch's."""
+    probe = in_training(duplicate(module))
     for _, part in _norms(probe):
         part.momentum = 1.0
     _train(probe, x, values)

@@ -2,15 +2,17 @@
 
 A folder is a bundle only with its manifest. So the manifest is taken away first and written last, and a copy of the
 old bundle lies in a folder of its own within in between. An existing folder stays and nothing is written outside it: it
-may be a mount point, or have a parent that is not writable.
+may be a mount point, or have a parent that is not writable. Exports into one folder take turns: the last one stays.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
@@ -23,10 +25,25 @@ _FILES = frozenset(
 _OLD, _NEW = ".maskfleet-old-", ".maskfleet-new-"  # folders within an existing one; a killed export leaves them
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other export writes to `folder`, which may be missing, or to one beside it. The file system may lack locks."""
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(parent)
+
+
 def check_free(folder: Path) -> None:
     """Raise ModelError when `folder` holds other files than a bundle's."""
-    if folder.exists() and any(not (p.name in _FILES or _left(p)) for p in folder.iterdir()):
-        raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
+    if not folder.exists():
+        return
+    with _alone(folder.resolve()):
+        if any(not (p.name in _FILES or _left(p)) for p in folder.iterdir()):
+            raise ModelError(f"{folder} holds other files than a bundle's; choose an empty folder")
 
 
 def _left(path: Path) -> bool:
@@ -38,9 +55,14 @@ def _left(path: Path) -> bool:
 def write_bundle(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
     """Write the files apart, check the graphs as a device does, move them in. Raises ModelError, OSError."""
     folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        return _written(manifest, parts, folder)
+
+
+def _written(manifest: Manifest, parts: dict[str, bytes], folder: Path) -> Bundle:
     there = folder.exists()
     place = folder if there else folder.parent
-    place.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=_NEW if there else f".{folder.name}-", dir=place))
     try:
         for part, data in {**parts, MANIFEST: manifest.to_bytes()}.items():

@@ -24,8 +24,9 @@ def with_groups(manifest: Manifest, graphs: Mapping[str, onnx.ModelProto]) -> Ma
     tensors = {t.name: t.shape for t in (*manifest.parameters, *manifest.buffers)}
     try:
         found = find_groups(graphs["eval.onnx"], tensors, manifest.input.shape, manifest.input.dtype)
-    except CompactionError as error:
-        raise ModelError(f"the model's channels cannot be followed through its graph: {error}") from None
+    except Exception as error:  # also of a graph unlike all that were tried
+        why = error if isinstance(error, CompactionError) else f"{type(error).__name__}: {error}; report the module"
+        raise ModelError(f"the model's channels cannot be followed through its graph: {why}") from error
     whole = manifest.model_copy(update={"groups": found.groups})
     stopped = list(found.stopped)
     kept = found.groups

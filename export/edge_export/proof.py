@@ -20,7 +20,7 @@ zeros, is proved finite and within its noise there, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +29,9 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
-from torch import Tensor, nn
+from torch import Tensor
 
 from edge_client.errors import ModelError
-from edge_client.targets import Target
 from edge_export.draws import KEY, LARGE, Values, inputs, labels, moved, scaled
 from edge_export.rounding import EPS, Rounding
 from edge_export.witness import Step, Witness
@@ -90,22 +89,12 @@ class Best:
         return max((e for name, e in self.errors.items() if name.startswith(kinds)), default=0.0)
 
 
-def prove(
-    module: nn.Module,
-    example: Tensor,
-    target: Target,
-    parameters: Sequence[str],
-    buffers: Sequence[str],
-    trainable: Sequence[str],
-    train: ModelProto,
-    evaluation: ModelProto,
-) -> Shown:
-    """Run both graphs against `module`. Raises ModelError that names the first tensor which differs."""
-    random = torch.Generator().manual_seed(20)
+def prove(witness: Witness, example: Tensor, train: ModelProto, evaluation: ModelProto) -> Shown:
+    """Run both graphs against the module. Raises ModelError that names the first tensor which differs."""
+    random, module, target = torch.Generator().manual_seed(20), witness.module, witness.target
     values, later = moved(module, example, random)
     start = {k: b for k, b in module.named_buffers() if k in later}
-    draw, witness = inputs(module, example, random), Witness(module, target, trainable, buffers)
-    graphs = _Graphs(train, evaluation, parameters, buffers)
+    draw, graphs = inputs(module, example, random), _Graphs(train, evaluation)
     found, told = [], set[str]()
     for n, held in zip(BATCHES, (later, start, later), strict=True):
         best = Best()
@@ -238,22 +227,17 @@ def _error(found: NDArray[Any], true: Tensor, least: float) -> float:
 class _Graphs:
     """Both graphs in ONNX Runtime."""
 
-    def __init__(
-        self, train: ModelProto, evaluation: ModelProto, parameters: Sequence[str], buffers: Sequence[str]
-    ) -> None:
-        self.parameters, self.buffers = parameters, buffers
-        self.train, self.evaluation = _session(train, "train.onnx"), _session(evaluation, "eval.onnx")
-        self.draws = any(i.name == "key" for i in self.train.get_inputs())
+    def __init__(self, train: ModelProto, evaluation: ModelProto) -> None:
+        self.sessions = _session(train, "train.onnx"), _session(evaluation, "eval.onnx")
 
     def step(self, step: Step) -> Arrays:
         """What `Witness.step` gives."""
-        feeds = {k: step.values[k].numpy() for k in self.parameters}
-        feeds |= {k: step.buffers[k].numpy() for k in self.buffers} | {"x": step.x.numpy()}
-        more = {"y": step.y.numpy()} | ({"key": np.array([KEY], np.int64)} if self.draws else {})
+        given = step.values | step.buffers | {"x": step.x, "y": step.y, "key": torch.tensor([KEY])}
         found: dict[str, Any] = {}
         try:
-            for session, given in ((self.train, feeds | more), (self.evaluation, feeds)):
-                found |= dict(zip([o.name for o in session.get_outputs()], session.run(None, given), strict=True))
+            for session in self.sessions:
+                feeds = {i.name: given[i.name].numpy() for i in session.get_inputs()}
+                found |= dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
         except Exception as error:  # the runtime's errors share no base class
             raise ModelError(
                 f"the exported graphs do not run on {len(step.x)} samples: {_first_line(error)}; "

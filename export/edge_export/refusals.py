@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +63,11 @@ _CAUSES = (  # a part of PyTorch's text, what it is about, what to write
         "start from a copy, as in x = x.clone()",
     ),
     (
+        "unsupported ScalarType BFloat16",
+        "computes with a bfloat16 tensor",
+        "keep it as float32, or as a buffer, which is made float32",
+    ),
+    (
         "INTERNAL ASSERT",
         "makes PyTorch fail on a change in place",
         "compute a new tensor, or keep what changes as a float32 buffer",
@@ -95,13 +101,14 @@ def refuse_parts(module: nn.Module) -> None:
     advice = "no graph runs it: remove it, and write what it does as tensor operators or requires_grad_(False)"
     known = set(module.modules())
     for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            if name != "_modules" and any(isinstance(v, nn.Module) and v not in known for v in held):
+        for name, value in _held(path, part):
+            if isinstance(value, nn.Module) and value not in known:
                 raise ModelError(
-                    f"attribute {'.'.join(filter(None, (path, name)))!r} holds a layer that the module does not know; "
-                    "keep it in a torch.nn.ModuleList or ModuleDict"
+                    f"attribute {name!r} holds a layer that the module does not know; keep it in a torch.nn.ModuleList "
+                    "or ModuleDict"
                 )
+            if isinstance(value, Tensor):
+                _refuse_odd(value, f"tensor {name!r}")
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(f"{named(path)} is a TorchScript module; give the module itself, without torch.jit")
         if hasattr(part, "_orig_mod"):
@@ -118,23 +125,33 @@ def refuse_parts(module: nn.Module) -> None:
             raise ModelError(f"{named(path)}: batch-norm keeps no running statistics; set track_running_stats=True")
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
             raise ModelError(f"{named(path)}: batch-norm has momentum=None; give a number, such as momentum=0.1")
-    _refuse_odd_tensors(module)
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ModelError(f"parameter {name!r} has a gradient hook (register_hook); {advice}")
 
 
-def _refuse_odd_tensors(module: nn.Module) -> None:
-    """Raise ModelError for a parameter, buffer or attribute that is no plain tensor of values."""
-    for path, part in module.named_modules():
-        for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
-            if not isinstance(value, Tensor):
-                continue
-            what = f"tensor {'.'.join(filter(None, (path, name)))!r}"
-            if value.is_meta:
-                raise ModelError(f"{what} is on the device 'meta' and has no values; build the module on the CPU")
-            if value.is_quantized or value.is_nested or value.layout != torch.strided:
-                raise ModelError(f"{what} is quantized, sparse, nested or of another layout; keep a plain dense tensor")
+def _held(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The paths and values of the tensors of `part`, and of all that lies in its lists, tuples and dicts."""
+    for name, value in vars(part).items():
+        own = (path,) if name in ("_parameters", "_buffers") else (path, name)
+        if isinstance(value, dict):
+            inner = [*value.items()]
+        else:
+            inner = [*enumerate(value if isinstance(value, list | tuple) else ())]
+            inner += [("", value)] if isinstance(value, Tensor) else []
+        yield from ((".".join(filter(None, (*own, str(key)))), held) for key, held in inner)
+
+
+def _refuse_odd(value: Tensor, what: str) -> None:
+    """Raise ModelError for what is no plain tensor of values."""
+    if value.is_meta:
+        raise ModelError(f"{what} is on the device 'meta' and has no values; build the module on the CPU")
+    if value.is_quantized or value.is_nested or value.layout != torch.strided:
+        raise ModelError(f"{what} is quantized, sparse, nested or of another layout; keep a plain dense tensor")
+    if not (type(value) is Tensor or issubclass(type(value), nn.Parameter) or is_lazy(value)):
+        raise ModelError(
+            f"{what} is a {type(value).__name__}, a subclass of torch.Tensor; keep x.as_subclass(torch.Tensor)"
+        )
 
 
 def refuse_checkpoint(module: nn.Module, batch: Tensor) -> None:

@@ -204,9 +204,6 @@ def _along(x: Tensor, axis: int, matrix: Tensor) -> Tensor:
     return (x.transpose(axis, -1) @ matrix.t()).transpose(axis, -1)
 
 
-_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
-
-
 def interpolate(
     x: Tensor,
     size: Any = None,

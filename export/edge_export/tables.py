@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
 from edge_client.errors import ModelError
-from edge_export.draws import buffers_by_step, same_values
+from edge_export.draws import buffers_by_step, probes, same_values
 from edge_export.modes import duplicate, in_evaluation, slow_paths
 
 InitScheme = Literal["he", "torch", "sign"]
@@ -82,7 +82,7 @@ def _statistics(module: nn.Module, example: Tensor) -> dict[str, Tensor]:
         if isinstance(part, nn.modules.batchnorm._NormBase)
         for name in ("running_mean", "running_var")
     }
-    start, *later = buffers_by_step(module, example)
+    start, *later = buffers_by_step(module, probes(module, example))
     moved = {k for k, b in start.items() if any(not same_values(b, state[k]) for state in later)}
     found = {k: b for k, b in module.named_buffers() if k in own or k in moved}
     for name, buffer in found.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -31,11 +31,9 @@ from edge_export.onnx_passes import OWN_NAMES
 from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
 from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_parts
+from edge_export.sample_ids import sample_ids
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
-
-_SAME_VALUES = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_WHOLE = (TensorProto.INT32, TensorProto.INT64)
 
 
 def export_bundle(
@@ -89,7 +87,7 @@ def export_bundle(
     folder = Path(folder)
     check_free(folder)
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
-    module, example, target, found = made.module, made.example, made.target, made.tables
+    module, target, example, found = made.witness.module, made.witness.target, made.example, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
         raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
     draws = any(v.name == "key" for v in made.train.graph.input)
@@ -99,14 +97,12 @@ def export_bundle(
         names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
             programs = torch_programs(module, example, names, draws)
-        free = [r.name for r in found.parameters if r.trainable]
-        witness = Witness(module, target, free, [r.name for r in found.buffers])
-        prove_programs(witness, example, programs, draws)
+        prove_programs(made.witness, example, programs, draws)
         parts |= programs
     if seed is None:
         parts[WEIGHTS] = save(_stored(module, found))
     dtype = "int64" if example.dtype == torch.int64 else "float32"
-    ids = _ids(made.evaluation, found) if dtype == "int64" else None
+    ids = sample_ids(made.evaluation, found, tuple(example.shape[1:])) if dtype == "int64" else None
     takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "between": between,
              "ids": ids}  # fmt: skip
     try:
@@ -127,30 +123,12 @@ def export_bundle(
     return write_bundle(with_groups(manifest, graphs), parts, folder)
 
 
-def _ids(graph: ModelProto, found: Tables) -> int | None:
-    """Rows of the smallest table that whole-number samples index, None without one.
-
-    What holds the samples' values and no others counts as the samples; a slice or a sum does not. ONNX takes the id -1
-    for the last row.
-    """
-    rows = {row.name: row.shape[0] for row in (*found.parameters, *found.buffers) if row.shape}
-    samples, looked_up = {"x"}, set[str]()
-    for node in graph.graph.node:
-        given = {a.name: a.i for a in node.attribute}
-        if node.op_type in _SAME_VALUES and node.input[0] in samples and given.get("to", TensorProto.INT64) in _WHOLE:
-            samples.add(node.output[0])
-        elif node.op_type == "Gather" and node.input[1] in samples and given.get("axis", 0) == 0:
-            looked_up.add(node.input[0])
-    return min((rows[table] for table in looked_up if table in rows), default=None)
-
-
 @dataclass(frozen=True)
 class Graphs:
-    """A module with both its graphs, proved. `module` is as the graphs name its tensors, `example` the traced batch."""
+    """A module with both its graphs, proved. The witness names tensors as they do; `example` is the traced batch."""
 
-    module: nn.Module
+    witness: Witness
     example: Tensor
-    target: Target
     tables: Tables
     train: ModelProto
     evaluation: ModelProto
@@ -176,11 +154,11 @@ def proved_graphs(
     found = tables(module, example, init, None if trainable is None else [prefix + name for name in trainable])
     parameters, buffers = [r.name for r in found.parameters], [r.name for r in found.buffers]
     free = [r.name for r in found.parameters if r.trainable]
-    refuse_state(Witness(module, target, free, buffers), example)
+    witness = Witness(module, target, free, buffers)
+    refuse_state(witness, example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
-    shown = prove(module, example, target, parameters, buffers, free, train, evaluation)
-    return Graphs(module, example, target, found, train, evaluation, shown)
+    return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
 
 
 class _Named(nn.Module):

@@ -21,12 +21,13 @@ import typer
 
 from edge_bench import provenance
 from edge_bench.command_line import check_writable, run_module, write_json
-from edge_bench.compaction.masks import KINDS, MaskKind
+from edge_bench.compaction.masks import MaskKind
+from edge_bench.compaction.options import Bundles, Family, Json, Kept, Masks, Models, Runs, chosen, cuts
 from edge_bench.compaction.peers import ROUND_TO, installed, pruned
 from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare, summary, timed
-from edge_bench.compaction.zoo import FAMILIES, ZOO, Case
+from edge_bench.compaction.zoo import Case
 from edge_client.compaction.tuning import clock
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import MaskfleetError
 from edge_client.measure.macs import macs
 
 FIELDS = {
@@ -37,19 +38,6 @@ FIELDS = {
     "error_dense_std": "the same for the masked dense graph in float32",
     "seconds": "compaction with its proof",
 }
-
-
-def chosen(names: str | None, family: str | None) -> list[Case]:
-    """The cases of a family, or of a list of names. Raises ConfigError."""
-    if family is not None and names is None:
-        if family not in FAMILIES:
-            raise ConfigError(f"there is no family {family!r}; the suite has {', '.join(FAMILIES)}")
-        return list(FAMILIES[family])
-    wanted = [n.strip() for n in names.split(";" if ";" in names else ",")] if names else list(ZOO)
-    unknown = sorted(set(wanted) - ZOO.keys())
-    if unknown:
-        raise ConfigError(f"there are no graphs {unknown}; the suite has {', '.join(ZOO)}")
-    return [ZOO[n] for n in wanted]
 
 
 def measure(
@@ -116,46 +104,32 @@ def line(r: Result) -> str:
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
-    family: Annotated[
-        str | None, typer.Option(help="Only this family: chains, joins, sequences, hostile, known.")
-    ] = None,
-    masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
-    kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
-    runs: Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no timing.")] = 0,
+    json_file: Json = None,
+    models: Models = None,
+    family: Family = None,
+    masks: Masks = "act,weight",
+    kept: Kept = "0.5,0.3",
+    runs: Runs = 0,
     peers: Annotated[bool, typer.Option("--peers", help="Time Torch-Pruning's models beside ours.")] = False,
-    bundles: Annotated[Path | None, typer.Option(help="Keep exported graphs here. [default: a scratch folder]")] = None,
+    bundles: Bundles = None,
 ) -> None:
     """Compact every graph of the suite and print a line for each mask."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
+    wanted = cuts(masks, kept)
     origin = provenance.origin()
     rows: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         for case in chosen(models, family):
-            for kind in (k for k in KINDS if k in masks.split(",")):
-                for share in kept.split(","):
-                    found = measure(
-                        case,
-                        kind,
-                        float(share),
-                        bundles or scratch / "bundles",
-                        scratch,
-                        runs,
-                        peers,
-                    )
-                    rows += found
-                    for r in found:
-                        print(line(r), flush=True)
-            if json_file is not None:
-                write_json(
-                    json_file,
-                    {**origin, "fields": FIELDS, "summary": summary(rows), "rows": [r.row() for r in rows]},
-                )
+            for kind, share in wanted:
+                found = measure(case, kind, share, bundles or scratch / "bundles", scratch, runs, peers)
+                rows += found
+                for r in found:
+                    print(line(r), flush=True)
+            shown = [r.row() for r in rows]
+            write_json(json_file, {**origin, "fields": FIELDS, "summary": summary(rows), "rows": shown})
     for name, value in summary(rows).items():
         print(f"{name}: {value if isinstance(value, int) else f'{len(value)} {value}'}")
 

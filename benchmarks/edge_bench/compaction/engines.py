@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from edge_bench import provenance
 from edge_bench.command_line import check_writable, run_module, write_json
-from edge_bench.compaction.__main__ import chosen
-from edge_bench.compaction.masks import KINDS, MaskKind
+from edge_bench.compaction.masks import MaskKind
+from edge_bench.compaction.options import Bundles, Family, Json, Kept, Masks, Models, Runs, chosen, cuts
 from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
 from edge_client.artifacts import BATCH, Limits, make, writer
 from edge_client.compaction.tuning import clock
@@ -186,24 +186,22 @@ def line(r: Row) -> str:
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    models: Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")] = None,
-    family: Annotated[
-        str | None, typer.Option(help="Only this family: chains, joins, sequences, hostile, known.")
-    ] = None,
-    masks: Annotated[str, typer.Option(help="Kinds of mask, by comma.")] = "act,weight",
-    kept: Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")] = "0.5,0.3",
+    json_file: Json = None,
+    models: Models = None,
+    family: Family = None,
+    masks: Masks = "act,weight",
+    kept: Kept = "0.5,0.3",
     engines: Annotated[str, typer.Option(help="Engines beside ONNX Runtime, by comma.")] = ",".join(ENGINES),
-    runs: Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no timing.")] = 0,
+    runs: Runs = 0,
     align: Annotated[bool, typer.Option("--align", help="Also the widths that run fastest in ONNX Runtime.")] = False,
-    bundles: Annotated[Path | None, typer.Option(help="Keep exported graphs here. [default: a scratch folder]")] = None,
+    bundles: Bundles = None,
     cache: Annotated[Path | None, typer.Option(help="Keep artifacts here. [default: a scratch folder]")] = None,
 ) -> None:
     """Compact graphs of the suite and run them in every engine; a line for each."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
+    wanted = cuts(masks, kept)
     origin = provenance.origin()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as root:
@@ -215,19 +213,17 @@ def main(
             except MaskfleetError as error:
                 rows.append(Row(case.name, "", 0.0, "export", status=f"refused: {error}"))
                 continue
-            for kind in (k for k in KINDS if k in masks.split(",")):
-                for share in kept.split(","):
-                    with tempfile.TemporaryDirectory(dir=root) as folder:
-                        subject = prepare(case, bundle, kind, float(share))
-                        names = [e for e in ENGINES if e in engines.split(",")]
-                        stored = cache or scratch / "cache"
-                        found = measure(subject, kind, float(share), Path(folder), names, runs, align, stored)
-                    rows += found
-                    for r in found:
-                        print(line(r), flush=True)
-            if json_file is not None:
-                shown = [r.row() for r in rows]
-                write_json(json_file, {**origin, "fields": FIELDS, "summary": summary(rows), "rows": shown})
+            for kind, share in wanted:
+                with tempfile.TemporaryDirectory(dir=root) as folder:
+                    subject = prepare(case, bundle, kind, share)
+                    names = [e for e in ENGINES if e in engines.split(",")]
+                    stored = cache or scratch / "cache"
+                    found = measure(subject, kind, share, Path(folder), names, runs, align, stored)
+                rows += found
+                for r in found:
+                    print(line(r), flush=True)
+            shown = [r.row() for r in rows]
+            write_json(json_file, {**origin, "fields": FIELDS, "summary": summary(rows), "rows": shown})
     for engine, counts in summary(rows).items():
         print(f"{engine}: {counts}")
 

@@ -1,24 +1,12 @@
 """The bound: multiply-adds of a masked module when every contraction keeps only what matters, found by numbers alone.
 
 The module runs in float64 on a few samples with every contraction watched (linear layers, convolutions, products of
-matrices, einsum, attention, recurrent layers). An entry of a contraction's input or output is live when
-
-- it differs from sample to sample: what is the same for every sample is a constant, whatever the place, and
-- the outputs' gradient reaches it. For an input that is the gradient through this contraction alone.
-
-Entries are channels (convolutions), features (linear layers, also each feature after a flatten), or entries of one head
-(products of two activations), united over samples and over places or steps. A contraction then costs as many
-multiply-adds as it has triples (input entry, output entry, place) with both entries live; within the groups of a
-grouped convolution, and within one head of attention.
+matrices, einsum, attention, recurrent layers, interpolation). `counting` says what each of them costs.
 
 Nothing of the exporter or of compaction is used: a channel counts as dead because of the numbers, not of the graph.
 Two things are adapted. The flat sides of a ReLU and a clamp are given a slope of a quarter, so that a unit which
 happens to be off on every sample counts as live: no exact compaction may remove it. LSTM, GRU and RNN run as loops, so
 that their gates and states can be watched; steps are united.
-
-LSTM, GRU and RNN are counted as what one dense layer needs at least: a unit has all its gates, and where dead units and
-inputs add other amounts at each step, as those with biases do, further inputs or units must bring them, one for each
-dimension of these amounts over time. Behind the reset gate of a GRU only units can: inputs are added in front of it.
 
 The bound is not always reachable by an exact graph of ordinary layers: an index of a product that is constant on one
 side still counts, but one that cancels (a constant added to every score before a softmax) does not.
@@ -29,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -38,14 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from edge_bench.compaction.counting import SAMPLES, Layer, Site, count
 from edge_bench.compaction.zoo.case import Case
 
-SAMPLES = 11  # a prime that no axis of the graphs has as a factor, so that the samples' axis is known by its size
-VARIES = 1e-10  # of a tensor's largest value: less is rounding
-REACHES = 1e-11  # of the largest gradient of a tensor
-REACHES_AT_ALL = 1e-16  # of the largest gradient of any tensor
 SLOPE = 0.25
-ROUNDED = 1e-7  # of the amounts' size: float32 rounds off as much
 
 
 @dataclass(frozen=True)
@@ -55,34 +39,6 @@ class Bound:
     dense: int
     live: int
     parts: tuple[tuple[str, int, int], ...]
-
-
-@dataclass
-class _Site:
-    """One contraction. `a` and `b` are its operands, `b` None where it is a weight; lists hold the steps of a loop.
-
-    `kind` says how entries lie: "channels" (axis 1), "features" (last axis), "product" (matrices).
-    """
-
-    kind: str
-    a: list[Tensor] = field(default_factory=list)
-    b: list[Tensor] = field(default_factory=list)
-    out: list[Tensor] = field(default_factory=list)
-    groups: int = 1
-    each: int = 1  # multiply-adds of one pair of entries: places times taps
-    equation: str = ""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One direction of a recurrent layer: where it reads inputs [t, n, i] and states [n, h], a list of the steps."""
-
-    gated: bool  # a GRU, whose last gate multiplies what it reads of the states
-    x: _Site
-    h: _Site
-    from_x: Tensor  # [gates * h, i]
-    from_h: Tensor  # [gates * h, h]
-    backwards: bool
 
 
 @torch.enable_grad()
@@ -99,10 +55,7 @@ def bound(module: nn.Module, case: Case) -> Bound:
     sites = [s for s in watch.sites.values() if s.out]
     largest = max((float(t.grad.abs().max()) for s in sites for t in s.out if t.grad is not None), default=0.0)
     layers = {id(site): layer for layer in watch.layers for site in (layer.x, layer.h)}
-    parts = tuple(
-        (s.kind, *(_count_recurrent(s, layers[id(s)], largest) if id(s) in layers else _count(s, largest)))
-        for s in sites
-    )
+    parts = tuple((s.kind, *count(s, layers.get(id(s)), largest)) for s in sites)
     return Bound(sum(p[1] for p in parts), sum(p[2] for p in parts), parts)
 
 
@@ -127,7 +80,8 @@ def _from_embeddings(module: nn.Module) -> Iterator[None]:
     def hook(part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output.detach().requires_grad_()
 
-    handles = [p.register_forward_hook(hook) for p in module.modules() if isinstance(p, nn.Embedding)]
+    tables = (p for p in module.modules() if isinstance(p, nn.Embedding | nn.EmbeddingBag))
+    handles = [p.register_forward_hook(hook) for p in tables]
     yield
     for handle in handles:
         handle.remove()
@@ -141,8 +95,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: dict[object, _Site] = {}
-        self.layers: list[_Layer] = []
+        self.sites: dict[object, Site] = {}
+        self.layers: list[Layer] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -174,6 +128,8 @@ class _Watch(TorchFunctionMode):
             return self._einsum(func, *args)
         if name == "bilinear":
             return self._bilinear(*args)
+        if name == "interpolate":
+            return self._interpolate(func, *args, **kwargs)
         if name == "linear":
             return self.linear(*args, **kwargs)
         if name.startswith("conv") and name[-2:] in ("1d", "2d", "3d"):
@@ -184,7 +140,7 @@ class _Watch(TorchFunctionMode):
         """A linear layer on the last axis; calls of one `key` are the steps of one layer."""
         if not x.requires_grad:
             return functional.linear(x, weight, bias)
-        site = self.sites.setdefault(key or len(self.sites), _Site("features"))
+        site = self.sites.setdefault(key or len(self.sites), Site("features"))
         site.each += x.numel() // x.shape[-1] // SAMPLES - (1 if not site.a else 0)
         return self._note(site, x, None, lambda a, _: functional.linear(a, weight, bias))
 
@@ -195,7 +151,7 @@ class _Watch(TorchFunctionMode):
         transposed = "transpose" in name
         place = 6  # convNd(x, w, b, stride, padding, dilation, groups); transposed: ..., output_padding, groups
         groups = kwargs.get("groups", args[place] if len(args) > place else 1)
-        site = self.sites.setdefault(len(self.sites), _Site("channels", groups=int(groups)))
+        site = self.sites.setdefault(len(self.sites), Site("channels", groups=int(groups)))
         out = self._note(site, x, None, lambda a, _: func(a, *args[1:], **kwargs))
         places = prod(x.shape[2:] if transposed else out.shape[2:])
         site.each = prod(weight.shape[2:]) * places * (len(x) // SAMPLES)
@@ -206,7 +162,7 @@ class _Watch(TorchFunctionMode):
             return torch.matmul(a, b)
         if not b.requires_grad and b.ndim == 2:
             return self.linear(a, b.t())
-        site = self.sites.setdefault(len(self.sites), _Site("product"))
+        site = self.sites.setdefault(len(self.sites), Site("product"))
         return self._note(site, a, b, torch.matmul)
 
     def _einsum(self, func: Callable[..., Tensor], equation: str, *operands: Any) -> Tensor:
@@ -225,14 +181,28 @@ class _Watch(TorchFunctionMode):
         equation, (a, b) = f"{','.join(letters)}->{right}", parts
         if not (a.requires_grad or b.requires_grad):
             return func(equation, a, b)
-        site = self.sites.setdefault(len(self.sites), _Site("einsum", equation=equation))
+        site = self.sites.setdefault(len(self.sites), Site("einsum", equation=equation))
         return self._note(site, a, b, lambda p, q: func(equation, p, q))
 
     def _bilinear(self, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made = self._einsum(torch.einsum, "ni,oij,nj->no", a, weight, b)
         return made if bias is None else made + bias
 
-    def _note(self, site: _Site, a: Tensor, b: Tensor | None, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
+    def _interpolate(self, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Axis by axis, each a product with a constant matrix; the nearest mode only repeats."""
+        out, mode = func(x, *args, **kwargs), kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
+        if not mode.endswith("linear"):
+            return out
+        letters = "nabcd"[: x.ndim]
+        for axis in range(2, x.ndim):
+            lines = torch.eye(x.shape[axis], dtype=x.dtype)[:, None]
+            corners = kwargs.get("align_corners", args[3] if len(args) > 3 else None)
+            lines = functional.interpolate(lines, out.shape[axis], mode="linear", align_corners=corners)[:, 0]
+            old = letters[axis]
+            x = self._einsum(torch.einsum, f"{letters},{old}z->{letters.replace(old, 'z')}", x, lines)
+        return x
+
+    def _note(self, site: Site, a: Tensor, b: Tensor | None, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
         """Run on copies of the operands, whose gradients are those through this contraction alone."""
         copies = [t if t is None or not t.requires_grad else t.clone() for t in (a, b)]
         out = run(copies[0], copies[1])  # type: ignore[arg-type]
@@ -323,7 +293,7 @@ def _recurrent(
                 outputs.append(h)
             reads = watch.sites.get((*key, "x"))
             if reads is not None:
-                layer_of = _Layer(kind == "gru", reads, watch.sites[key], w_in, w_state, bool(direction))
+                layer_of = Layer(kind == "gru", reads, watch.sites[key], w_in, w_state, bool(direction))
                 watch.layers.append(layer_of)
             last.append((h, c))
             made.append(torch.stack(outputs[::-1] if direction else outputs))
@@ -344,102 +314,3 @@ def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     z = torch.sigmoid(zx + zh)
     h = (1 - z) * torch.tanh(nx + torch.sigmoid(rx + rh) * nh) + z * h
     return h, h
-
-
-# --- counting
-
-
-def _count(site: _Site, largest: float) -> tuple[int, int]:
-    """Multiply-adds of a contraction for one sample: all, and the live ones."""
-    varies_a, reached_a = _live(site.a, largest)
-    varies_out, reached_out = _live(site.out, largest)
-    out = varies_out & reached_out  # of every axis but the samples'
-    if site.kind == "einsum":
-        return _count_einsum(site, largest, out)
-    if site.kind == "product":
-        varies_b, reached_b = _live(site.b, largest)
-        # An index counts when either side varies and matters; rows and columns by what they produce.
-        index = (varies_a & reached_a).any(-2) | (varies_b & reached_b).any(-1)
-        rows, columns = out.any(-1).sum(-1), out.any(-2).sum(-1)
-        live = int((index.sum(-1) * rows * columns).sum())
-        return out.numel() * varies_a.shape[-1], live
-    # Of a convolution's tensor the channels are axis 1. What was folded into the samples' axis lies before them.
-    axis = varies_a.ndim - (site.a[0].ndim - 1) if site.kind == "channels" else -1
-    a, o = _only(varies_a & reached_a, axis), _only(out, axis)
-    a, o = a.view(site.groups, -1), o.view(site.groups, -1)
-    return site.groups * a.shape[1] * o.shape[1] * site.each, int((a.sum(1) * o.sum(1)).sum()) * site.each
-
-
-def _count_recurrent(site: _Site, layer: _Layer, largest: float) -> tuple[int, int]:
-    """Multiply-adds of a recurrent layer's inputs or of its states for one sample, in one dense layer."""
-    h = layer.from_h.shape[1]
-    (moves_h, reached_h), (moves_x, reached_x) = _live(layer.h.a, largest), _live(layer.x.a, largest)
-    rows = [m & r for m, r in (_live(s.out, largest) for s in (layer.x, layer.h))]
-    units = (moves_h & reached_h) | torch.stack([_only(r, -1) for r in rows]).any(0).view(-1, h).any(0)
-    inputs = _only(moves_x & reached_x, -1)
-    # what does not vary adds this at each step, [t, gates, units]
-    states = torch.stack([a[0] for a in layer.h.a]).detach() * ~moves_h
-    read = layer.x.a[0][:, 0].detach() * ~_only(moves_x, -1)
-    before = (read @ layer.from_x.T).view(len(read), -1, h)[..., units]
-    behind = (states @ layer.from_h.T).view(len(read), -1, h)[..., units]
-    behind = behind.flip(0) if layer.backwards else behind
-    more = _dimensions(behind[:, -1:]) if layer.gated else 0
-    parts = [before[:, :-1] + behind[:, :-1], before[:, -1:], behind[:, -1:]] if layer.gated else [before + behind]
-    extra = max(0, _dimensions(torch.cat(parts, 1)) - more)
-    wide = len(layer.from_h) // h * (int(units.sum()) + more)
-    taken = int(inputs.sum()) + extra if site is layer.x else int(units.sum()) + more
-    return site.a[0].shape[-1] * len(layer.from_h) * site.each, wide * taken * site.each
-
-
-def _dimensions(amounts: Tensor) -> int:
-    """How many dimensions amounts [t, ...] have over time, beside a constant."""
-    flat = amounts.flatten(1)
-    return int((torch.linalg.svdvals(flat - flat.mean(0)) > ROUNDED * flat.norm()).sum())
-
-
-def _count_einsum(site: _Site, largest: float, out: Tensor) -> tuple[int, int]:
-    """Triples by the equation itself, without its samples' axis: either side is live and the other is not zero."""
-    left, _, right = site.equation.partition("->")
-    (letters_a, letters_b), batch = left.split(","), right[0]
-    live, some = [], []  # of each operand what varies and is reached, and what is not zero
-    for tensors in (site.a, site.b):
-        varies, reached = _live(tensors, largest)
-        live.append(varies & reached)
-        sizes = torch.stack([_samples_first(t.detach()).abs().amax(0) for t in tensors])
-        some.append(sizes.any(0) if tensors[0].requires_grad else torch.ones_like(varies))  # zeros of a weight count
-    equation = f"{letters_a},{letters_b},{right}->".replace(batch, "")
-
-    def triples(a: Tensor, b: Tensor, made: Tensor = out) -> int:
-        return int(torch.einsum(equation, a.double(), b.double(), made.double()))
-
-    whole = [torch.ones_like(m) for m in (*live, out)]
-    return triples(*whole), triples(live[0], some[1]) + triples(some[0], live[1]) - triples(*live)
-
-
-def _only(live: Tensor, axis: int) -> Tensor:
-    """United over every axis but one."""
-    return live.movedim(axis, 0).reshape(live.shape[axis], -1).any(1)
-
-
-def _live(tensors: list[Tensor], largest: float) -> tuple[Tensor, Tensor]:
-    """(varies, is reached by the gradient) of every entry of a sample, united over the steps in `tensors`."""
-    varies, reached = [], []
-    for tensor in tensors:
-        value = _samples_first(tensor.detach())
-        spread = value.amax(0) - value.amin(0)
-        varies.append(spread > VARIES * value.abs().max())
-        gradient = torch.zeros_like(value) if tensor.grad is None else _samples_first(tensor.grad).abs()
-        floor = max(REACHES * float(gradient.max()), REACHES_AT_ALL * largest)
-        reached.append(gradient.amax(0) > floor)
-    return torch.stack(varies).any(0), torch.stack(reached).any(0)
-
-
-def _samples_first(tensor: Tensor) -> Tensor:
-    """[samples, ...]: the samples' axis is the one whose size is a multiple of their number."""
-    for axis, size in enumerate(tensor.shape):
-        if size == SAMPLES:
-            return tensor.movedim(axis, 0)
-        if size and size % SAMPLES == 0:  # samples and heads in one axis
-            split = (*tensor.shape[:axis], SAMPLES, size // SAMPLES, *tensor.shape[axis + 1 :])
-            return tensor.reshape(split).movedim(axis, 0)
-    return tensor.unsqueeze(0)  # the same for every sample

@@ -79,7 +79,7 @@ are cut in memory when the channels change. This is another cut than the one abo
 | weights | constants of the graph | inputs of the graph, smaller |
 | nodes | written anew | the same, on smaller tensors |
 | operators | each is run to see what it does | `edge_client/axes.py` says which axes go together |
-| code | `edge_client/compaction/` | `edge_client/training/cut.py` |
+| code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
 Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that
 a graph cannot be cut by is named in the manifest under `stopped`, with the operator. These can be cut: linear layers,

@@ -1,0 +1,265 @@
+"""What of an operator's outputs stays when its inputs are cut: a rule for each kind, which also makes the node fit.
+
+What an operator does with its axes is said in `edge_client.axes`; the rules here are for operators that move entries
+from one axis to others, and for recurrent layers. `cut` walks the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import GraphProto, NodeProto, helper
+
+from edge_client.axes import axes_of
+from edge_client.errors import ConfigError
+from edge_client.narrow import Axes
+from edge_client.nodes import settings
+
+if TYPE_CHECKING:
+    from edge_client.training.cut import Cut
+
+GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
+UNLIKE = "joins values of which different channels stay"
+Mask = NDArray[np.bool_] | None
+"""The entries of an axis that stay; None: all."""
+
+
+def refusal(node: NodeProto, why: str) -> ConfigError:
+    """The error of a node that does not allow the cut."""
+    return ConfigError(f"node {node.output[0]!r} ({node.op_type}) {why}")
+
+
+def equal(a: Axes, b: Axes) -> bool:
+    """Whether the same entries stay."""
+    return len(a) == len(b) and all(
+        x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def named(g: Cut, node: NodeProto) -> list[Axes]:
+    """An operator that keeps axes together: what one input lost of an axis is taken out of the others.
+
+    Not of an axis that is summed over: there all must have lost the same.
+    """
+    listed = None
+    if node.op_type.startswith("Reduce"):
+        listed = g.values(node, 1) if len(node.input) > 1 else settings(node).get("axes")
+    known = axes_of(node, [g.shape(v) for v in node.input], g.shape(node.output[0]), listed)
+    if known is None:
+        raise refusal(node, "is not an operator whose channels can be cut")
+    left: dict[Any, NDArray[np.bool_]] = {}
+    for name, names in zip(node.input, known.inputs, strict=False):
+        for key, stays in zip(names, g.stays(name), strict=True):
+            if stays is not None:
+                left[key] = left.get(key, stays) & stays
+    if (known.whole | {None}) & left.keys():
+        raise refusal(node, "works along the axis of the channels")
+    for k, names in enumerate(known.inputs):
+        due = tuple(
+            left.get(key) if key in known.output else own
+            for key, own in zip(names, g.stays(node.input[k]), strict=True)
+        )
+        if not g.lenient and not equal(due, tuple(left.get(key) for key in names)):
+            raise refusal(node, UNLIKE)
+        g.fit(node, k, due)
+    return [tuple(left.get(key) for key in known.output)] * len(node.output)
+
+
+def _conv(g: Cut, node: NodeProto) -> list[Axes]:
+    """Whole groups leave a grouped convolution."""
+    groups = settings(node).get("group", 1)
+    if groups == 1:
+        return named(g, node)
+    x, weight = g.stays(node.input[0]), g.stays(node.input[1])
+    if x[1] is None or weight[0] is None or sum(stays is not None for stays in (*x, *weight)) > 2:
+        raise refusal(node, "is a grouped convolution")
+    parts = np.concatenate([x[1].reshape(groups, -1), weight[0].reshape(groups, -1)], axis=1)
+    if (parts != parts[:, :1]).any():
+        raise refusal(node, "loses a part of a group")
+    made = np.repeat(parts[:, 0], g.shape(node.output[0])[1] // groups)
+    if len(node.input) > 2:
+        g.fit(node, 2, (made,))
+    _set(node, "group", int(parts[:, 0].sum()))
+    return [(None, made, *x[2:])]
+
+
+def _set(node: NodeProto, name: str, value: int) -> None:
+    kept = [a for a in node.attribute if a.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+
+def _reshape(g: Cut, node: NodeProto) -> list[Axes]:
+    """What stays is marked in a whole tensor, which is reshaped; the marks must again be those of whole axes."""
+    marks = np.ones(g.shape(node.input[0]), np.bool_)
+    for i, stays in enumerate(g.stays(node.input[0])):
+        if stays is not None:
+            marks &= stays.reshape(-1, *[1] * (marks.ndim - 1 - i))
+    moved = marks.reshape(g.shape(node.output[0]))
+    others = [tuple(j for j in range(moved.ndim) if j != i) for i in range(moved.ndim)]
+    found = [np.asarray(moved.any(axis=rest)) for rest in others]
+    if np.count_nonzero(moved) != prod(int(stays.sum()) for stays in found):
+        raise refusal(node, "spreads the channels over several axes")
+    if node.op_type == "Squeeze" and len(node.input) < 2:  # it would also remove a last channel
+        raise refusal(node, "takes no constant sizes")
+    if node.op_type == "Reshape":
+        node.input[1] = g.sized(node.input[1], tuple(None if stays.all() else stays for stays in found))
+    return [tuple(found)]
+
+
+def _concat(g: Cut, node: NodeProto) -> list[Axes]:
+    before = list(node.input)
+    every = [g.stays(name) for name in before]
+    axis = settings(node)["axis"] % len(every[0])
+    axes: list[Mask] = [next((x[i] for x in every if x[i] is not None), None) for i in range(len(every[0]))]
+    for k, own in enumerate(every):
+        g.fit(node, k, (*axes[:axis], own[axis], *axes[axis + 1 :]))
+    parts = [np.ones(g.shape(name)[axis], np.bool_) for name in before]
+    for part, own in zip(parts, every, strict=True):
+        part &= True if own[axis] is None else own[axis]
+    axes[axis] = np.concatenate(parts)
+    return [tuple(axes)]
+
+
+def _split(g: Cut, node: NodeProto) -> list[Axes]:
+    x = g.stays(node.input[0])
+    axis = settings(node).get("axis", 0) % len(x)
+    stays = x[axis]
+    if stays is None:
+        return [x] * len(node.output)
+    parts = np.split(stays, np.cumsum([g.shape(name)[axis] for name in node.output])[:-1])
+    sizes = np.array([part.sum() for part in parts])
+    if not sizes.all():
+        raise refusal(node, "loses all its channels")
+    if len(node.input) > 1 or (sizes != sizes[0]).any():
+        node.CopyFrom(helper.make_node("Split", [node.input[0], g.constant(sizes)], node.output, axis=axis))
+    return [(*x[:axis], part, *x[axis + 1 :]) for part in parts]
+
+
+def _slice(g: Cut, node: NodeProto) -> list[Axes]:
+    """Along an axis that loses entries, the bounds move by what is gone before them."""
+    made = list(g.stays(node.input[0]))
+    if len(node.input) > 3 and all(made[i] is None for i in g.values(node, 3)):
+        return [tuple(made)]
+    starts, ends = g.values(node, 1), g.values(node, 2)
+    axes = g.values(node, 3) if len(node.input) > 3 else list(range(len(starts)))
+    steps = g.values(node, 4) if len(node.input) > 4 else [1] * len(axes)
+    for k, i in enumerate(axes):
+        stays = made[i]
+        if stays is None:
+            continue
+        if steps[k] != 1:
+            raise refusal(node, "works along the axis of the channels")
+        low, high, _ = slice(starts[k], ends[k]).indices(len(stays))
+        made[i] = stays[low:high]
+        starts[k], ends[k] = int(stays[:low].sum()), int(stays[:high].sum())
+        if starts[k] == ends[k]:
+            raise refusal(node, "loses all its channels")
+    node.input[1], node.input[2] = g.constant(np.array(starts)), g.constant(np.array(ends))
+    return [tuple(made)]
+
+
+def _pad(g: Cut, node: NodeProto) -> list[Axes]:
+    """What is added to an axis stays; where a negative width takes entries away, it takes those that stay."""
+    made, widths = list(g.stays(node.input[0])), g.values(node, 1)
+    axes = [i % len(made) for i in g.values(node, 3)] if len(node.input) > 3 and node.input[3] else range(len(made))
+    for k, i in enumerate(axes):
+        stays, low, high = made[i], widths[k], widths[k + len(axes)]
+        if stays is None or not (low or high):
+            continue
+        if settings(node).get("mode", b"constant") != b"constant":
+            raise refusal(node, "works along the axis of the channels")
+        gone = stays[: max(0, -low)], stays[len(stays) - max(0, -high) :]
+        widths[k], widths[k + len(axes)] = (max(n, 0) - int(x.sum()) for n, x in zip((low, high), gone, strict=True))
+        inner = stays[len(gone[0]) : len(stays) - len(gone[1])]
+        made[i] = np.pad(inner, (max(low, 0), max(high, 0)), constant_values=True)
+    node.input[1] = g.constant(np.array(widths))
+    return [tuple(made)]
+
+
+def _shape(g: Cut, node: NodeProto) -> list[Axes]:
+    given, x = settings(node), g.stays(node.input[0])
+    lengths = x[given.get("start", 0) : given.get("end", len(x))]
+    if any(stays is not None for stays in lengths):
+        g.lengths[node.output[0]] = lengths
+    return [(None,)]
+
+
+def _expand(g: Cut, node: NodeProto) -> list[Axes]:
+    """An axis gets its channels from the value, or all of them from the shape of a cut value."""
+    if node.input[1] not in g.lengths:
+        (axes,) = named(g, node)
+        node.input[1] = g.sized(node.input[1], axes)
+        return [axes]
+    if prod(g.shape(node.input[0])) > 1:
+        raise refusal(node, "computes with the number of channels")
+    return [g.lengths[node.input[1]]]
+
+
+def _recurrent(g: Cut, node: NodeProto) -> list[Axes]:
+    """Units leave with their rows of all gates, alike in both directions."""
+    names = [*node.input, *[""] * 5]
+    if names[7] or settings(node).get("layout", 0):
+        raise refusal(node, "is not an operator whose channels can be cut")
+    read, unit = g.stays(names[0])[2], g.stays(names[2])[2]
+    gates, both = (None if unit is None else np.tile(unit, k * GATES[node.op_type]) for k in (1, 2))
+    weights: list[Axes] = [(None, None, read), (None, gates, read), (None, gates, unit), (None, both), (None,)]
+    start: Axes = (None, None, unit)
+    for k, (name, axes) in enumerate(zip(node.input, [*weights, start, start], strict=False)):
+        if k > 4 and name:
+            g.fit(node, k, axes)
+        elif name and not equal(g.stays(name), axes):
+            raise refusal(node, UNLIKE)
+    if unit is not None:
+        _set(node, "hidden_size", int(unit.sum()))
+    return [(None, None, None, unit), start, start][: len(node.output)]
+
+
+def _scan(g: Cut, node: NodeProto) -> list[Axes]:
+    """The body is cut as a graph is. Of a state stays what stays at the end of a step, found in a trial before."""
+    given = settings(node)
+    body = next(a.g for a in node.attribute if a.name == "body")
+    count = len(node.input) - given["num_scan_inputs"]
+    scanned = [g.stays(name) for name in node.input[count:]]
+    others = (*given.get("scan_input_axes", ()), *given.get("scan_output_axes", ()))
+    if any(others) or any(x[0] is not None for x in scanned):
+        raise refusal(node, "works along the axis of the channels")
+    starts = [g.stays(name) for name in node.input[:count]]
+    for g.lenient in (True, False):
+        step = GraphProto()
+        step.CopyFrom(body)
+        for value, axes in zip(body.input, [*starts, *(x[1:] for x in scanned)], strict=True):
+            g.put(value.name, axes)
+        g.follow(step)
+        found = [g.stays(value.name) for value in step.output]
+        if not g.lenient and not all(map(equal, starts, found)):
+            raise refusal(node, "carries channels from step to step of which different ones stay")
+        starts = found[:count]
+    body.CopyFrom(step)
+    for k, axes in enumerate(starts):
+        g.fit(node, k, axes)
+    return [*starts, *((None, *axes) for axes in found[count:])]
+
+
+RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
+    "Concat": _concat,
+    "Conv": _conv,
+    "ConvTranspose": _conv,
+    "Expand": _expand,
+    "Flatten": _reshape,
+    "GRU": _recurrent,
+    "LSTM": _recurrent,
+    "Pad": _pad,
+    "RNN": _recurrent,
+    "Reshape": _reshape,
+    "Scan": _scan,
+    "Shape": _shape,
+    "Slice": _slice,
+    "Split": _split,
+    "Squeeze": _reshape,
+    "Unsqueeze": _reshape,
+}
