@@ -423,13 +423,11 @@ class Coordinator:
         if (await asyncio.to_thread(self.store.metadata.head, live.id)).first != live.first:
             await self._look()  # it was deleted and created again at another coordinator
             live = self.federation(live.id)
-        takes = (await asyncio.to_thread(read_manifest, self.store, live.config.bundle)).input.shape
-        if request.sample not in (None, takes):
-            raise Refusal(
-                "wrong-samples",
-                f"the samples of {request.device} have shape {request.sample}, the model of {live.id} takes {takes}; "
-                "correct them and join again with the same token",
-            )
+        if request.sample is not None:
+            takes = (await asyncio.to_thread(read_manifest, self.store, live.config.bundle)).input.shape
+            if request.sample != takes:
+                said = f"samples of {request.device} have shape {request.sample}, the model of {live.id} takes {takes}"
+                raise Refusal("wrong-samples", f"{said}; correct them and join again with the same token")
         return await live.enrol(request, token, terms.uses_left, terms.expires_at)
 
 

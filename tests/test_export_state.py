@@ -271,7 +271,7 @@ REFUSED = {
     "a default that grows": (Net(_by_default), "attribute 'part.body' changes in every run"),
     "a new generator": (Net(_afresh), "draws random numbers or reads .* a clock"),
     "a buffer in evaluation alone": (Net(_only_in_evaluation, buffer_m=torch.zeros(6)), "'part.buffer_m' changes in"),
-    "a hidden layer": (Net(lambda m, y: m.n[0](y), n=[nn.Linear(6, 6)]), "attribute 'part.n' holds a.*ModuleList"),
+    "a hidden layer": (Net(lambda m, y: m.n[0](y), n=[nn.Linear(6, 6)]), "'part.n.0' is a layer.*ModuleList"),
     "an iterator": (Net(lambda m, y: y * (next(m.n) < 99), n=itertools.count()), "attribute 'part.n' changes"),
     "a mean in a plain tensor": (Net(_plain_mean, n=torch.zeros(6)), "attribute 'part.n' changes in every run.*buffer"),
     "a generator": (Net(_own_generator, n=np.random.default_rng(1)), "attribute 'part.n' draws random.*Dropout"),

@@ -103,7 +103,7 @@ class FedDR(FedAvg):
         total = added(total, update.samples, update.parameters, update.buffers)
         if record is not None:
             total[0].add(-record.weight, record.values)
-        return total, Reflection(update.parameters, update.samples)
+        return total, Reflection(update.parameters, float(update.samples))
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total

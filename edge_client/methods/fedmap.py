@@ -283,7 +283,7 @@ class FedMap(LocalSgd):
         if record is not None and record.last is not None:  # this reflection replaces it in the mean
             total[0].add(-record.last.weight, record.last.values[live] - values)
         reflection = expanded(a.model, live, values + update.change)
-        return total, Record(a.round, Reflection(reflection, update.weight))
+        return total, Record(a.round, Reflection(reflection, float(update.weight)))
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total

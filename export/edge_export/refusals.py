@@ -104,8 +104,7 @@ def refuse_parts(module: nn.Module) -> None:
         for name, value in _held(path, part):
             if isinstance(value, nn.Module) and value not in known:
                 raise ModelError(
-                    f"attribute {name!r} holds a layer that the module does not know; keep it in a torch.nn.ModuleList "
-                    "or ModuleDict"
+                    f"{name!r} is a layer that the module does not know; keep it in a torch.nn.ModuleList or ModuleDict"
                 )
             if isinstance(value, Tensor):
                 _refuse_odd(value, f"tensor {name!r}")
