@@ -12,7 +12,8 @@ the same fixed point, theta = x_k on every device and sum_k grad f_k(theta) = 0,
 differ. The paper starts with a reflection theta_0 of every device; here one counts from its first round on.
 
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
-  server keeps each device's last reflection, so that no lost message or state leaves a wrong mean.
+  server keeps each device's last reflection. A device that lost its state, and one that was removed, leave theirs in
+  the mean.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it
@@ -22,10 +23,11 @@ differ. The paper starts with a reflection theta_0 of every device; here one cou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32
@@ -36,8 +38,12 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 @dataclass(frozen=True)
 class Averaged(State):
-    """The mean of the devices' last reflections, and the sum of their weights; 0 before round 1."""
+    """The mean of the devices' last reflections; with weights their sum float64[d], and the sum of the weights.
 
+    Both are 0 before round 1. The sum is exact enough that a far reflection leaves nothing when it is replaced.
+    """
+
+    total: NDArray[np.float64] = field(kw_only=True)
     weight: float = 0.0
 
 
@@ -89,7 +95,8 @@ class FedDR(FedAvg):
     """`samples`: a device counts as its training samples."""
 
     def start(self, course: Course) -> Averaged:
-        return Averaged(course.model.parameters.copy(), course.model.buffers.copy())
+        parameters = course.model.parameters.copy()
+        return Averaged(parameters, course.model.buffers.copy(), total=np.zeros(parameters.size))
 
     def read_update(self, a: Assignment, state: State, record: Reflection | None, payload: Payload) -> Update:
         """As in FedAvg; every device weighs the same unless the samples count."""
@@ -110,9 +117,11 @@ class FedDR(FedAvg):
     ) -> tuple[Averaged, Mapping[str, Reflection]]:
         """The mean of all devices' last reflections, of which `state` has those before the round."""
         assert isinstance(state, Averaged)
-        total[0].add(state.weight, state.parameters)
+        total[0].sum += state.total
+        total[0].weight += state.weight
         now, _ = super().finish(course, round_, took_part, state, total)
-        return Averaged(now.parameters, now.buffers, now.recent, total[0].weight), {}
+        mean = total[0]
+        return Averaged(now.parameters, now.buffers, now.recent, mean.weight, total=mean.sum), {}
 
     def local_round(self, task: Task, kept: Any, received: State) -> Local:
         """The splitting step: y, then x by SGD on the loss with the proximal term, then the reflection."""

@@ -19,7 +19,7 @@ receives one sum.
   the change for a device that missed as many rounds as this cohort's devices did. Times the rounds left and the last
   delivery they are a need, to be compared with what is left of 1 / `budget` of FedAvg's bytes. A need of more than 1,
   2, 4 times that is 1, 2, 3 levels too many: first the cell rises, up to 2 above the level, then both. They may rise
-  again once the devices' changes are all of the new cell. They stay in the rounds whose mean is the final model.
+  again once the devices' changes are all of the new cell and no round was dropped meanwhile. They stay in the rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
@@ -31,7 +31,7 @@ receives one sum.
   bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one. While it is above
   0 the budget raises nothing.
 - **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
-  rounded to quarters of a move. It differs little from round to round, so the noise of rounding and of uneven data
+  rounded to quarters of a cell. It differs little from round to round, so the noise of rounding and of uneven data
   largely cancels. Statistics are averaged over the same rounds.
 - **Statistics** of batch-norm travel as whole numbers too (`lattice_statistics`), up as a change from the received
   ones, down from those that the device holds. They are averaged by samples; or they stay local.
@@ -230,7 +230,10 @@ class Lattice(Settings):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
         held = lattice_statistics.numbers(state.statistics)
         statistics = lattice_statistics.values(lattice_statistics.read(payload, held))
-        statistics -= lattice_statistics.values(held)
+        with np.errstate(over="ignore"):
+            statistics -= lattice_statistics.values(held)
+            if not np.isfinite(state.statistics + statistics).all():
+                raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
         size = len(data) + (payload.arrays[STATISTICS].size if len(held) else 0)
         return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain, size)
 
@@ -472,4 +475,4 @@ def applied(state: State, moved: NDArray[np.float64]) -> tuple[NDArray[np.int64]
     """How N changes by a sum of moves, int64[n] in whole cells, and what is left of it, float32[n]."""
     left, cell = state.residual + np.ldexp(moved, state.level), 2.0**state.cell
     change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    return change.astype(np.int64), (left - change).astype(np.float32)
+    return change.astype(np.int64), np.clip(left - change, -MOST, MOST).astype(np.float32)

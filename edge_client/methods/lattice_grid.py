@@ -164,7 +164,7 @@ class History:
         return (counts - whole).astype(np.int32)
 
     def fine(self, rounds: int) -> int:
-        """The level of the mean of N over so many rounds: quarters of their moves, since halves would be much noise."""
+        """The level of the mean of N over so many rounds: quarters of their cells, since halves would be much noise."""
         return max(0, self.lowest(rounds) - 2)
 
     def lowest(self, rounds: int) -> int:
