@@ -452,6 +452,17 @@ def test_rounding_of_statistics_at_random_is_right_on_average() -> None:
     assert np.allclose((both[1] - both[0]) % 1, 0.5)
 
 
+def test_a_statistic_that_an_update_makes_infinite_is_refused() -> None:
+    fleet = Fleet(Lattice(lr=0.1), {"a": samples(0)}, m=NORMED, trainer=pull(NORMED), cohort=1)
+    fleet.play("a")
+    far = np.full(4, 3e38, np.float32)
+    fleet.state = replace(fleet.state, statistics=-far)
+    sent = lattice_statistics.change(lattice_statistics.numbers(far), lattice_statistics.numbers(-far))
+    fleet.change = lambda device, p: replace(p, arrays={**p.arrays, "statistics": sent})
+    with pytest.raises(PayloadError, match="infinite"):
+        fleet.play("a")
+
+
 def test_damaged_statistics_are_refused() -> None:
     held = np.zeros(4, np.int32)
     good = lattice_statistics.change(np.int32([5, -3, 0, 1]), held)
@@ -603,3 +614,5 @@ def test_a_huge_sum_of_moves_stays_a_whole_number() -> None:
     change, _ = method_module.applied(replace(Fleet(Lattice(), THREE).state), np.full(D, 1e12))
     assert (change > 0).all()
     assert (change < 2**31).all()
+    _, left = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e60))
+    assert np.isfinite(left).all()

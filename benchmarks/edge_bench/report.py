@@ -164,7 +164,7 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], teste
         if score is None:
             continue
         worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
-        if not worse and best is not None and 0 < scores[best] and score < scores[best] / 2 - least:
+        if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]
         found += [said for than, base in worse.items() if (said := below(label, score, base, than, hint))]
     return found

@@ -19,7 +19,8 @@ receives one sum.
   the change for a device that missed as many rounds as this cohort's devices did. Times the rounds left and the last
   delivery they are a need, to be compared with what is left of 1 / `budget` of FedAvg's bytes. A need of more than 1,
   2, 4 times that is 1, 2, 3 levels too many: first the cell rises, up to 2 above the level, then both. They may rise
-  again once the devices' changes are all of the new cell and no round was dropped meanwhile. They stay in the rounds whose mean is the final model.
+  again once the devices' changes are all of the new cell and no round was dropped meanwhile. They stay in the rounds
+  whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
