@@ -17,6 +17,7 @@ LABELS = {
     "Lattice": "lattice",
     "Lattice, `quantum = 10`": "lattice-10",
     "Lattice, `quantum = 15`": "lattice-thrifty",
+    "Lattice, `quantum = 10`, `coarser = 2`": "lattice-coarser",
     "STC, `keep = 0.04`": "stc-25",
     "STC, `keep = 0.01`": "stc-100",
     "STC, `keep = 0.0025`": "stc-400",
