@@ -432,4 +432,5 @@ def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(
             assert model.parameters.tobytes() == personal.parameters.tobytes()
             assert model.buffers.tobytes() == personal.buffers.tobytes()
             assert (model.parameters.tobytes() != everyone.parameters.tobytes()) == (name == "hermes")
-    assert (None in known.values()) == (name in {"fedcode", "fedmask", "signed", "perfedavg", "lattice-pruned"})
+    own = {"fedcode", "fedmask", "signed", "perfedavg", "perfedavg-hf", "lattice-pruned"}
+    assert (None in known.values()) == (name in own)

@@ -147,7 +147,7 @@ def test_bad_data_and_a_bad_token_end_with_their_code_and_a_sentence(
     good = np.load(data["a"])
     x, y = good["x"], good["y"]
     cases = {
-        "shape": ({"x": x[:, :63], "y": y}, "shape (63,), the model takes (64,)"),
+        "shape": ({"x": x[:, :63], "y": y}, "shape (63,), the model of digits takes (64,)"),
         "label": ({"x": x, "y": y + 1}, "outside 0..9"),
     }
     for name, (arrays, sentence) in cases.items():
