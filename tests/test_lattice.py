@@ -611,7 +611,7 @@ def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_mov
 
 
 def test_a_huge_sum_of_moves_stays_a_whole_number() -> None:
-    change, _ = method_module.applied(replace(Fleet(Lattice(), THREE).state), np.full(D, 1e12))
+    change, _ = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e12))
     assert (change > 0).all()
     assert (change < 2**31).all()
     _, left = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e60))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice_grid import Counts
+from edge_client.methods.lattice_wire import packed
 from edge_client.protocol.payload import Payload, u8
 from edge_client.task import Assignment
 
@@ -65,13 +66,10 @@ def read(payload: Payload, before: Counts) -> Counts:
 
     Raises PayloadError.
     """
-    data = payload.arrays.get(NAME)
-    if data is None and not before.size:
+    if not before.size and NAME not in payload.arrays:
         return before
-    if data is None or data.dtype != np.uint8 or data.ndim != 1:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {NAME!r}, uint8[n], was due")
     try:
-        moved = lattice.decode(data.tobytes(), _known(before.size))
+        moved = lattice.decode(packed(payload, NAME), _known(before.size))
     except CodecError as error:
         raise PayloadError(f"the statistics cannot be decoded: {error}") from None
     now = before + moved.astype(np.int64)
