@@ -50,6 +50,7 @@ DR = {"eta": 10.0, "alpha": 1.2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepreduce": {"name": "deltamask", "codec": "bloom", "sampling": "independent", "head": "mask"},
     "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
+    "drive-plus-per-tensor": {"name": "fedavg", "up": "drive+", "per_tensor": True},
     "fedavg-mean": {"name": "fedavg", "average": 0.7},
     "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
     "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
@@ -59,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qsgd": {"name": "fedavg", "up": "qsgd:4", "down": "stochastic8"},
     "signed-counts": {"name": "signed", "down": "count"},
     "topk": {"name": "fedavg", "up": "topk:0.1", "feedback": True},
+    "topk-per-tensor": {"name": "fedavg", "up": "topk:0.1", "per_tensor": True, "feedback": True},
 }
 WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "signed-counts", "standalone"}
 PRUNED = {"federated_pruning", "federated_pruning_lamp", "fedmap", "fedmask", "hermes", "hidenseek", "lattice-pruned"}
