@@ -18,7 +18,7 @@ from coord_server.store import Store
 from coord_server.store.blobs import federation_shelf
 from coord_server.store.tables import Head
 from coord_server.store.values import Content, put, read
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError, StorageDamagedError
 from edge_client.methods import Method
 from edge_client.task import Course
 
@@ -115,8 +115,12 @@ class MethodState:
         written, content = found
         if written >= round_:
             raise StaleError(f"round {round_} of {self.id} is closed")
-        data = read(self._store.blobs, self.record_shelf(device, written), content)
-        return written, aggregation.unpack(kind, data)
+        try:
+            data = read(self._store.blobs, self.record_shelf(device, written), content)
+            return written, aggregation.unpack(kind, data)
+        except StorageDamagedError as error:
+            why = f"the record of device {device!r} in {self.id} cannot be read: {error}"
+            raise StorageDamagedError(f"{why}, or remove the device so that the others go on") from None
 
     def stand_at(self, closed: int, values: Values | None) -> None:
         """Set the state after round `closed`; None: load it on the next use."""
