@@ -353,6 +353,8 @@ class LiveFederation:
             lambda rows: was_ready.append(rows.remove_device(device)),
             lambda: self.devices.removed(device, was_ready[-1]),
         )
+        for what in ("work", "failure", "report"):  # it asks no more, so no success of its own would clear them
+            self._faults.clear(f"{what} of {device}")
         log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})
 
     def summary(self) -> Federation:
