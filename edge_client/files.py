@@ -88,11 +88,11 @@ def write_whole(
 
 
 def check_room(path: Path, size: int) -> None:
-    """Raise StateError unless the disk of `path` takes `size` bytes more and keeps a reserve."""
+    """Raise StorageFullError unless the disk of `path` takes `size` bytes more and keeps a reserve."""
     with disk(path):
         free = shutil.disk_usage(path.parent).free
     if free < size + RESERVE:
-        raise StateError(
+        raise StorageFullError(
             f"{path} needs {size} bytes and {RESERVE} have to stay free, but its disk has only {free}; "
             "free some space, then run the same command again: nothing is lost"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,26 @@ def test_a_device_that_lost_its_values_counts_once_in_a_mean_of_last_reflections
         state = decode((await fleet.operator("GET", f"{FED}/state")).content).arrays
         assert state["weight"] == 2
         assert state["parameters"] == pytest.approx(np.mean(list(last.values()), axis=0), rel=1e-6)
+
+    play(tmp_path, script)
+
+
+def test_of_a_damaged_record_nothing_is_left_when_its_device_lost_its_values(tmp_path: Path) -> None:
+    def records() -> dict[str, bytes]:
+        with closing(sqlite3.connect(next(tmp_path.rglob("coordinator.db")))) as database, database:
+            database.execute("UPDATE records SET content = ? WHERE device = 'a' AND round = 1", (b"x",))
+            return dict(database.execute("SELECT device, content FROM records").fetchall())
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", method={"name": "feddr"})
+        work = {}
+        for device in ("a", "bb"):
+            assert (await fleet.train(device)).status_code == 201
+        for device in ("a", "bb"):
+            work[device] = await fleet.due(device)
+        assert records()["a"] == b"x"
+        assert (await fleet.fail("a", work["a"], "lost")).status_code == 204
+        assert set(records()) == {"bb"}
 
     play(tmp_path, script)
 

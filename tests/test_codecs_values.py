@@ -70,6 +70,19 @@ def test_every_codec_keeps_the_contract(name: str) -> None:
     check_codec(values.codec(name))
 
 
+def test_parts_are_the_whole_vector_one_after_another() -> None:
+    assert values.encode_parts("sign", np.zeros(0), (), 3) == b""
+    assert values.decode_parts("sign", b"", (), 3).shape == (0,)
+    with pytest.raises(CodecError):
+        values.decode_parts("sign", b"\0", (), 3)
+    for ends in ((), (199,), (90, 199), (201,), (90, 201), (90, 80, 200), (-1, 200)):
+        with pytest.raises(CodecError, match="parts"):
+            values.encode_parts("sign", np.ones(200), ends, 3)
+    for ends in ((90, 80, 200), (-1,), (-1, 200)):
+        with pytest.raises(CodecError, match="parts"):
+            values.decode_parts("sign", b"", ends, 3)
+
+
 @pytest.mark.parametrize("name", [*values.VALUES])
 @given(data=st.binary(max_size=300), at=st.integers(0, 10**6), byte=st.integers(0, 255))
 def test_hostile_bytes_decode_to_finite_values_or_are_refused(name: str, data: bytes, at: int, byte: int) -> None:

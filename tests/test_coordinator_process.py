@@ -134,6 +134,33 @@ def test_a_damaged_record_names_its_device_and_what_to_do_and_the_others_can_go_
         asyncio.run(script(url))
 
 
+def test_a_device_with_a_damaged_record_can_be_removed_while_its_update_waits_to_be_folded(tmp_path: Path) -> None:
+    async def before(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT, trust_env=False) as http:
+            fleet = Fleet(http)
+            await fleet.federation("a", "bb", method={"name": "feddr"}, min_updates=1)
+            for device in ("a", "bb", "a"):
+                assert (await fleet.train(device)).status_code == 201
+
+    async def after(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT, trust_env=False) as http:
+            fleet = Fleet(http)
+            assert (await fleet.train("bb")).status_code == 201
+            why = "round 2 cannot be aggregated: the record of device 'a' in fed cannot be read: "
+            await until(fleet, lambda f: why in (f["fault"] or ""))
+            assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+            await until(fleet, lambda f: f["phase"] == "finished" and f["fault"] is None)
+            last = (await fleet.operator("GET", "/v1/federations/fed/rounds")).json()[-1]
+            assert (last["round"], last["devices"], last["skipped"]) == (2, ["bb"], ["a"])
+
+    with coordinator(tmp_path / "data") as (_, url):
+        asyncio.run(before(url))
+    with closing(sqlite3.connect(tmp_path / "data" / "coordinator.db")) as database, database:
+        database.execute("UPDATE records SET content = ? WHERE device = 'a'", (b"x",))
+    with coordinator(tmp_path / "data") as (_, url):  # a new process has not even encoded the downlink
+        asyncio.run(after(url))
+
+
 def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = Federation(
         id="har-by-person", config=FederationConfig.model_validate(settings(name="har-by-person", rounds=1000)),

@@ -23,7 +23,7 @@ from client_rig import PART, Coordinator, Time, device, manifest, numpy_trainer,
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from edge_client.bundle import Bundle, Part, digest
-from edge_client.errors import BundleError, ConfigError, StateError, UnreachableError
+from edge_client.errors import BundleError, ConfigError, StorageFullError, UnreachableError
 from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.files import RESERVE
 from edge_client.graphs import GRAPH_MOST, check_graph
@@ -90,7 +90,7 @@ def test_a_part_that_would_fill_the_disk_is_not_asked_for(tmp_path: Path, monkey
         return httpx.Response(200, content=PART)
 
     part = Part(sha256=digest(PART), size=len(PART))
-    with pytest.raises(StateError, match=r"its disk has only \d+; free some space") as full:
+    with pytest.raises(StorageFullError, match=r"its disk has only \d+; free some space") as full:
         remote(handler).fetch_file("/p", part, tmp_path / "p.partial", "fetching")
     assert (asked, exit_code(full.value) in RESTARTED) == ([], True)
     free[0] += 1

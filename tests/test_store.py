@@ -263,11 +263,14 @@ def test_a_failure_is_kept_until_an_update_and_a_record_is_replaced_or_dropped(t
     data.commit("fed", 1, "s1", [lambda rows: rows.add_failure("a", "{}")])
     assert (data.devices("fed")[0].failure, data.record("fed", "a")) == ("{}", (1, Content("d" * 64, b"r")))
     left = Content("f" * 64, b"left")
-    data.commit("fed", 2, "s1", [lambda rows: rows.set_record("a", 1, left)])
+    data.commit("fed", 2, "s1", [lambda rows: rows.leave_record("a", 1, left)])
     assert data.record("fed", "a") == (1, left)
-    data.commit("fed", 3, "s1", [lambda rows: rows.set_record("a", 1, None)])
+    late = [lambda rows, what=what: rows.leave_record("a", 0, what) for what in (left, None)]  # type: ignore[misc]
+    assert data.commit("fed", 3, "s1", late)
+    assert data.record("fed", "a") == (1, left)  # of a later round: it stays
+    data.commit("fed", 4, "s1", [lambda rows: rows.leave_record("a", 1, None)])
     assert data.record("fed", "a") is None
-    data.commit("fed", 4, "s1", [update(round_=2)])
+    data.commit("fed", 5, "s1", [update(round_=2)])
     assert data.devices("fed")[0].failure is None
 
 

@@ -290,7 +290,7 @@ class LiveFederation:
         def write(rows: Rows) -> None:
             rows.add_failure(device, text)
             if left is not None:
-                rows.set_record(device, *left)
+                rows.leave_record(device, *left)
 
         with self._faults.watch(f"failure of {device}", f"the failure of {device!r} could not be written down"):
             if failure.kind == "lost":

@@ -7,6 +7,7 @@ own. A sweep drops only shelves of older rounds, never one that another process 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,30 +95,38 @@ class MethodState:
 
         Raises StaleError when a later round has changed it already, StateError.
         """
-        return self._record(device, round_)[1]
+        found = self._found(device, round_)
+        return None if found is None else self._read(device, *found)
 
     def left(self, device: str, round_: int) -> tuple[int, Content | None]:
         """What the method still keeps of `device`, which lost what it kept, and the round that wrote it. Blocks.
 
-        Raises StaleError, StateError.
+        Nothing is left of a record that cannot be read. Raises StaleError, StateError.
         """
-        written, record = self._record(device, round_)
-        left = None if record is None else self.method.lost(record)
+        found, left = self._found(device, round_), None
+        if found is None:
+            return 0, None
+        if type(self.method).lost is not Method.lost:  # which leaves nothing
+            with suppress(StorageDamagedError):  # what cannot be read is lost as well
+                left = self.method.lost(self._read(device, *found))
+        written, _ = found
         if left is None:
             return written, None
         return written, put(self._store.blobs, self.record_shelf(device, written), aggregation.pack(left))
 
-    def _record(self, device: str, round_: int) -> tuple[int, Any]:
-        kind = self.method.record_type
-        found = None if kind is None else self._store.metadata.record(self.id, device)
-        if kind is None or found is None:
-            return 0, None
-        written, content = found
-        if written >= round_:
+    def _found(self, device: str, round_: int) -> tuple[int, Content] | None:
+        """The round that wrote the record of `device`, and its stored bytes. Raises StaleError, StateError."""
+        found = None if self.method.record_type is None else self._store.metadata.record(self.id, device)
+        if found is not None and found[0] >= round_:
             raise StaleError(f"round {round_} of {self.id} is closed")
+        return found
+
+    def _read(self, device: str, written: int, content: Content) -> Any:
+        kind = self.method.record_type
+        assert kind is not None
         try:
             data = read(self._store.blobs, self.record_shelf(device, written), content)
-            return written, aggregation.unpack(kind, data)
+            return aggregation.unpack(kind, data)
         except StorageDamagedError as error:
             why = f"the record of device {device!r} in {self.id} cannot be read: {error}"
             raise StorageDamagedError(f"{why}, or remove the device so that the others go on") from None

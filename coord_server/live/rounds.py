@@ -115,7 +115,7 @@ class Rounds:
         values, state, round_ = await self._values.values(), self._commits.state, decision.round
         if values.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
-        down = {d: (await self._downlinks.get(round_, d)).sizes for d in decision.devices}
+        down = {d: await self._received(round_, d) for d in decision.devices}
         places = {d: state.asked[d] for d in decision.devices}
         closed, left_out = await asyncio.to_thread(self._close, values, decision, down, places, dict(self._fresh))
         now = self._commits.clock()
@@ -138,6 +138,15 @@ class Rounds:
         )
         metrics.ROUND.observe(seconds)
 
+    async def _received(self, round_: int, device: str) -> Mapping[str, int]:
+        """The bytes by kind of the downlink of a device; nothing for one whose update `_record` leaves out."""
+        try:
+            return (await self._downlinks.get(round_, device)).sizes
+        except StorageDamagedError:
+            if await asyncio.to_thread(self._store.metadata.device, self.id, device) is not None:
+                raise
+            return {}
+
     def _ended(self, round_: Round, values: Values) -> None:
         self._stand_at(round_.round, values)
         _say(self.id, round_)
@@ -152,7 +161,7 @@ class Rounds:
     ) -> tuple[Closed | None, list[str]]:
         """Fold the acknowledged updates; one that cannot be folded is left out. Blocks. Raises StateError.
 
-        The same updates give the same outcome in every process and at any time.
+        The same updates and records give the same outcome in every process and at any time.
         """
         round_, devices, left_out = decision.round, list(decision.devices), list[str]()
         influences = self._store.metadata.influences(self.id, round_)
@@ -160,7 +169,7 @@ class Rounds:
         def contributions() -> Iterator[Contribution]:
             for device in devices:
                 update = fresh.get(device) or self._acknowledged(round_, device)
-                yield Contribution(device, update, self._values.record(device, round_), down[device], places[device])
+                yield Contribution(device, update, self._record(device, round_), down[device], places[device])
 
         while devices:
             counted = {d: i for d, i in influences.items() if d in devices}
@@ -175,6 +184,15 @@ class Rounds:
                 devices.remove(unusable.device)
                 left_out.append(unusable.device)
         return None, left_out
+
+    def _record(self, device: str, round_: int) -> Any:
+        """What the method keeps of `device`. Raises UnusableUpdate when the operator removed it for a damaged one."""
+        try:
+            return self._values.record(device, round_)
+        except StorageDamagedError as error:
+            if self._store.metadata.device(self.id, device) is not None:
+                raise
+            raise UnusableUpdate(device, f"the device is removed, and {error}") from error
 
     def _acknowledged(self, round_: int, device: str) -> bytes:
         found = self._store.metadata.update_content(self.id, round_, device)

@@ -71,6 +71,14 @@ class Rows:
             new = {"round": round_, "sha256": content.sha256, "content": content.data}
             self._c.execute(insert(records).values(federation=self._federation, device=device, **new))
 
+    def leave_record(self, device: str, round_: int, content: Content | None) -> None:
+        """What is left of the record that a round has written, None: nothing; the record of a later round stays."""
+        mine = (*of(records, self._federation, device), records.c.round == round_)
+        if content is None:
+            self._c.execute(delete(records).where(*mine))
+        else:
+            self._c.execute(update(records).where(*mine).values(sha256=content.sha256, content=content.data))
+
     def arrive(self, device: str, at: float) -> int:
         """A device has asked for work; 1 when it had not before."""
         mine = of(devices, self._federation, device)

@@ -88,7 +88,10 @@ def export_factory(
 
 
 class Unseeded:
-    """The generator that `torch.manual_seed`, imported under any name, seeds: here no seed reaches PyTorch's."""
+    """The generator that `torch.manual_seed`, imported under any name, seeds: here no such seed reaches PyTorch's.
+
+    `torch.default_generator.manual_seed` and `torch.set_rng_state` still do: what they seed is taken for trained.
+    """
 
     def manual_seed(self, seed: int) -> torch.Generator:
         return torch.default_generator

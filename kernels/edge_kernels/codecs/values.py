@@ -88,8 +88,11 @@ def codec(name: str) -> ValueCodec:
 def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: int) -> bytes:
     """`values` [d] in parts that end at `ends`, each coded by itself: its length as a varint, and its bytes.
 
-    Part i has the stream (stream, i). One part alone is what `encode` writes. Raises CodecError.
+    Part i has the stream (stream, i). One part alone is what `encode` writes. Raises CodecError, also for parts that
+    are not the whole vector.
     """
+    if np.size(values) != (d := _size(ends)):
+        raise CodecError(f"the parts have {d} values, but the vector has {np.size(values)}")
     if len(ends) == 1:
         return encode(name, values, stream)
     parts = (encode(name, values[part], key) for part, key in _parts(ends, stream))
@@ -98,13 +101,23 @@ def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: i
 
 def decode_parts(name: str, data: bytes, ends: Sequence[int], stream: int) -> F32:
     """The float32[d] that `encode_parts` wrote, finite. Raises CodecError."""
+    d = _size(ends)
     if len(ends) == 1:
-        return decode(name, data, ends[0], stream)
-    reader, values = Reader(data), np.empty(ends[-1], np.float32)
+        return decode(name, data, d, stream)
+    reader, values = Reader(data), np.empty(d, np.float32)
     for part, key in _parts(ends, stream):
         values[part] = decode(name, reader.bytes(reader.varint()).tobytes(), part.stop - part.start, key)
     reader.end()
     return values
+
+
+def _size(ends: Sequence[int]) -> int:
+    """How many values the parts have together. Raises CodecError."""
+    if any(low > end for low, end in zip((0, *ends), ends, strict=False)):
+        raise CodecError(f"parts end one after another, not at {list(ends)}")
+    d = ends[-1] if ends else 0
+    check_size(d)
+    return d
 
 
 def _parts(ends: Sequence[int], stream: int) -> Iterator[tuple[slice, int]]:
