@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from coord_server import guard
-from edge_client.errors import MaskfleetError, PayloadError, StateError
+from edge_client.errors import MaskfleetError, PayloadError, StorageDamagedError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Influence, Method
 from edge_client.protocol import payload
@@ -88,11 +88,11 @@ def pack(value: object) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes) -> T:
-    """The value that `pack` wrote. Raises StateError."""
+    """The value that `pack` wrote. Raises StorageDamagedError."""
     try:
         return from_arrays(kind, payload.decode(data, payload.FILE_HEADER_BYTES).arrays)
     except (PayloadError, ValueError) as error:
-        raise StateError(f"a stored {kind.__name__} is damaged: {error}; restore the data folder") from None
+        raise StorageDamagedError(f"a stored {kind.__name__} is damaged: {error}; restore the data folder") from None
 
 
 # --- downlinks and updates

@@ -12,7 +12,7 @@
     |-- ServerError      the coordinator refused a request (carries the problem+json)
     |-- UnreachableError the coordinator gave no usable answer for longer than the client's patience
     |-- StateError       a state folder cannot be written, read back or locked
-    |   |-- StorageFullError         the coordinator's disk or database takes nothing more
+    |   |-- StorageFullError         the disk or the coordinator's database takes nothing more
     |   |-- StorageDamagedError      what the coordinator stored is missing or not what was written
     |   `-- StorageUnreachableError  the coordinator's database or disk does not answer
     `-- CompactionError  a compact model could not be shown equal to its masked model
@@ -94,7 +94,7 @@ class StateError(MaskfleetError):
 
 
 class StorageFullError(StateError):
-    """The coordinator's disk or database takes nothing more: free space, then the same request succeeds."""
+    """The disk or the coordinator's database takes nothing more: free space, then the same succeeds."""
 
 
 class StorageDamagedError(StateError):

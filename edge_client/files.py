@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from edge_client.errors import StateError
+from edge_client.errors import StateError, StorageFullError
 
 RESERVE = 16 << 20  # bytes of a disk that a download leaves free, for the journal
 BLOCK = 1 << 20  # bytes hashed at a time
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -26,13 +27,16 @@ def disk(path: Path, elsewhere: str = "choose another folder with --state") -> I
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = "free some space, then run the same command again: nothing is lost"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fault = f"cannot use {path}: {error.strerror or error}"
+        if error.errno in FULL:
+            raise StorageFullError(
+                f"{fault}; free some space, then run the same command again: nothing is lost"
+            ) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = f"give this user write access, or {elsewhere}"
         else:
             advice = elsewhere
-        raise StateError(f"cannot use {path}: {error.strerror or error}; {advice}") from None
+        raise StateError(f"{fault}; {advice}") from None
 
 
 def _write(path: Path, chunks: tuple[bytes | memoryview, ...], mode: int) -> None:

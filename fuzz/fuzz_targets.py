@@ -26,7 +26,7 @@ from edge_client.protocol import payload as container
 
 SMALL = ((0, 0.5), (1, 0.5), (37, 0.3), (300, 0.02), (60, 0.6), (4000, 0.003), (70000, 0.0001))
 LARGE = 1_000_000
-PARAMETERS = ("eden:4", "eden:0.0001", "eden:0.9", "drive:mse", "qsgd:255", "topk:1", "stc:1")
+PARAMETERS = ("eden:4", "eden:0.0001", "eden:0.9", "drive:mse", "drive+:mse", "qsgd:255", "topk:1", "stc:1")
 
 Craft = Callable[[random.Random], bytes]
 
@@ -69,6 +69,11 @@ def codec_targets(large: bool = False) -> list[Target]:
         for name in (*values.VALUES, *PARAMETERS):
             payload = values.encode(name, counter.uniform(4, d) - 0.5, 3)
             out.append(Target(f"{name} d={d}", partial(values.decode, name, d=d, stream=3), payload, 4 * d))
+        ends = (d // 3, d // 3, d)
+        for name in ("topk", "drive+", "qsgd"):
+            payload = values.encode_parts(name, counter.uniform(4, d) - 0.5, ends, 3)
+            decode = partial(values.decode_parts, name, ends=ends, stream=3)
+            out.append(Target(f"{name} in parts d={d}", decode, payload, 4 * d))
     out += [_set_target(name, counter.uniform(6, d) < 0.1, None) for name in ("bloom:0.5", "bloom:0.000001")]
     return out
 

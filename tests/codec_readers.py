@@ -300,9 +300,10 @@ def hadamard(x: list[float]) -> list[float]:
     return [p + q for p, q in zip(a, b, strict=True)] + [p - q for p, q in zip(a, b, strict=True)]
 
 
-def rotated(data: bytes, d: int, stream: int, bits: float, centroids: list[float]) -> list[float]:
+def rotated(data: bytes, d: int, stream: int, bits: float, centroids: list[float] | None) -> list[float]:
+    """Without centroids, each block has two of its own in the place of its factor."""
     width, sizes = max(1, int(bits)), blocks(d)
-    factors, at = floats(data, 0, len(sizes))
+    factors, at = floats(data, 0, len(sizes) if centroids else 2 * len(sizes))
     sent: list[int] = []
     low = 0
     for n in sizes:
@@ -314,9 +315,14 @@ def rotated(data: bytes, d: int, stream: int, bits: float, centroids: list[float
         for i in range(len(sent)):
             levels[i] |= reader.bit() << j
     c = [0.0] * low
-    for i, level in zip(sent, levels, strict=True):
-        size = centroids[level % 2 ** (width - 1)]
-        c[i] = -size if level >> (width - 1) else size
+    if centroids:
+        for i, level in zip(sent, levels, strict=True):
+            size = centroids[level % 2 ** (width - 1)]
+            c[i] = -size if level >> (width - 1) else size
+    else:
+        of = [j for j, n in enumerate(sizes) for _ in range(n)]
+        c = [factors[2 * of[i] + level] for i, level in enumerate(levels)]
+        factors = [1.0] * len(sizes)
 
     def flipped(x: list[float], start: int, which: int) -> list[float]:
         signs = key(stream, "signs", which)
@@ -337,6 +343,10 @@ def eden(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
 
 def drive(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
     return rotated(data, d, stream, 1, [1.0])
+
+
+def drive_plus(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
+    return rotated(data, d, stream, 1, None)
 
 
 def signed(reader: BitReader, magnitudes: Sequence[float]) -> list[float]:
@@ -379,6 +389,16 @@ def stc(data: bytes, d: int, stream: int, parameter: str) -> list[float]:
 
 
 VALUES = {
-    "float32": float32, "float16": float16, "stochastic8": stochastic8, "eden": eden, "drive": drive, "qsgd": qsgd,
-    "topk": topk, "stc": stc, "sign": sign,
+    "float32": float32, "float16": float16, "stochastic8": stochastic8, "eden": eden, "drive": drive,
+    "drive+": drive_plus, "qsgd": qsgd, "topk": topk, "stc": stc, "sign": sign,
 }  # fmt: skip
+
+
+def parts(codec: str, data: bytes, ends: Sequence[int], stream: int, parameter: str) -> list[float]:
+    out: list[float] = []
+    at = 0
+    for i, end in enumerate(ends):
+        length, at = varint(data, at)
+        out += VALUES[codec](data[at : at + length], end - len(out), key(stream, i), parameter)
+        at += length
+    return out

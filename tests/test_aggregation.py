@@ -13,7 +13,7 @@ from coordination import D, manifest, said, update
 from coord_server import aggregation
 from coord_server.aggregation import Contribution, UnusableUpdate
 from edge_client.bundle import Model
-from edge_client.errors import PayloadError, StateError
+from edge_client.errors import PayloadError, StorageDamagedError
 from edge_client.methods import Method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.coupled import State as CoupledState
@@ -209,6 +209,6 @@ def test_packed_states_come_back_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"junk", aggregation.pack(State(np.ones(1, np.float32), np.ones(1, np.float32)))]
 )
-def test_a_damaged_state_is_a_state_error(data: bytes) -> None:
-    with pytest.raises(StateError, match="restore the data folder"):
+def test_a_damaged_state_is_damaged_storage(data: bytes) -> None:
+    with pytest.raises(StorageDamagedError, match="restore the data folder"):
         aggregation.unpack(CoupledState, data)

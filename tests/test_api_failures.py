@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from coordination import Fleet, bearer, credential, play, refused, until
+from coordination import D, Fleet, bearer, credential, play, refused, trained, until
 
 from coord_server import engine
 from coord_server.live import commits
+from edge_client.protocol.payload import decode
 
 FED = "/v1/federations/fed"
 
@@ -88,6 +90,28 @@ def test_after_max_attempts_the_federation_pauses_with_its_fault_until_the_opera
         for device in ("a", "b"):
             assert (await fleet.train(device)).status_code == 201
         await until(fleet, lambda f: f["round"] == 2)
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize("d", [D, 70_000])  # records in their rows, and as blobs
+def test_a_device_that_lost_its_values_counts_once_in_a_mean_of_last_reflections(tmp_path: Path, d: int) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=d, rounds=4, method={"name": "feddr"})
+        last = {}
+        for round_, unlucky in enumerate(("", "a", "a", ""), 1):
+            for device in ("a", "bb"):
+                work = await fleet.due(device)
+                if device == unlucky:
+                    assert (await fleet.fail(device, work, "lost")).status_code == 204
+                    continue
+                body = trained(await fleet.fetch(device, work), device)
+                last[device] = decode(body).arrays["parameters"]
+                assert (await fleet.upload(device, work["round"], work["lease"], body)).status_code == 201
+            await until(fleet, lambda f, n=round_: f["round"] > n or f["phase"] == "finished")
+        state = decode((await fleet.operator("GET", f"{FED}/state")).content).arrays
+        assert state["weight"] == 2
+        assert state["parameters"] == pytest.approx(np.mean(list(last.values()), axis=0), rel=1e-6)
 
     play(tmp_path, script)
 

@@ -1,15 +1,18 @@
-"""EDEN and DRIVE: unbiased over rotations, the papers' errors and bits, and what is refused."""
+"""EDEN, DRIVE and DRIVE+: unbiased over rotations, the papers' errors and bits, and what is refused."""
 
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
+from edge_kernels import counter
 from edge_kernels.codecs import CodecError, rotation, values
-from edge_kernels.codecs.rotation import CENTROIDS, hadamard, lengths
+from edge_kernels.codecs.rotation import CENTROIDS, hadamard, lengths, two_means
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 
 def vector(d: int) -> np.ndarray:
@@ -27,10 +30,16 @@ def error(name: str, v: np.ndarray, stream: int = 1) -> float:
     return float(np.square(decoded(name, v, stream) - v).sum() / np.square(v).sum())
 
 
-def test_hadamard_is_sylvesters_matrix() -> None:
+def sylvester(log: int) -> np.ndarray:
+    """The Hadamard matrix of 2**log rows."""
     h = np.ones((1, 1))
-    for _ in range(7):
+    for _ in range(log):
         h = np.block([[h, h], [h, -h]])
+    return h
+
+
+def test_hadamard_is_sylvesters_matrix() -> None:
+    h = sylvester(7)
     x = np.random.default_rng(0).integers(-9, 9, (3, 128)).astype(np.float32)
     assert np.array_equal(hadamard(x), x @ h.T)
     assert np.array_equal(hadamard(x[:, :8].copy()), x[:, :8] @ h[:8, :8].T)
@@ -61,9 +70,10 @@ def test_the_bytes_are_a_factor_a_block_and_the_bits(name: str, bits: int) -> No
     d = 8192 * 2 + 128 + 3  # blocks of 8192, 8192, 128 and, padded, 64
     assert len(values.encode(name, vector(d), 0)) == 4 * 4 + (8192 * 2 + 128 + 64) * bits // 8
     assert len(values.encode("eden:0.25", vector(8192), 0)) == 4 + 8192 // 4 // 8
+    assert len(values.encode("drive+", vector(8192), 0)) == 8 + 8192 // 8
 
 
-@pytest.mark.parametrize("name", ["eden:1", "eden:2", "eden:0.25", "drive"])
+@pytest.mark.parametrize("name", ["eden:1", "eden:2", "eden:0.25", "drive", "drive+"])
 def test_the_mean_over_many_rotations_approaches_the_vector(name: str) -> None:
     v = vector(300)
     runs = 400
@@ -74,7 +84,7 @@ def test_the_mean_over_many_rotations_approaches_the_vector(name: str) -> None:
     assert (mean @ v) / (v @ v) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["eden:1", "eden:2", "drive"])
+@pytest.mark.parametrize("name", ["eden:1", "eden:2", "drive", "drive+"])
 def test_few_large_values_come_back_without_bias(name: str) -> None:
     v = np.zeros(256, np.float32)
     v[[3, 77]] = 1, 0.5  # one rotation gives the mean (1, 0.5) of only a few vectors
@@ -90,6 +100,8 @@ def test_few_large_values_come_back_without_bias(name: str) -> None:
         ("eden:1", math.pi / 2 - 1),
         ("drive", math.pi / 2 - 1),
         ("drive:mse", 1 - 2 / math.pi),
+        ("drive+", math.pi / 2 - 1),
+        ("drive+:mse", 1 - 2 / math.pi),
         ("eden:0.5", math.pi - 1),
         ("eden:2", 1 / (1 - 0.1175) - 1),
         ("eden:4", 1 / (1 - 0.009497) - 1),
@@ -107,8 +119,44 @@ def test_eden_at_one_bit_is_drive_and_its_inner_product_with_the_vector_is_exact
         assert decoded(name, v, 3) @ v == pytest.approx(v @ v, rel=1e-4)
 
 
+@pytest.mark.parametrize("least_error", [False, True])
+def test_drive_plus_is_the_papers_formula_with_the_best_of_all_cuts(least_error: bool) -> None:
+    x, stream, h = vector(64).astype(np.float64), 5, sylvester(6) / 8
+    first, second = (
+        [1 - 2 * (int(counter.uint64(counter.key(stream, "signs", r), 1)[0]) >> i & 1) for i in range(64)]
+        for r in (0, 1)
+    )
+    rotation_ = h @ np.diag(second) @ h @ np.diag(first)  # an orthogonal matrix R
+    rotated = np.sort(rotation_ @ x)
+    halves = [(rotated[:k], rotated[k:]) for k in range(1, 64)]
+    costs = [sum(np.square(half - half.mean()).sum() for half in cut) for cut in halves]
+    low, high = halves[int(np.argmin(costs))]
+    c = np.where(rotation_ @ x < high[0], low.mean(), high.mean())
+    scale = 1 if least_error else (x @ x) / (c @ c)
+    name = "drive+:mse" if least_error else "drive+"
+    assert decoded(name, x.astype(np.float32), stream) == pytest.approx(scale * rotation_.T @ c, abs=1e-5)
+
+
+@given(arrays(np.float32, (2, 12), elements=st.floats(-8, 8, width=32)))
+def test_two_means_are_the_best_cut_of_the_sorted_values(z: np.ndarray) -> None:
+    low, means = two_means(z)
+    for row, lower, (upper_mean, lower_mean) in zip(z.astype(np.float64), low, means, strict=True):
+        found = np.square(row - np.where(lower, lower_mean, upper_mean)).sum()
+        ranked = np.sort(row)
+        cuts = [(ranked[:k], ranked[k:]) for k in range(1, 12)]
+        assert found <= min(sum(np.square(c - c.mean()).sum() for c in cut) for cut in cuts) + 1e-9
+        assert upper_mean >= lower_mean
+
+
+@pytest.mark.parametrize("d", [64, 320, 4992])  # without padding, on which the other may be better
+def test_two_centroids_are_never_worse_than_signs(d: int) -> None:
+    for stream in range(20):
+        assert error("drive+:mse", vector(d), stream) <= error("drive:mse", vector(d), stream) + 1e-6
+        assert error("drive+", vector(d), stream) <= error("drive", vector(d), stream) + 1e-6
+
+
 def test_zeros_stay_zeros_and_equal_streams_give_equal_bytes() -> None:
-    for name in ("eden:1", "eden:0.1", "drive", "drive:mse"):
+    for name in ("eden:1", "eden:0.1", "drive", "drive:mse", "drive+", "drive+:mse"):
         assert not decoded(name, np.zeros(100, np.float32), 1).any()
         assert not values.encode(name, np.zeros(0), 1)
         assert values.encode(name, vector(90), 1) == values.encode(name, vector(90), 1)
@@ -126,10 +174,15 @@ def test_damage_is_named() -> None:
         values.decode("eden:0.1", data + b"\0", 100, 0)
     with pytest.raises(CodecError, match="finite values"):
         values.decode("eden", np.float32(3e38).tobytes() + b"\0" * 8, 64, 0)
+    for upper, lower in ((1, 2), (np.nan, 0), (0, np.nan), (np.inf, 0), (0, -np.inf)):
+        with pytest.raises(CodecError, match="out of order"):
+            values.decode("drive+", np.array([upper, lower], "<f4").tobytes() + b"\0" * 8, 64, 0)
+    with pytest.raises(CodecError, match="finite values"):
+        values.decode("drive+", np.array([3e38, -3e38], "<f4").tobytes() + b"\0" * 8, 64, 0)
 
 
-@pytest.mark.parametrize("name", ["eden:5", "eden:x", "eden:0", "eden:", "eden:1.5", "drive:best"])
+@pytest.mark.parametrize("name", ["eden:5", "eden:x", "eden:0", "eden:", "eden:1.5", "drive:best", "drive+:best"])
 def test_a_bad_parameter_is_refused_with_the_choices(name: str) -> None:
-    with pytest.raises(CodecError, match=rf"'{name}'"):
+    with pytest.raises(CodecError, match=re.escape(f"'{name}'")):
         values.codec(name)
     assert rotation.BLOCK == 8192

@@ -5,12 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from edge_bench.testing import check_codec
+from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
+from edge_kernels.codecs.streams import varint
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 FINITE = st.floats(-(2.0**99), 2.0**99, width=32)
+
+
+def decoded(name: str, v: np.ndarray, stream: int) -> np.ndarray:
+    return values.decode(name, values.encode(name, v, stream), len(v), stream)
 
 
 def test_floats_are_little_endian() -> None:
@@ -55,7 +61,8 @@ def test_every_codec_stays_within_its_limit_and_its_error(v: np.ndarray, stream:
         assert (np.abs(got.astype(np.float64) - v) <= bound).all()
 
 
-NAMES = [*values.VALUES, "eden:4", "eden:0.1", "drive:mse", "qsgd:1", "qsgd:255", "topk:0.97", "topk:1", "stc:1"]
+NAMES = [*values.VALUES, "eden:4", "eden:0.1", "drive:mse", "drive+:mse", "qsgd:1", "qsgd:255", "topk:0.97", "topk:1",
+         "stc:1"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,6 +81,42 @@ def test_hostile_bytes_decode_to_finite_values_or_are_refused(name: str, data: b
         except CodecError:
             continue
         assert np.isfinite(got).all()
+
+
+ENDS = (90, 90, 93, 200)  # a part may be empty
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_are_coded_by_themselves_with_their_lengths(name: str) -> None:
+    v = np.linspace(-1, 2, 200, dtype=np.float32)
+    data = values.encode_parts(name, v, ENDS, 3)
+    at, due = 0, []
+    for i, (low, end) in enumerate(zip((0, *ENDS), ENDS, strict=False)):
+        part = values.encode(name, v[low:end], counter.key(3, i))
+        head = varint(len(part))
+        assert data[at : at + len(head) + len(part)] == head + part
+        at += len(head) + len(part)
+        due += values.decode(name, part, end - low, counter.key(3, i)).tolist()
+    assert at == len(data) <= values.limit(200, len(ENDS))
+    assert values.decode_parts(name, data, ENDS, 3).tolist() == due
+    assert values.encode_parts(name, v, (200,), 3) == values.encode(name, v, 3)
+    assert values.decode_parts(name, values.encode(name, v, 3), (200,), 3).tolist() == decoded(name, v, 3).tolist()
+
+
+@pytest.mark.parametrize("name", [*values.VALUES])
+@given(data=st.binary(max_size=300), at=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_hostile_parts_decode_to_finite_values_or_are_refused(name: str, data: bytes, at: int, byte: int) -> None:
+    damaged = bytearray(values.encode_parts(name, np.linspace(-1, 1, 200), ENDS, 3))
+    damaged[at % len(damaged)] = byte
+    for payload in (data, bytes(damaged)):
+        try:
+            got = values.decode_parts(name, payload, ENDS, 3)
+        except CodecError:
+            continue
+        assert np.isfinite(got).all()
+    for wrong in (damaged[:-1], damaged + b"\0"):
+        with pytest.raises(CodecError):
+            values.decode_parts(name, bytes(wrong), ENDS, 3)
 
 
 def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:

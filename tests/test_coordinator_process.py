@@ -7,12 +7,13 @@ import os
 import random
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ import pytest
 from coordination import (
     LIMIT,
     OPERATOR,
+    Fleet,
     bearer,
     content_digest,
     credential,
+    refused,
     served,
     settings,
     trained,
+    until,
     whole,
     write_bundle,
 )
@@ -37,6 +41,7 @@ from typer.testing import CliRunner
 from coord_server.operator import cli as operator_cli
 from coord_server.operator.client import Operator
 from coord_server.store.values import INLINE
+from edge_client.bundle import digest
 from edge_client.errors import ServerError, UnreachableError
 from edge_client.protocol.messages import Failure, Federation, FederationConfig, Round, Scores, Traffic
 from edge_client.protocol.operator import Device, TokenRequest
@@ -99,6 +104,34 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
         assert process.wait(LIMIT) == 0
         waiting.join(LIMIT)
         assert answers[0]["status"] == "wait"
+
+
+@pytest.mark.parametrize("damage", ["other bytes", "bytes of another kind"])
+def test_a_damaged_record_names_its_device_and_what_to_do_and_the_others_can_go_on(tmp_path: Path, damage: str) -> None:
+    async def script(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT, trust_env=False) as http:
+            fleet = Fleet(http)
+            await fleet.federation("a", "bb", method={"name": "feddr"}, min_updates=1)
+            for device in ("a", "bb"):
+                assert (await fleet.train(device)).status_code == 201
+            assert (await fleet.due("bb"))["round"] == 2
+            content = b"junk" if damage == "bytes of another kind" else None
+            with closing(sqlite3.connect(tmp_path / "data" / "coordinator.db")) as database, database:
+                if content is not None:
+                    database.execute("UPDATE records SET sha256 = ? WHERE device = 'a'", (digest(content),))
+                database.execute("UPDATE records SET content = ? WHERE device = 'a'", (content or b"x",))
+            answer = await http.get("/v1/federations/fed/work", headers=bearer(credential("a")))
+            said = refused(answer, "storage-damaged")
+            assert "the record of device 'a' in fed cannot be read: " in said
+            assert said.endswith("data folder, or remove the device so that the others go on")
+            fault = (await fleet.operator("GET", "/v1/federations/fed")).json()["fault"]
+            assert "the record of device 'a' in fed cannot be read: " in fault
+            assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+            assert (await fleet.train("bb")).status_code == 201
+            await until(fleet, lambda f: f["phase"] == "finished" and f["fault"] is None)
+
+    with coordinator(tmp_path / "data") as (_, url):
+        asyncio.run(script(url))
 
 
 def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:

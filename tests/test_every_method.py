@@ -30,6 +30,7 @@ from edge_client.files import write_whole
 from edge_client.flat import from_arrays
 from edge_client.global_model import global_model
 from edge_client.methods import Method, make_method
+from edge_client.methods.fedmap import FedMap, Record
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Report
 from edge_client.protocol.operator import TokenRequest
@@ -50,6 +51,7 @@ DR = {"eta": 10.0, "alpha": 1.2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepreduce": {"name": "deltamask", "codec": "bloom", "sampling": "independent", "head": "mask"},
     "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
+    "drive-plus-per-tensor": {"name": "fedavg", "up": "drive+", "per_tensor": True},
     "fedavg-mean": {"name": "fedavg", "average": 0.7},
     "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
     "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
@@ -59,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qsgd": {"name": "fedavg", "up": "qsgd:4", "down": "stochastic8"},
     "signed-counts": {"name": "signed", "down": "count"},
     "topk": {"name": "fedavg", "up": "topk:0.1", "feedback": True},
+    "topk-per-tensor": {"name": "fedavg", "up": "topk:0.1", "per_tensor": True, "feedback": True},
 }
 WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "signed-counts", "standalone"}
 PRUNED = {"federated_pruning", "federated_pruning_lamp", "fedmap", "fedmask", "hermes", "hidenseek", "lattice-pruned"}
@@ -105,6 +108,19 @@ def test_state_records_and_kept_values_survive_the_store(name: str) -> None:
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_malformed_update_is_refused_and_a_damaged_one_raises_nothing_else(name: str, rounds: int) -> None:
     methods.refuses_what_is_malformed(made(name), digits(), rounds)
+
+
+def test_a_simulation_keeps_what_the_method_leaves_of_a_lost_device_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Any]] = []
+
+    def lost(self: FedMap, record: Record) -> Record | None:
+        asked.append((record.round, left := keeps(self, record)))
+        return left
+
+    keeps = FedMap.lost
+    monkeypatch.setattr(FedMap, "lost", lost)
+    methods.survives_lost_state(made("fedmap-dr-c2-c3"), digits())
+    assert [(round_, left.round, left.last is not None) for round_, left in asked] == [(1, 0, True), (3, 0, True)]
 
 
 # --- over HTTP

@@ -56,13 +56,21 @@ def federate(
     rounds: int,
     devices: Mapping[str, Quadratic] = OWN,
     cohort: Callable[[int], Iterable[str]] | None = None,
+    loses: Mapping[str, int] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The state and what devices kept; `cohort` names the devices of a round, all without it."""
+    """The state and what devices kept; `cohort` names the devices of a round, all without it.
+
+    The devices in `loses` lose what they kept before a round, report it, and sit the round out.
+    """
     c = course(M, rounds)
     state, kept, records = method.start(c), dict[str, Any](), dict[str, Any]()
     for round_ in range(1, rounds + 1):
         total: Any = None
-        names = sorted(cohort(round_) if cohort else devices)
+        unlucky = [d for d, when in (loses or {}).items() if when == round_]
+        for d in unlucky:
+            kept.pop(d)
+            records[d] = method.lost(records[d])
+        names = sorted(set(cohort(round_) if cohort else devices) - set(unlucky))
         for d in names:
             a, record = Assignment(c, round_, d), records.get(d)
             downlink = decode(encode(method.downlink(c, round_, state, record)))
@@ -107,6 +115,18 @@ def test_a_device_that_joins_late_starts_at_the_global_model_and_the_optimum_is_
     assert state.parameters == pytest.approx(OPTIMUM, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["feddr", "fedmap"])
+def test_a_device_that_loses_its_state_changes_nothing_of_the_fixed_point(name: str) -> None:
+    settings: dict[str, Any] = {"epochs": 60, "batch": 40, "lr": 0.2, "momentum": 0}
+    dr = DouglasRachford(eta=1.0, alpha=1.0)
+    method = (
+        FedDR(eta=1.0, alpha=1.0, **settings) if name == "feddr" else FedMap(prune=0, dr=dr, weight_decay=0, **settings)
+    )
+    state, _ = federate(method, 90, loses={"a": 12, "c": 25})
+    assert (state.parameters if name == "feddr" else state.theta) == pytest.approx(OPTIMUM, abs=1e-3)
+    assert state.weight == len(OWN)
+
+
 def many(weights: Sequence[float]) -> tuple[dict[str, Quadratic], Any]:
     """Ten devices with unlike optima, and the optimum of all."""
     rng = np.random.default_rng(0)
@@ -136,7 +156,9 @@ def test_the_fixed_point_is_the_optimum_of_all_devices_with_a_drawn_cohort_of_th
     assert found == pytest.approx(optimum, abs=2e-3)
 
 
-def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_weight_changes() -> None:
+def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_weight_changes_or_its_state_is_lost() -> (
+    None
+):
     c, method = course(M, 9), FedDR(weights="samples")
     state, records, reflections = method.start(c), dict[str, Any](), dict[str, tuple[int, F32]]()
     rng = np.random.default_rng(2)
@@ -146,7 +168,8 @@ def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_we
             far = 1e8 if round_ == 2 else 1.0
             reflections[d] = int(rng.integers(1, 90)), far * rng.standard_normal(4).astype(np.float32)
             update = Update(reflections[d][1], NONE, reflections[d][0])
-            total, record = method.fold(Assignment(c, round_, d), state, total, update, records.get(d))
+            last = method.lost(records[d]) if d in records and round_ % 2 else records.get(d)
+            total, record = method.fold(Assignment(c, round_, d), state, total, update, last)
             records[d] = from_arrays(Reflection, to_arrays(record))
         state, _ = method.finish(c, round_, list(names), state, total)
         state = from_arrays(Averaged, to_arrays(state))

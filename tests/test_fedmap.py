@@ -313,7 +313,7 @@ def test_a_device_that_does_not_hold_the_model_is_lost_and_then_receives_everyth
     p.kept["a"] = lost_cases()[case](p.kept["a"])
     with pytest.raises(LostError):
         p.receive(6, "a")
-    del p.records["a"]  # what the server does then
+    p.records["a"] = p.method.lost(p.records["a"])  # what the server does then
     assert p.receive(6, "a").theta.tobytes() == p.state.theta.tobytes()
 
 
@@ -380,6 +380,21 @@ def test_theta_is_the_mean_of_all_last_reflections_at_the_mask(present: Present)
         live = alive(M, unpacked(M, p.state.mask))
         assert p.state.theta[live] == pytest.approx(due[live], abs=1e-5)
     assert (~live).any()
+
+
+def test_a_device_that_lost_its_model_takes_its_reflection_out_of_the_mean_with_its_next_update() -> None:
+    p = play(small(dr=DouglasRachford())).run(3)
+    del p.kept["a"]
+    with pytest.raises(LostError):
+        p.receive(4, "a")
+    p.records["a"] = p.method.lost(p.records["a"])
+    assert set(p.downlink(4, "a").arrays) >= {"values", MASK}
+    p.run(3)
+    assert p.state.weight == 3
+    due = np.mean([p.records[d].last.values for d in "abc"], axis=0)
+    live = alive(M, unpacked(M, p.state.mask))
+    assert p.state.theta[live] == pytest.approx(due[live], abs=1e-5)
+    assert small().lost(replace(p.records["a"], last=None)) is None
 
 
 def test_the_variants_switch_at_their_pruning() -> None:

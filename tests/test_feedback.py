@@ -13,7 +13,7 @@ from edge_client.methods.fedavg import FedAvg, update_stream
 from edge_client.task import Assignment
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "stc:0.1", "sign", "drive:mse", "eden:0.5", "qsgd:2"])
+@pytest.mark.parametrize("codec", ["topk:0.1", "stc:0.1", "sign", "drive:mse", "drive+:mse", "eden:0.5", "qsgd:2"])
 def test_what_travels_and_what_is_kept_are_the_changes(codec: str) -> None:
     fleet = Rounds(FedAvg(up=codec, feedback=True, epochs=1))
     before = np.zeros(M.d, np.float32)
@@ -40,6 +40,36 @@ def test_topk_with_feedback_learns_and_one_percent_of_the_bytes_travel_up() -> N
     assert fleet.local["a"].update.arrays["change.topk:0.02"].nbytes < 0.06 * 4 * M.d
 
 
+def test_per_tensor_the_largest_of_every_tensor_travel() -> None:
+    sent = {}
+    for per_tensor in (False, True):
+        fleet = Rounds(FedAvg(up="topk:0.1", per_tensor=per_tensor, epochs=1))
+        fleet.play("a")
+        change = fleet.local["a"].trained.parameters - fleet.received["a"].parameters
+        due = np.zeros_like(change)
+        for part in [t.span for t in M.parameters] if per_tensor else [slice(0, M.d)]:
+            k = max(1, round(0.1 * len(change[part])))
+            largest = part.start + np.argsort(-np.abs(change[part]), kind="stable")[:k]
+            due[largest] = change[largest]
+        after = fleet.course.model.parameters + due
+        assert fleet.state.parameters == pytest.approx(after, abs=1e-7)
+        sent[per_tensor] = due != 0
+    assert not np.array_equal(sent[False], sent[True])
+    assert all(sent[True][t.span].any() for t in M.parameters)
+
+
+def test_per_tensor_with_feedback_what_travels_and_what_is_kept_are_the_changes() -> None:
+    fleet = Rounds(FedAvg(up="drive+:mse", per_tensor=True, feedback=True, epochs=1))
+    before = np.zeros(M.d, np.float32)
+    for round_ in range(1, 3):
+        old = fleet.state.parameters
+        fleet.play("a")
+        change = fleet.local["a"].trained.parameters - fleet.received["a"].parameters
+        residual = fleet.kept["a"].residual
+        assert fleet.state.parameters - old + residual == pytest.approx(change + before, abs=1e-5), round_
+        before = residual
+
+
 def test_a_device_without_its_residual_starts_at_nothing() -> None:
     fleet = Rounds(FedAvg(up="topk:0.1", feedback=True, epochs=1))
     fleet.play("a")
@@ -58,6 +88,7 @@ def test_without_feedback_nothing_is_kept() -> None:
     ("settings", "word"),
     [
         ({"feedback": True}, "name one in up"),
+        ({"per_tensor": True}, "per_tensor is for codecs; name one in up"),
         ({"down": "topk:0.1"}, "loses too much of a model"),
         ({"down": "sign"}, "loses too much of a model"),
         ({"down": "eden:0.5"}, "loses too much of a model"),

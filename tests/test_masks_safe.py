@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_fleet import DEVICES, Fleet, M, own_mask, steady, steady_task
 from numpy.typing import NDArray
-from numpy_mlp import assignment, course, model, task
+from numpy_mlp import assignment, course, mlp, model, task
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError
@@ -86,6 +86,29 @@ def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_
         thetas[how] = fleet.theta()
     assert (thetas["difference"] == 0.95).all()
     assert (thetas["posterior"] != 0.95).all()
+
+
+@pytest.mark.parametrize(
+    ("theta0", "how", "due"), [(0.95, "difference", 0.87), (0.95, "posterior", 0.80), (0.5, "difference", 0.5)]
+)
+def test_a_signal_without_a_direction_moves_theta_inwards_where_steps_outwards_are_cut_off(
+    theta0: float, how: Any, due: float
+) -> None:
+    """The figures of docs/methods/deltamask.md."""
+    method = DeltaMask(theta0=theta0, aggregate=how, layers=("0", "1"))
+    rng, c = np.random.default_rng(0), replace(course(mlp(100, 100, 100, 3, bias=False)), cohort=10)
+    n = method.exchanged(c.model)
+    posterior = Posterior(np.zeros(n, np.uint32), 0)
+    for round_ in range(1, 26):
+        theta = method.theta(c, posterior)
+        reference, net = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        for _ in range(10):
+            u, room = rng.random(n), np.minimum(0.03, np.minimum(theta, 1 - theta))
+            own = theta + room * rng.choice([-1, 1], n)
+            reference += u < theta
+            net += (u < own).astype(np.int64) - (u < theta)
+        posterior = method.advanced(c, round_, posterior, reference, net, 10)
+    assert method.theta(c, posterior).mean() == pytest.approx(due, abs=0.01)
 
 
 def test_a_filter_by_differences_is_cautioned_against_and_is_the_default_elsewhere() -> None:

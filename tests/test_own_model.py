@@ -143,11 +143,12 @@ def test_weights_that_are_drawn_and_count_as_trained_are_named(
     assert np.array_equal(Bundle.open(tmp_path / "bundle").model().parameters, made.model().parameters)
 
 
+@pytest.mark.parametrize("seeds", ["torch.manual_seed(0)", "manual_seed(0)", "torch.random.manual_seed(0)"])
 def test_random_weights_are_named_too_when_the_function_sets_a_seed_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch = pytest.importorskip("torch")
-    seeded = BODY.replace("    net", "    torch.manual_seed(0)\n    net")
+    seeded = "from torch import manual_seed\n" + BODY.replace("    net", f"    {seeds}\n    net")
     (tmp_path / "model.py").write_text(f"{seeded}    return net\n")
     made = open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4), cache=tmp_path / "cache")
     assert "warning: the weights are drawn anew each time build() runs" in capsys.readouterr().err

@@ -255,16 +255,19 @@ def test_closing_a_round_drops_the_small_contents_and_switches_values_and_record
     assert data.record("fed", "a") is None
 
 
-def test_a_failure_is_kept_until_an_update_and_a_lost_record_is_dropped(tmp_path: Path) -> None:
+def test_a_failure_is_kept_until_an_update_and_a_record_is_replaced_or_dropped(tmp_path: Path) -> None:
     data = database(tmp_path)
     data.enrol("fed", "a", "c" * 64, "t" * 64, 2.0, valid=True)
     row = (1, "{}", Content("e" * 64, b"v"), {"a": Content("d" * 64, b"r")})
     data.commit("fed", 0, "s1", [lambda rows: rows.close_round(*row)])
-    data.commit("fed", 1, "s1", [lambda rows: rows.add_failure("a", "{}", forget=False)])
+    data.commit("fed", 1, "s1", [lambda rows: rows.add_failure("a", "{}")])
     assert (data.devices("fed")[0].failure, data.record("fed", "a")) == ("{}", (1, Content("d" * 64, b"r")))
-    data.commit("fed", 2, "s1", [lambda rows: rows.add_failure("a", "{}", forget=True)])
+    left = Content("f" * 64, b"left")
+    data.commit("fed", 2, "s1", [lambda rows: rows.set_record("a", 1, left)])
+    assert data.record("fed", "a") == (1, left)
+    data.commit("fed", 3, "s1", [lambda rows: rows.set_record("a", 1, None)])
     assert data.record("fed", "a") is None
-    data.commit("fed", 3, "s1", [update(round_=2)])
+    data.commit("fed", 4, "s1", [update(round_=2)])
     assert data.devices("fed")[0].failure is None
 
 

@@ -131,14 +131,19 @@ class Simulation:
         outcomes = self.workers.train(round_, *self.turns(round_, places))
         for (device, place), outcome in zip(places.items(), outcomes, strict=True):
             if isinstance(outcome, Lost):
-                self.vain += sum(self.downlinks[device].values())
-                self.records.pop(device, None)
+                self.lost(device)
                 yield device, outcome
                 continue
             self.kept[device], record = outcome.kept, self.records.get(device)
             a = Assignment(self.course, round_, device, place)
             self.updates[device] = aggregation.check_update(self.method, a, self.state, record, outcome.update)
             yield device, digest(outcome.update)
+
+    def lost(self, device: str) -> None:
+        """A device could not read its downlink: the next one is as for a new device."""
+        self.vain += sum(self.downlinks[device].values())
+        if (record := self.records.get(device)) is not None:
+            self.records[device] = self.method.lost(record)
 
     def aggregate(self, round_: int, places: Mapping[str, int], seconds: float) -> Round:
         """Fold the updates of the devices in `places`; the state and the records are those after the round."""
@@ -159,19 +164,19 @@ class Simulation:
     def evaluate(self, round_: int, what: Evaluation) -> dict[str, Evaluated]:
         """Every device's personal model from the downlink of `round_`; a device that lost its values asks again."""
         found: dict[str, Evaluated] = {}
-        left = dict.fromkeys(self.devices, 0)
+        left, before = dict.fromkeys(self.devices, 0), dict[str, int]()
         while left:
             outcomes = self.workers.evaluate(round_, *self.turns(round_, left), what)
             lost = {}
             for device, outcome in zip(left, outcomes, strict=True):
                 if isinstance(outcome, Evaluated):
                     found[device] = outcome
-                elif self.records.pop(device, None) is None:
+                elif device in before:
                     raise LostError(f"{device} cannot read a downlink made for a new device: {outcome.reason}")
                 else:
-                    self.vain += sum(self.downlinks[device].values())
+                    self.lost(device)
                     lost[device] = 0
-            left = lost
+            left = before = lost
         return {d: found[d] for d in self.devices}
 
     def look(self, round_: int) -> Scores | None:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from coord_server.problems import MEDIA_TYPE, PROBLEMS, Refusal, message
-from edge_client.errors import StateError, StorageDamagedError, StorageUnreachableError, first_fault
+from edge_client.errors import StateError, StorageDamagedError, StorageFullError, first_fault
 
 BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "not-found", 405: "method-not-allowed",
              408: "too-slow", 413: "too-large", 422: "bad-message"}  # fmt: skip
@@ -100,8 +100,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _storage(request: Request, error: Exception) -> Response:
-    unreachable = "storage-unreachable" if isinstance(error, StorageUnreachableError) else "storage-full"
-    kind = "storage-damaged" if isinstance(error, StorageDamagedError) else unreachable
+    full = "storage-full" if isinstance(error, StorageFullError) else "storage-unreachable"
+    kind = "storage-damaged" if isinstance(error, StorageDamagedError) else full
     return problem(request.scope, kind, str(error))
 
 

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +37,7 @@ from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.rows import Rows
 from coord_server.store.tables import Head
 from edge_client.errors import StorageUnreachableError
 from edge_client.global_model import global_model
@@ -283,13 +285,18 @@ class LiveFederation:
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Repeating it is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
-        text, lost = failure.model_dump_json(), failure.kind == "lost"
+        text, left = failure.model_dump_json(), None
+
+        def write(rows: Rows) -> None:
+            rows.add_failure(device, text)
+            if left is not None:
+                rows.set_record(device, *left)
+
         with self._faults.watch(f"failure of {device}", f"the failure of {device!r} could not be written down"):
-            await self._commits.submit(
-                event,
-                lambda rows: rows.add_failure(device, text, forget=lost),
-                lambda: self._downlinks.forget(device),
-            )
+            if failure.kind == "lost":
+                with suppress(StaleError):  # of a closed round: the engine refuses it
+                    left = await asyncio.to_thread(self._values.left, device, round_)
+            await self._commits.submit(event, write, lambda: self._downlinks.forget(device))
         log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason,
                     extra={"federation": self.id, "device": device, "round": round_, "failure": failure.kind,
                            "limited": "failed"})  # fmt: skip
@@ -346,6 +353,8 @@ class LiveFederation:
             lambda rows: was_ready.append(rows.remove_device(device)),
             lambda: self.devices.removed(device, was_ready[-1]),
         )
+        for what in ("work", "failure", "report"):  # it asks no more, so no success of its own would clear them
+            self._faults.clear(f"{what} of {device}")
         log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})
 
     def summary(self) -> Federation:

@@ -17,8 +17,8 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.blobs import federation_shelf
 from coord_server.store.tables import Head
-from coord_server.store.values import read
-from edge_client.errors import ConfigError, MaskfleetError
+from coord_server.store.values import Content, put, read
+from edge_client.errors import ConfigError, MaskfleetError, StorageDamagedError
 from edge_client.methods import Method
 from edge_client.task import Course
 
@@ -94,16 +94,33 @@ class MethodState:
 
         Raises StaleError when a later round has changed it already, StateError.
         """
-        if self.method.record_type is None:
-            return None
-        found = self._store.metadata.record(self.id, device)
-        if found is None:
-            return None
+        return self._record(device, round_)[1]
+
+    def left(self, device: str, round_: int) -> tuple[int, Content | None]:
+        """What the method still keeps of `device`, which lost what it kept, and the round that wrote it. Blocks.
+
+        Raises StaleError, StateError.
+        """
+        written, record = self._record(device, round_)
+        left = None if record is None else self.method.lost(record)
+        if left is None:
+            return written, None
+        return written, put(self._store.blobs, self.record_shelf(device, written), aggregation.pack(left))
+
+    def _record(self, device: str, round_: int) -> tuple[int, Any]:
+        kind = self.method.record_type
+        found = None if kind is None else self._store.metadata.record(self.id, device)
+        if kind is None or found is None:
+            return 0, None
         written, content = found
         if written >= round_:
             raise StaleError(f"round {round_} of {self.id} is closed")
-        data = read(self._store.blobs, self.record_shelf(device, written), content)
-        return aggregation.unpack(self.method.record_type, data)
+        try:
+            data = read(self._store.blobs, self.record_shelf(device, written), content)
+            return written, aggregation.unpack(kind, data)
+        except StorageDamagedError as error:
+            why = f"the record of device {device!r} in {self.id} cannot be read: {error}"
+            raise StorageDamagedError(f"{why}, or remove the device so that the others go on") from None
 
     def stand_at(self, closed: int, values: Values | None) -> None:
         """Set the state after round `closed`; None: load it on the next use."""

@@ -9,7 +9,6 @@ public functions of `FolderBlobs`.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -21,11 +20,10 @@ from threading import Lock
 from uuid import uuid4
 
 from edge_client.errors import StorageDamagedError, StorageFullError, StorageUnreachableError
-from edge_client.files import make_folder, sync_folder
+from edge_client.files import FULL, make_folder, sync_folder
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING = "incoming"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

@@ -60,11 +60,16 @@ class Rows:
         named = {"b_federation": self._federation, "b_device": device, "b_at": at, "b_size": size, "b_cost": cost}
         self._c.execute(_COUNT_UPDATE, named)
 
-    def add_failure(self, device: str, failure: str, forget: bool) -> None:
-        """A device's failure as JSON; with `forget` its record is dropped."""
+    def add_failure(self, device: str, failure: str) -> None:
+        """A device's failure as JSON."""
         self._c.execute(update(devices).where(*of(devices, self._federation, device)).values(failure=failure))
-        if forget:
-            self._c.execute(delete(records).where(*of(records, self._federation, device)))
+
+    def set_record(self, device: str, round_: int, content: Content | None) -> None:
+        """What the method keeps of a device since a round; None: nothing."""
+        self._c.execute(delete(records).where(*of(records, self._federation, device)))
+        if content is not None:
+            new = {"round": round_, "sha256": content.sha256, "content": content.data}
+            self._c.execute(insert(records).values(federation=self._federation, device=device, **new))
 
     def arrive(self, device: str, at: float) -> int:
         """A device has asked for work; 1 when it had not before."""
@@ -102,10 +107,7 @@ class Rows:
         """
         self._c.execute(insert(rounds).values(federation=self._federation, round=round_, record=record))
         for device, content in kept.items():
-            self._c.execute(delete(records).where(*of(records, self._federation, device)))
-            if content is not None:
-                new = {"round": round_, "sha256": content.sha256, "content": content.data}
-                self._c.execute(insert(records).values(federation=self._federation, device=device, **new))
+            self.set_record(device, round_, content)
         of_round = (updates.c.federation == self._federation, updates.c.round == round_)
         self._c.execute(update(updates).where(*of_round).values(content=None))
         after = {"values_round": round_, "values_sha256": values.sha256, "values_content": values.data}

@@ -22,8 +22,8 @@ first three are named by `state_type`, `record_type` and `kept_type`, because `e
 or kept value is None until the first one is written.
 
 A method that codes against values of an earlier round raises `LostError` in `receive` when the device no longer holds
-them. The caller then reports that to the server, which drops the device's record; so the next downlink is the one for
-a device of which nothing is known, and the method needs no code for repair.
+them. The caller then reports that to the server, which drops the device's record, or keeps what `lost` leaves of it; so
+the next downlink is the one for a device of which nothing is known, and the method needs no code for repair.
 """
 
 from __future__ import annotations
@@ -178,6 +178,14 @@ class Method(BaseModel):
         Also the records that the round's outcome changes, by device: they replace what `fold` returned.
         """
         ...
+
+    def lost(self, record: Any) -> Any:
+        """What is left of the record of a device that reports that it lost what it kept; None: nothing.
+
+        The next downlink for what is left must be readable without anything kept. Override it where the state still
+        has a part of the device that its next update replaces.
+        """
+        return None
 
     def of_device(self, course: Course, state: Any, record: Any, everyone: Personal) -> Personal | None:
         """The model of a device with this record, bit for bit; None where a part of it is on the device alone.

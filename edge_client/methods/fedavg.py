@@ -6,9 +6,10 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
 - Down: the global model, `parameters`; with a codec other than float32 as setting `down`, ``parameters.CODEC``. The
   codec's stream is (seed, "downlink values", round).
 - Up: the trained model, `parameters`. With a codec in either direction the trained model less the received one instead,
-  `change`, with a codec as setting `up` as ``change.CODEC``; its stream is (seed, "update values", round, device). The
-  server keeps the exact model and adds the changes, so rounding errors of the downlinks do not accumulate. With
-  `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
+  `change`, with a codec as setting `up` as ``change.CODEC``; its stream is (seed, "update values", round, device). With
+  `per_tensor` it codes every tensor by itself. The server keeps the exact model and adds the changes, so rounding
+  errors of the downlinks do not accumulate. With `feedback` a device adds what its codec lost of its last change to the
+  next one (Seide et al., Interspeech 2014).
 - Batch-norm statistics travel both ways as `buffers` float32.
 - With `average` the server sums the models of the last rounds, and the downlink after the last round is their mean.
   Rounds without a counted update are left out of it.
@@ -27,7 +28,7 @@ from edge_kernels.codecs import CodecError, values
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.local_sgd import LocalSgd, Weights, window
@@ -114,6 +115,8 @@ class FedAvg(LocalSgd):
     """The value codec of what a device sends (docs/codecs.md); other than float32 it codes the change."""
     down: ValueCodecName = PLAIN
     """The value codec of what the server sends; one that loses much is refused."""
+    per_tensor: bool = False
+    """The codec `up` codes every tensor by itself and not all parameters together."""
     feedback: bool = False
     """The device adds to a change what the codec `up` lost of the change before."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -123,8 +126,9 @@ class FedAvg(LocalSgd):
     def _fit(self) -> FedAvg:
         if values.codec(self.down).coarse:
             raise ValueError(f"down = {self.down!r} loses too much of a model; it is for changes, as setting up")
-        if self.feedback and self.up == PLAIN:
-            raise ValueError("feedback returns what a codec loses; name one in up")
+        if self.up == PLAIN and (self.feedback or self.per_tensor):
+            why = "feedback returns what a codec loses" if self.feedback else "per_tensor is for codecs"
+            raise ValueError(f"{why}; name one in up")
         if self.average and not issubclass(self.state_type, State):
             raise ValueError(f"average = {self.average}: method {self.name} has a state of its own, without that mean")
         return self
@@ -152,14 +156,15 @@ class FedAvg(LocalSgd):
 
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""
-        d, buffers_d = model.manifest.d, model.manifest.buffers_d
-        return 4 * buffers_d + (4 * d if self.up == PLAIN else values.limit(d))
+        m = model.manifest
+        parts = len(tensor_ends(m, self.per_tensor))
+        return 4 * m.buffers_d + (4 * m.d if self.up == PLAIN else values.limit(m.d, parts))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         if self.whole:
             model = read_state(a.model, payload)
         else:
-            change = read_state(a.model, payload, "change", self.up, update_stream(a))
+            change = read_state(a.model, payload, "change", self.up, update_stream(a), self.per_tensor)
             with np.errstate(over="ignore"):
                 model = State(state.parameters + change.parameters, change.buffers)
             if not np.isfinite(model.parameters).all():
@@ -218,23 +223,29 @@ class FedAvg(LocalSgd):
 
     def pack_change(self, a: Assignment, kept: Kept | None, change: F32) -> tuple[Arrays, Kept | None]:
         """The change in codec `up`, and with feedback what is left of it. A device that lost a residual starts at 0."""
-        stream = update_stream(a)
-        if not self.feedback:
-            return packed("change", self.up, change, stream), None
-        if kept is not None and kept.residual.size == change.size:
+        stream, ends = update_stream(a), tensor_ends(a.model.manifest, self.per_tensor)
+        if self.feedback and kept is not None and kept.residual.size == change.size:
             change = change + kept.residual
-        data = values.encode(self.up, change, stream)
-        residual = change - values.decode(self.up, data, change.size, stream)
-        return {f"change.{self.up}": u8(data)}, Kept(residual)
+        sent = packed("change", self.up, change, stream, ends)
+        if not self.feedback:
+            return sent, None
+        return sent, Kept(change - values.decode_parts(self.up, sent[f"change.{self.up}"].tobytes(), ends, stream))
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model as it is."""
         return Personal(received.parameters, received.buffers)
 
 
-def packed(name: str, codec: str, vector: F32, stream: int) -> Arrays:
+def tensor_ends(m: Manifest, per_tensor: bool) -> tuple[int, ...]:
+    """Where each group of parameters that are coded together ends: every tensor, or all of them."""
+    return tuple(t.span.stop for t in m.parameters) if per_tensor else (m.d,)
+
+
+def packed(name: str, codec: str, vector: F32, stream: int, ends: tuple[int, ...] = ()) -> Arrays:
     """A vector as an array of a payload: float32 under `name`, or a codec's bytes under ``NAME.CODEC``."""
-    return {name: vector} if codec == PLAIN else {f"{name}.{codec}": u8(values.encode(codec, vector, stream))}
+    if codec == PLAIN:
+        return {name: vector}
+    return {f"{name}.{codec}": u8(values.encode_parts(codec, vector, ends or (vector.size,), stream))}
 
 
 def update_stream(a: Assignment) -> int:
@@ -242,7 +253,8 @@ def update_stream(a: Assignment) -> int:
     return counter.key(a.seed, "update values", a.round, a.device)
 
 
-def read_state(model: Model, payload: Payload, name: str = "parameters", codec: str = PLAIN, stream: int = 0) -> State:
+def read_state(model: Model, payload: Payload, name: str = "parameters", codec: str = PLAIN, stream: int = 0,
+               per_tensor: bool = False) -> State:  # fmt: skip
     """What `packed` wrote of float32[d], and `buffers` float32[buffers_d], and nothing else. Raises PayloadError."""
     d, array = model.manifest.d, name if codec == PLAIN else f"{name}.{codec}"
     allow_only(payload, array, "buffers")
@@ -250,7 +262,8 @@ def read_state(model: Model, payload: Payload, name: str = "parameters", codec: 
     if codec == PLAIN:
         return State(vector(payload, name, d), buffers)
     try:
-        return State(values.decode(codec, coded(payload, array, ("buffers",)), d, stream), buffers)
+        data, ends = coded(payload, array, ("buffers",)), tensor_ends(model.manifest, per_tensor)
+        return State(values.decode_parts(codec, data, ends, stream), buffers)
     except CodecError as error:
         raise PayloadError(f"array {array!r}: {error}") from None
 

@@ -12,8 +12,8 @@ the same fixed point, theta = x_k on every device and sum_k grad f_k(theta) = 0,
 differ. The paper starts with a reflection theta_0 of every device; here one counts from its first round on.
 
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
-  server keeps each device's last reflection. A device that lost its state, and one that was removed, leave theirs in
-  the mean.
+  server keeps each device's last reflection. That of a device that lost its state stays in the mean until the next one
+  replaces it; that of a device that was removed stays.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it
@@ -22,7 +22,7 @@ differ. The paper starts with a reflection theta_0 of every device; here one cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,6 +61,13 @@ class Kept:
 
     x: F32
     y: F32
+
+
+def without(total: Total, last: Reflection | None, seen: Callable[[F32], F32] = lambda values: values) -> Total:
+    """A sum of reflections without a device's last one, which another replaces; `seen` is what the sum has of it."""
+    if last is not None:
+        total[0].add(-last.weight, seen(last.values))
+    return total
 
 
 def following(kept: Kept, theta: F32, alpha: float) -> F32:
@@ -108,9 +115,7 @@ class FedDR(FedAvg):
     ) -> tuple[Total, Reflection]:
         """Add a reflection; it replaces the device's last one in the mean."""
         total = added(total, update.samples, update.parameters, update.buffers)
-        if record is not None:
-            total[0].add(-record.weight, record.values)
-        return total, Reflection(update.parameters, float(update.samples))
+        return without(total, record), Reflection(update.parameters, float(update.samples))
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
@@ -122,6 +127,10 @@ class FedDR(FedAvg):
         now, _ = super().finish(course, round_, took_part, state, total)
         mean = total[0]
         return Averaged(now.parameters, now.buffers, now.recent, mean.weight, total=mean.sum), {}
+
+    def lost(self, record: Reflection) -> Reflection:
+        """All of it: the reflection is still in the mean, and no downlink builds on it."""
+        return record
 
     def local_round(self, task: Task, kept: Any, received: State) -> Local:
         """The splitting step: y, then x by SGD on the loss with the proximal term, then the reflection."""

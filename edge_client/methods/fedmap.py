@@ -38,7 +38,7 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
-from edge_client.methods.feddr import Reflection, following, reflected
+from edge_client.methods.feddr import Reflection, following, reflected, without
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.pruned import (
     MASK,
@@ -79,7 +79,7 @@ class State:
 
 @dataclass(frozen=True)
 class Record:
-    """The last round that a device took part in; with `dr` the reflection that it sent in it."""
+    """The last round that a device took part in, 0 once it lost its model; with `dr` its last reflection."""
 
     round: int
     last: Reflection | None = None
@@ -279,10 +279,9 @@ class FedMap(LocalSgd):
         if self.splits(a.course, a.round) is None:
             return total, Record(a.round)
         live = alive(a.model.manifest, unpacked(a.model.manifest, state.mask))
-        values = state.theta[live]
-        if record is not None and record.last is not None:  # this reflection replaces it in the mean
-            total[0].add(-record.last.weight, record.last.values[live] - values)
+        values, last = state.theta[live], None if record is None else record.last
         reflection = expanded(a.model, live, values + update.change)
+        total = without(total, last, lambda reflection: reflection[live] - values)
         return total, Record(a.round, Reflection(reflection, float(update.weight)))
 
     def finish(
@@ -297,6 +296,10 @@ class FedMap(LocalSgd):
         mask = self.pruned(course, round_ + 1, theta, before)
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
         return State(theta, bitset.pack(mask), statistics, change.value, change.weight if splits else 0.0), {}
+
+    def lost(self, record: Record) -> Record | None:
+        """The reflection, which is still in the mean; without one nothing."""
+        return None if record.last is None else replace(record, round=0)
 
     def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
         return None if self.statistics == "local" else everyone

@@ -15,11 +15,11 @@ receives one sum.
   at first, so whole sums leave nothing. A cell of `coarser` levels more filters the noise of the moves, which goes to
   and fro, and lets through what adds up: fewer bytes down. In round 1 the sum is weighted by samples and in each
   device's own steps. If no update of it is counted, the next round is played like the first one.
-- **Budget.** After each round the server has the bytes that a device sends and receives in it: moves, statistics, and
-  the change for a device that missed as many rounds as this cohort's devices did. Times the rounds left and the last
-  delivery they are a need, to be compared with what is left of 1 / `budget` of FedAvg's bytes. A need of more than 1,
-  2, 4 times that is 1, 2, 3 levels too many: first the cell rises, up to 2 above the level, then both. They may rise
-  again once the devices' changes are all of the new cell and no round was dropped meanwhile. They stay in the rounds
+- **Budget.** After each round but the first the server estimates the bytes that a device will send and receive in a
+  later one: moves, statistics, and the change for a device that missed as many rounds as devices do (`lattice_levels`).
+  Times the rounds left and the last delivery they are a need. When it exceeds what is left of 1 / `budget` of FedAvg's
+  bytes, the cell rises, up to 2 levels above that of the moves where devices miss rounds; later the level rises by one
+  for each factor of 2. Both wait until all of such a device's changes are of the present cell. They stay in the rounds
   whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
@@ -42,8 +42,8 @@ receives one sum.
   with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
 - **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
 
-The cohort's figures (rms, loss, bytes of moves) enter by their median, so that no single device sets them; the rounds
-that devices missed by their mean. The mean number of samples is that of all reports so far.
+The cohort's figures (rms, loss, bytes of moves) enter by their median, so that no single device sets them. The mean
+number of samples and the rounds that devices missed are those of all reports so far.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import ClassVar
 
 import numpy as np
@@ -62,7 +62,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence, Range, Search, lattice_statistics
+from edge_client.methods import Influence, Range, Search, lattice_levels, lattice_statistics
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_grid import (
     HIGHEST,
@@ -101,8 +101,6 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8,
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
-COARSEST = 2  # levels of the cell above the moves that the budget asks for before coarser moves
-MOST_RISE = 3  # levels at a time
 FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # added before rounding down: what is just above half a cell stays, else noise would move N to and fro
@@ -114,7 +112,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 4  # the server keeps what it does not apply; the budget asks for that first
+    revision: ClassVar[int] = 5  # coarser cells where devices are many rounds apart, by what a later round will take
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
         "epochs": Range(1, 5),
@@ -281,7 +279,8 @@ class Lattice(Settings):
         total.samples.append(update.samples)
         total.gains.append(update.gain)
         total.sizes.append(update.size)
-        total.missed.append(a.round - self.base(a.round, record))
+        total.away += a.round - self.base(a.round, record)
+        total.again += record is not None
         if update.rms is not None:
             total.rms.append(update.rms)
         return total, Record(a.round)
@@ -328,6 +327,8 @@ class Lattice(Settings):
             lowest=min(state.lowest, state.cell),
             spent=state.spent,
             bad=bad,
+            away=state.away + total.away,
+            again=state.again + total.again,
             residual=residual,
             units=state.units,
         )
@@ -337,21 +338,23 @@ class Lattice(Settings):
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
-        level, coarser, bad = state.level, state.coarser, state.bad
-        missed = max(1.0, fmean(total.missed))  # also the devices over the cohort, so the last delivery in rounds
-        late = round(missed)
-        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - late)).arrays
-        each = median_low(total.sizes) + sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
-        spent = state.spent + each
-        need = (course.rounds - round_ + missed) * each / max(each, self.allowed(course, missed) - spent)
-        settled = (state.history.levels[-1 - late :] == state.cell).all()
-        if need > 1 and settled and not bad and round_ + self.window(course) < course.rounds:
-            rise = min(math.ceil(math.log2(need)), MOST_RISE)
-            first = min(rise, max(0, COARSEST - coarser))
-            coarser, level = coarser + first, min(level + rise - first, HIGHEST)
-        if bad >= BAD_ROUNDS and level > 0:
-            level, bad = level - 1, 0
-        return replace(state, level=level, coarser=coarser, bad=bad, spent=spent)
+        late, like, grown = lattice_levels.lateness(state, round_)
+        up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
+        state = replace(state, spent=state.spent + up + down)
+        free = round_ + self.window(course) < course.rounds and not state.bad
+        if like and free and lattice_levels.settled(state, like):
+            each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
+            apart = lattice_levels.apart(state)
+            need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
+            state = lattice_levels.raised(state, need) if need > 1 else state
+        if state.bad >= BAD_ROUNDS and state.level > 0:
+            state = replace(state, level=state.level - 1, bad=0)
+        return state
+
+    def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:
+        """Coded bytes of the next downlink for a device that last took part so many rounds before it."""
+        down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - rounds)).arrays
+        return sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""

@@ -27,7 +27,9 @@ class State:
     `residual` float32[n] is what N lacks. `first` and `round` are the first and the last round that counted an update,
     0 before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `coarser` how many levels
     a change of N is above them, `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device
-    in all rounds. `bad` counts the bad rounds in a row. `units` are packed bits, None before the pruning.
+    in all rounds. `bad` counts the bad rounds in a row. `again` counts the updates that are not a device's first.
+    `away` is the sum over all updates of the rounds since the device's last one, of a new device since the first round.
+    `units` are packed bits, None before the pruning.
     """
 
     counts: Counts
@@ -45,6 +47,8 @@ class State:
     lowest: int = HIGHEST
     spent: float = 0.0
     bad: int = 0
+    away: int = 0
+    again: int = 0
     units: Packed | None = None
 
     @property
@@ -108,8 +112,8 @@ class Update:
 
 @dataclass
 class Total:
-    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain, rms, bytes of moves,
-    and rounds since it last took part."""
+    """Sums over the devices of a round: moves float64[n], statistics, `away` and `again` as in State; each device's
+    samples, gain, rms, bytes of moves."""
 
     moves: NDArray[np.float64]
     statistics: Mean
@@ -117,7 +121,8 @@ class Total:
     gains: list[float] = field(default_factory=list)
     rms: list[F32] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    missed: list[int] = field(default_factory=list)
+    away: int = 0
+    again: int = 0
 
 
 def cut(kept: Kept | None, net: Network) -> Kept | None:

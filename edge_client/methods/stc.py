@@ -37,7 +37,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.fedavg import Mean
+from edge_client.methods.fedavg import Mean, tensor_ends
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, u8
@@ -125,7 +125,7 @@ class STC(LocalSgd):
 
     def ends(self, m: Manifest) -> tuple[int, ...]:
         """Where each group of parameters with a magnitude of its own ends."""
-        return tuple(t.span.stop for t in m.parameters) if self.per_tensor else (m.d,)
+        return tensor_ends(m, self.per_tensor)
 
     def write(self, model: Model, held: Weights, change: Ternary, statistics: F32) -> bytes:
         """A change of the model that both sides hold: statistics float16, then the parameters."""

@@ -87,6 +87,16 @@ def export_factory(
     )
 
 
+class Unseeded:
+    """The generator that `torch.manual_seed`, imported under any name, seeds: here no seed reaches PyTorch's."""
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
 def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
     """What to say of the layers of `module` whose weights differ when it is built again; nothing when none do.
 
@@ -95,7 +105,7 @@ def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
     other, layers, trained = None, dict[str, None](), False
     torch.manual_seed(1)
     # a function may run only once, and a seed of its own would draw the same again
-    with suppress(Exception), patch.object(torch, "manual_seed", lambda seed: torch.default_generator):
+    with suppress(Exception), patch.object(torch.random, "default_generator", Unseeded()):
         other = build()
     again = dict(other.named_parameters()) if isinstance(other, torch.nn.Module) else {}
     for name, weights in module.named_parameters():

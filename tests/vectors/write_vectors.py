@@ -168,20 +168,30 @@ def value_cases() -> list[dict[str, Any]]:
 
 
 def coarse_cases() -> list[dict[str, Any]]:
-    """Codecs of changes, at every kind of parameter. `values` are quarters, which JSON holds exactly."""
+    """Codecs of changes, at every kind of parameter. `values` are quarters, which JSON holds exactly.
+
+    With `ends` the values are coded in parts.
+    """
     out: list[dict[str, Any]] = []
     for codec, d in (
         ("eden", 200), ("eden:2", 70), ("eden:3", 64), ("eden:4", 65), ("eden:0.25", 300), ("drive", 200),
         ("drive:mse", 130), ("qsgd", 600), ("qsgd:1", 60), ("qsgd:255", 60), ("topk:0.1", 120), ("topk", 40),
         ("stc:0.1", 120), ("sign", 43), ("eden", 0), ("qsgd", 0), ("topk", 0), ("stc", 0), ("sign", 0),
+        ("drive+", 200), ("drive+:mse", 130), ("drive+", 0),
     ):  # fmt: skip
-        stream = counter.key("vectors", "coarse", codec)
-        given = np.rint(400 * (counter.uniform(stream, d) - 0.5) ** 3).astype(np.float32) / 4
-        data = values.encode(codec, given, stream)
-        decoded = [float(f"{v:.6g}") for v in values.decode(codec, data, d, stream)]
-        out.append({"codec": codec, "stream": str(stream), "values": given.tolist(), "hex": data.hex(),
-                    "decoded": decoded})  # fmt: skip
+        out.append(coarse_case(codec, (d,)))
+    out += [coarse_case(codec, (70, 70, 79, 200)) for codec in ("topk:0.1", "drive+", "qsgd")]
     return out
+
+
+def coarse_case(codec: str, ends: tuple[int, ...]) -> dict[str, Any]:
+    """One of them, in parts if there is more than one."""
+    stream = counter.key("vectors", "coarse", codec)
+    given = np.rint(400 * (counter.uniform(stream, ends[-1]) - 0.5) ** 3).astype(np.float32) / 4
+    data = values.encode_parts(codec, given, ends, stream)
+    decoded = [float(f"{v:.6g}") for v in values.decode_parts(codec, data, ends, stream)]
+    case = {"codec": codec, "stream": str(stream), "values": given.tolist(), "hex": data.hex(), "decoded": decoded}
+    return case | ({"ends": ends} if len(ends) > 1 else {})
 
 
 def bloom_cases() -> list[dict[str, Any]]:

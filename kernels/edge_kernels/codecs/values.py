@@ -13,16 +13,17 @@ Other packages add codecs by entry points of the group `maskfleet.codecs.values`
   block of 512 values (the last one shorter) a float32 scale = max |v|; then an int8 q for each value. A value is
   scale * q / 127. q has the sign of v and the magnitude floor(127 |v| / scale + u) with u uniform in [0, 1), so the
   decoded value has the expectation v, and 0 stays 0.
-- ``eden:BITS``, ``drive:SCALE``: a random rotation, then a few bits a value (`rotation`).
+- ``eden:BITS``, ``drive:SCALE``, ``drive+:SCALE``: a random rotation, then a few bits a value (`rotation`).
 - ``qsgd:LEVELS``: random rounding between levels of a norm; ``sign``: a bit a value (`quantised`).
 - ``topk:FRACTION``, ``stc:FRACTION``: only the largest values travel (`sparse`).
 
-A name may carry one parameter after a colon; a plain name means the default.
+A name may carry one parameter after a colon; a plain name means the default. `encode_parts` codes each part of a vector
+by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from edge_kernels import counter
 from edge_kernels.codecs import quantised, registry, rotation, sparse
 from edge_kernels.codecs.sets import CodecError, check_size
+from edge_kernels.codecs.streams import Reader, varint
 
 F32 = NDArray[np.float32]
 GROUP = "maskfleet.codecs.values"
@@ -83,9 +85,36 @@ def codec(name: str) -> ValueCodec:
     return registry.with_parameter("value codec", family, parameter, found.with_parameter) if colon else found
 
 
-def limit(d: int) -> int:
-    """The most bytes that `d` values may take, whatever the codec."""
-    return 4 * d + SLACK
+def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: int) -> bytes:
+    """`values` [d] in parts that end at `ends`, each coded by itself: its length as a varint, and its bytes.
+
+    Part i has the stream (stream, i). One part alone is what `encode` writes. Raises CodecError.
+    """
+    if len(ends) == 1:
+        return encode(name, values, stream)
+    parts = (encode(name, values[part], key) for part, key in _parts(ends, stream))
+    return b"".join(varint(len(data)) + data for data in parts)
+
+
+def decode_parts(name: str, data: bytes, ends: Sequence[int], stream: int) -> F32:
+    """The float32[d] that `encode_parts` wrote, finite. Raises CodecError."""
+    if len(ends) == 1:
+        return decode(name, data, ends[0], stream)
+    reader, values = Reader(data), np.empty(ends[-1], np.float32)
+    for part, key in _parts(ends, stream):
+        values[part] = decode(name, reader.bytes(reader.varint()).tobytes(), part.stop - part.start, key)
+    reader.end()
+    return values
+
+
+def _parts(ends: Sequence[int], stream: int) -> Iterator[tuple[slice, int]]:
+    for i, (low, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        yield slice(low, end), counter.key(stream, i)
+
+
+def limit(d: int, parts: int = 1) -> int:
+    """The most bytes that `d` values in so many parts may take, whatever the codec."""
+    return 4 * d + (SLACK + 5) * parts  # 5: a part's length
 
 
 def _encode_float(values: F32, stream: int, dtype: str) -> bytes:
@@ -133,11 +162,12 @@ def _eden(text: str) -> ValueCodec:
                       bits < 1, _eden)  # fmt: skip
 
 
-def _drive(text: str) -> ValueCodec:
+def _drive(text: str, name: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
+    """DRIVE or DRIVE+ with one of two scales, which read alike."""
     if text not in ("unbiased", "mse"):
         raise ValueError(f"the scale is unbiased or mse, not {text}")
-    write, read = partial(rotation.encode_drive, least_error=text == "mse"), partial(rotation.decode, bits=1, unit=True)
-    return ValueCodec(f"drive:{text}", write, read, False, _drive)
+    again = partial(_drive, name=name, write=write, read=read)
+    return ValueCodec(f"{name}:{text}", partial(write, least_error=text == "mse"), read, False, again)
 
 
 def _qsgd(text: str) -> ValueCodec:
@@ -164,7 +194,8 @@ VALUES: Mapping[str, ValueCodec] = {
         "float16": ValueCodec("", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2")),
         "stochastic8": ValueCodec("", _encode_stochastic, _decode_stochastic),
         "eden": _eden("1"),
-        "drive": _drive("unbiased"),
+        "drive": _drive("unbiased", "drive", rotation.encode_drive, partial(rotation.decode, bits=1, unit=True)),
+        "drive+": _drive("unbiased", "drive+", rotation.encode_means, rotation.decode_means),
         "qsgd": _qsgd("7"),
         "topk": _sparse("0.01", "topk", sparse.encode_top, sparse.decode_top),
         "stc": _sparse("0.01", "stc", sparse.encode_ternary, sparse.decode_ternary),
