@@ -28,14 +28,14 @@ def apart(state: State) -> float:
 
 def lateness(state: State, round_: int) -> tuple[int, int, float]:
     """For a device of the next round: the rounds of which it receives the change; those of them whose moves are of the
-    level that the next ones have; how many more than these it will be when enough rounds have been played.
+    level that the next ones have; how many times the bytes of these a change will take when enough rounds are played.
 
-    The moves of the first round are finer.
+    The moves of the first round are finer. The noise of rounding goes to and fro, so bytes grow as the root of rounds.
     """
     most = round(apart(state))
     late = min(most, round_)
     like = min(late, round_ - state.first)
-    return late, like, max(1.0, min(most, HISTORY) / max(1, like))
+    return late, like, math.sqrt(max(1.0, min(most, HISTORY) / max(1, like)))
 
 
 def settled(state: State, rounds: int) -> bool:
@@ -47,10 +47,10 @@ def settled(state: State, rounds: int) -> bool:
 def raised(state: State, need: float) -> State:
     """The state with coarser cells or moves, where the rounds left need so many times, above 1, what is left.
 
-    Cells first: up to as many levels as the logarithm of the rounds that devices are apart, since a device that missed
-    none gains nothing from them. Then moves, a level for each factor of 2.
+    A level for each factor of 2. Cells first, up to as many levels as the logarithm of the rounds that devices are
+    apart: where every device takes part in every round they would only delay N. Then, in a later round, moves.
     """
-    coarsest = min(COARSEST, round(math.log2(apart(state))))
+    rise, coarsest = math.ceil(math.log2(need)), min(COARSEST, round(math.log2(apart(state))))
     if state.coarser < coarsest:
-        return replace(state, coarser=coarsest)
-    return replace(state, level=min(state.level + min(math.ceil(math.log2(need)), MOST_RISE), HIGHEST))
+        return replace(state, coarser=min(state.coarser + rise, coarsest))
+    return replace(state, level=min(state.level + min(rise, MOST_RISE), HIGHEST))
