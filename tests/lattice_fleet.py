@@ -93,7 +93,7 @@ class Fleet:
                 return self.method.receive(a, self.kept.get(device), sent)
             except LostError:
                 self.lost.append((a.round, device))
-                self.records.pop(device, None)
+                self.records[device] = self.method.lost(record)
         raise AssertionError("lost twice")
 
     def play(self, *devices: str, gain: float | Mapping[str, float] | None = None, dropped: bool = False) -> None:

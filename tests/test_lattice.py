@@ -25,8 +25,8 @@ from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods import lattice_statistics
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice import CHANGE, MOVES, Lattice
-from edge_client.methods.lattice_grid import MIDDLE, dither, grid, nearest, rms, spans, spread, steps
-from edge_client.methods.lattice_levels import apart, raised, settled
+from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
+from edge_client.methods.lattice_levels import apart, lateness, raised, settled
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
@@ -276,23 +276,43 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     assert played(6.0)[:6] == [0, 0, 2, 3, 4, 4]
 
 
-@pytest.mark.parametrize(("rounds", "due"), [(1, 1.0), (2, 2.0), (9, 9.0)])
-def test_the_rounds_between_two_of_a_device_show_in_how_many_take_part_again(rounds: int, due: float) -> None:
-    """Cohorts drawn at random; the estimate holds from the third round on, before most devices took part twice."""
-    random, drawn = np.random.default_rng(0), []
-    for _ in range(200):
-        last: dict[int, int] = {}
-        away = again = 0
-        for round_ in (1, 2, 3):
-            for device in random.choice(12 * rounds, 12, replace=False).tolist():
-                away += round_ - last.get(device, 1)
-                again += device in last
-                last[device] = round_
-        drawn.append((away, again))
-    start = Fleet(Lattice(lr=0.1), THREE).state
-    estimates = [apart(replace(start, away=away, again=again)) for away, again in drawn]
-    assert np.median(estimates) == pytest.approx(due, rel=0.25)
-    assert min(estimates) >= 1.0
+def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
+    """What the server says of the rounds between two of a device after these cohorts; `lost` lost its values often."""
+    for round_, cohort in enumerate(cohorts):
+        if round_ % 2 and lost in cohort:
+            fleet.kept.pop(lost, None)
+        fleet.play(*cohort)
+    return apart(fleet.state)
+
+
+@pytest.mark.parametrize(("rounds", "devices", "due"), [(3, 4, 1), (6, 12, 3), (90, 80, 20)])
+def test_the_rounds_between_two_of_a_device_show_in_how_many_come_again(rounds: int, devices: int, due: float) -> None:
+    """Few rounds, before most devices came again, and many, in which most absences exceed the server's history."""
+    random, names = np.random.default_rng(0), [f"d{i}" for i in range(devices)]
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), {d: samples(0) for d in names}, cohort=4, rounds=rounds)
+    assert absences(fleet, [random.choice(names, 4, replace=False).tolist() for _ in range(rounds)]) == pytest.approx(
+        due, rel=0.3
+    )
+
+
+def test_a_device_that_lost_its_values_is_not_a_new_one_to_the_level_rule() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    assert absences(fleet, [["a", "b", "c"]] * 12, lost="a") == 1.0
+    assert len(fleet.lost) == 5
+
+
+def test_rounds_before_the_first_counted_one_are_no_absences() -> None:
+    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    for _ in range(3):
+        fleet.play(*"abc", dropped=True)
+    assert absences(fleet, [["a", "b", "c"]] * 3) == 1.0
+
+
+def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
+    state = replace(Fleet(Lattice(lr=0.1), THREE).state, away=99, first=1)
+    assert lateness(state, 40) == (HISTORY, HISTORY, 1.0)
+    assert lateness(state, 5) == (5, 4, 2.0)
+    assert lateness(state, 1) == (1, 0, 4.0)
 
 
 def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_updates() -> None:

@@ -145,7 +145,8 @@ class Lattice(Settings):
 
     def base(self, round_: int, record: Record | None) -> int:
         """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-        return record.round if record is not None and round_ - record.round <= HISTORY else 1
+        held = record is not None and record.holds and round_ - record.round <= HISTORY
+        return record.round if record is not None and held else 1
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         return f"from-{self.base(round_, record)}"
@@ -279,7 +280,7 @@ class Lattice(Settings):
         total.samples.append(update.samples)
         total.gains.append(update.gain)
         total.sizes.append(update.size)
-        total.away += a.round - self.base(a.round, record)
+        total.away += a.round - (state.first or a.round) if record is None else a.round - record.round
         total.again += record is not None
         if update.rms is not None:
             total.rms.append(update.rms)
@@ -355,6 +356,10 @@ class Lattice(Settings):
         """Coded bytes of the next downlink for a device that last took part so many rounds before it."""
         down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - rounds)).arrays
         return sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
+
+    def lost(self, record: Record) -> Record:
+        """The round, which says how often the device takes part."""
+        return replace(record, holds=False)
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""

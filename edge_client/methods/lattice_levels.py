@@ -19,23 +19,24 @@ MOST_RISE = 3  # levels of the moves at a time
 def apart(state: State) -> float:
     """The rounds from one of a device to its next, at least 1; also the devices over the cohort.
 
-    It is the most likely number if all devices are drawn alike: of the devices of all rounds, the rounds that they had
-    been away for, over those that had taken part before, with one more of each. A device that is new in round t has
-    been away for t - 1 rounds. So the number is right from the second round on, when most devices are still new.
+    The sum of absences over the number of returns, one added to each: the most likely number if all devices are drawn
+    alike. The absence of a new device began with the first round. So the number is about right from the third round on,
+    when most devices are still new.
     """
     return (state.away + 1) / (state.again + 1)
 
 
 def lateness(state: State, round_: int) -> tuple[int, int, float]:
-    """For a device of the next round: the rounds of which it receives the change; those of them whose moves are of the
-    level that the next ones have; how many times the bytes of these a change will take when enough rounds are played.
+    """How late a device of the next round is: the rounds of which it receives the change; those of them whose moves are
+    like later ones; and how many times more bytes than for these a change takes when enough rounds are played.
 
-    The moves of the first round are finer. The noise of rounding goes to and fro, so bytes grow as the root of rounds.
+    The moves of the first round are finer than all others. The noise of rounding goes to and fro, so bytes grow as the
+    root of the rounds.
     """
-    most = round(apart(state))
+    most = min(round(apart(state)), HISTORY)
     late = min(most, round_)
     like = min(late, round_ - state.first)
-    return late, like, math.sqrt(max(1.0, min(most, HISTORY) / max(1, like)))
+    return late, like, math.sqrt(most / max(1, like))
 
 
 def settled(state: State, rounds: int) -> bool:

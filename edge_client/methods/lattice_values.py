@@ -28,7 +28,7 @@ class State:
     0 before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `coarser` how many levels
     a change of N is above them, `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device
     in all rounds. `bad` counts the bad rounds in a row. `again` counts the updates that are not a device's first.
-    `away` is the sum over all updates of the rounds since the device's last one, of a new device since the first round.
+    `away` is the sum over all updates of the rounds since the device's last one, of a new device since `first`.
     `units` are packed bits, None before the pruning.
     """
 
@@ -59,9 +59,10 @@ class State:
 
 @dataclass(frozen=True)
 class Record:
-    """The last round in which an update of the device was counted: it holds N as at the start of that."""
+    """The last round in which an update of the device was counted. It holds N as at the start of that, or lost it."""
 
     round: int
+    holds: bool = True
 
 
 @dataclass(frozen=True)
