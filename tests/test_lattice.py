@@ -332,12 +332,13 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 def test_cells_rise_first_and_only_where_devices_are_rounds_apart() -> None:
     start = Fleet(Lattice(lr=0.1), THREE).state
 
-    def after(apart: int, coarser: int, need: float) -> tuple[int, int]:
-        risen = raised(replace(start, coarser=coarser, away=apart - 1), need)
+    def after(apart: int, coarser: int, need: float, rounds: int = 30) -> tuple[int, int]:
+        risen = raised(replace(start, coarser=coarser, away=apart - 1), need, rounds)
         return risen.level - MIDDLE, risen.coarser
 
     assert [after(apart, 0, 100.0) for apart in (1, 2, 3, 5, 50)] == [(3, 0), (0, 1), (0, 2), (0, 2), (0, 2)]
     assert [after(5, 0, need) for need in (1.5, 3.0)] == [(0, 1), (0, 2)]
+    assert [after(5, 0, 3.0, rounds) for rounds in (2, 8, 15, 25)] == [(2, 0), (2, 0), (0, 1), (0, 2)]
     assert after(5, 2, 1.5) == (1, 2)
     assert after(5, 2, 100.0) == (3, 2)
     assert after(1, 4, 3.0) == (2, 4)  # what the setting `coarser` says stays

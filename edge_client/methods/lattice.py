@@ -347,7 +347,7 @@ class Lattice(Settings):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
-            state = lattice_levels.raised(state, need) if need > 1 else state
+            state = lattice_levels.raised(state, need, course.rounds) if need > 1 else state
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state
