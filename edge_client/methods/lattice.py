@@ -145,8 +145,9 @@ class Lattice(Settings):
 
     def base(self, round_: int, record: Record | None) -> int:
         """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-        held = record is not None and record.holds and round_ - record.round <= HISTORY
-        return record.round if record is not None and held else 1
+        if record is None or not record.holds or round_ - record.round > HISTORY:
+            return 1
+        return record.round
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         return f"from-{self.base(round_, record)}"
@@ -280,7 +281,7 @@ class Lattice(Settings):
         total.samples.append(update.samples)
         total.gains.append(update.gain)
         total.sizes.append(update.size)
-        total.away += a.round - (state.first or a.round) if record is None else a.round - record.round
+        total.away += a.round - (record.round if record is not None else state.first or a.round)
         total.again += record is not None
         if update.rms is not None:
             total.rms.append(update.rms)
