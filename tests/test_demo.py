@@ -129,7 +129,7 @@ def test_the_committed_runs_keep_the_demo_s_promise(data: str) -> None:
     run = json.loads((RESULTS / f"{data}.json").read_text())
     lattice, fedavg, alone = (run["methods"][name] for name in ("lattice", "fedavg", "standalone"))
     compact, best = run["compaction"], max(fedavg["score_mean"], fedavg["score_mean_after_local_epochs"])
-    assert lattice["score_mean"] > best - 0.0115  # 1.1 points on digits, four of 360 samples
+    assert lattice["score_mean"] > best - 0.0105  # a point, as it is printed
     assert lattice["score_mean"] > alone["score_mean"]
     assert lattice["bytes_per_device"] < fedavg["bytes_per_device"] / 30
     assert compact["parameters_compact"] <= 0.4 * compact["parameters_dense"]

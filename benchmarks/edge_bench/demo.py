@@ -46,7 +46,12 @@ _ALL: Mapping[str, Mapping[str, Any]] = {
 _FEDMASK: Mapping[str, Any] = {"keep": 0.8, "restart": "latent"}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "har": {**_ALL, "fedmask": {**_FEDMASK, "lr": 30.0}},
-    "digits": {**_ALL, "fedmask": {**_FEDMASK, "lr": 10.0}},
+    # Finer and pruned less than on HAR: at HAR's settings Lattice ends 1.1 points behind FedAvg.
+    "digits": {
+        **_ALL,
+        "lattice": {**_ALL["lattice"], "quantum": 1.5, "prune": 0.4},
+        "fedmask": {**_FEDMASK, "lr": 10.0},
+    },
 }
 
 
