@@ -18,9 +18,9 @@ receives one sum.
 - **Budget.** After each round but the first the server estimates the bytes that a device will send and receive in a
   later one: moves, statistics, and the change for a device that missed as many rounds as devices do (`lattice_levels`).
   Times the rounds left and the last delivery they are a need. When it exceeds what is left of 1 / `budget` of FedAvg's
-  bytes, the cell rises, up to 2 levels above that of the moves where devices miss rounds; later the level rises by one
-  for each factor of 2. Both wait until all of such a device's changes are of the present cell. They stay in the rounds
-  whose mean is the final model.
+  bytes, the cell rises, up to 2 levels above that of the moves where devices miss many rounds; later the level rises by
+  one for each factor of 2. Both wait until all of such a device's changes are of the present cell. They stay in the
+  rounds whose mean is the final model.
 - **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
   the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
@@ -112,7 +112,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 5  # coarser cells where devices are many rounds apart, by what a later round will take
+    revision: ClassVar[int] = 6  # coarser cells only where devices are four rounds apart or more
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
         "epochs": Range(1, 5),
