@@ -1,4 +1,4 @@
-"""The coordinator without HTTP: federations that are alive, join tokens, viewers. Bundles are in `bundles`.
+"""The coordinator without HTTP: federations that are alive, join tokens. Bundles are in `bundles`, viewers in `roles`.
 
 Several coordinators may share one data folder: each watches the versions of the federations in the database. HTTP
 checks who may call what; `live` holds what one federation does.
@@ -20,6 +20,7 @@ from coord_server.bundles import MAX_PARAMETERS, Bundles, load_model, read_manif
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import summary
 from coord_server.problems import Refusal
+from coord_server.roles import Roles
 from coord_server.store import Store
 from coord_server.store.blobs import federation_shelf, owner
 from coord_server.store.values import put
@@ -34,12 +35,11 @@ from edge_client.errors import (
 )
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
-from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
+from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary
 from edge_client.task import Course
 
 log = logging.getLogger("maskfleet")
 
-Role = Literal["operator", "viewer"]
 WATCH = 0.3  # seconds between looks at what other coordinators have committed
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
@@ -59,8 +59,7 @@ class Coordinator:
         A bundle of more than `max_parameters` parameters and statistics is refused.
         """
         self.store, self.bundles = store, Bundles(store, clock, max_parameters)
-        self._operator = auth.hashed(operator)
-        self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
+        self.roles = Roles(store.metadata, operator, clock)
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
         # The versions that it began with and was read at, and what can be shown.
@@ -95,7 +94,7 @@ class Coordinator:
 
     async def _look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""
-        await self._look_at_viewers()
+        await self.roles.look()
         async with self._looking:
             known = await asyncio.to_thread(self.store.metadata.known)
             for id_, first in {**{i: live.first for i, live in self._federations.items()},
@@ -178,48 +177,6 @@ class Coordinator:
                 await asyncio.wait([task])
         for live in self._federations.values():
             await live.close()
-
-    # --- who
-
-    def role(self, token: str) -> Role | None:
-        """Whose token this is: the operator's, a viewer's, or of neither.
-
-        A token made or revoked at another coordinator of the data folder counts here after WATCH seconds.
-        """
-        digest = auth.hashed(token)
-        if auth.same(digest, self._operator):
-            return "operator"
-        return "viewer" if self._clock() < self._viewers.get(digest, 0.0) else None
-
-    def token(self, id_: str) -> tuple[Role, str] | None:
-        """The role and the SHA-256 of the operator's or a viewer's token with this id; None when none is valid."""
-        if id_ == auth.token_id(self._operator):
-            return "operator", self._operator
-        valid = (d for d, expires in self._viewers.items() if auth.token_id(d) == id_ and self._clock() < expires)
-        digest = next(valid, None)
-        return None if digest is None else ("viewer", digest)
-
-    async def new_viewer(self, request: ViewerRequest) -> ViewerToken:
-        """A fresh token that may read; only its digest is stored. Raises StateError."""
-        token, expires = auth.new_secret(), self._clock() + request.expires_in
-        await asyncio.to_thread(self.store.metadata.add_viewer, auth.hashed(token), expires)
-        await self._look_at_viewers()
-        return ViewerToken(token=token, id=auth.token_id(auth.hashed(token)), expires_at=expires)
-
-    async def viewers(self) -> list[Viewer]:
-        """Every viewer's token that was not revoked, in the order of ids. Raises StateError."""
-        found = await asyncio.to_thread(self.store.metadata.viewers)
-        return [Viewer(id=auth.token_id(token), expires_at=expires) for token, expires in found.items()]
-
-    async def remove_viewer(self, id_: str) -> None:
-        """Revoke a viewer's token. Raises Refusal, StateError."""
-        if not await asyncio.to_thread(self.store.metadata.remove_viewer, id_):
-            raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
-        log.info("the viewer's token %s is revoked by the operator", id_)
-        await self._look_at_viewers()
-
-    async def _look_at_viewers(self) -> None:
-        self._viewers = await asyncio.to_thread(self.store.metadata.viewers)
 
     # --- federations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -73,12 +72,9 @@ def choose_cohort(
 ) -> tuple[str, ...]:
     """The `size` devices that the attempt asks first; both are sorted by name."""
     prefix = counter.key(config.seed, "cohort", round_, attempt)
-    keys = counter.keys(prefix, np.fromiter(map(_word, devices), np.uint64, len(devices)))
+    keys = counter.keys(prefix, np.fromiter(map(counter.word, devices), np.uint64, len(devices)))
     smallest = np.argsort(keys, kind="stable")[: max(size, 0)]  # equal keys: the smaller name
     return tuple(sorted(devices[i] for i in smallest))
-
-
-_word = lru_cache(1 << 17)(counter.word)  # a device's name is hashed once, not once a round
 
 
 def missing(state: State) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ from fastapi import Request
 
 from coord_server import auth
 from coord_server.connections import Places
-from coord_server.coordinator import Coordinator, Role
+from coord_server.coordinator import Coordinator
 from coord_server.dashboard import answers, reference, session, view
 from coord_server.http import create_app, watch
 from coord_server.http.access import CALL
 from coord_server.live.federation import LiveFederation
+from coord_server.roles import Role
 
 HTML = {"Accept": "text/html,*/*;q=0.8"}
 FORM = {**HTML, "Origin": "http://coordinator"}

@@ -14,7 +14,7 @@ from edge_client.bundle import F32, Manifest
 from edge_client.errors import PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
-from edge_client.methods.feddr import Averaged, FedDR, Kept, Reflection
+from edge_client.methods.feddr import Averaged, FedDR, Kept, Reflection, reflected
 from edge_client.methods.fedmap import DouglasRachford, FedMap
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Local, Task
@@ -125,6 +125,22 @@ def test_a_device_that_loses_its_state_changes_nothing_of_the_fixed_point(name: 
     state, _ = federate(method, 90, loses={"a": 12, "c": 25})
     assert (state.parameters if name == "feddr" else state.theta) == pytest.approx(OPTIMUM, abs=1e-3)
     assert state.weight == len(OWN)
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.4])
+def test_a_reflection_that_nothing_replaces_counts_like_a_device_with_a_quadratic_loss_around_it(eta: float) -> None:
+    def without_c(round_: int) -> list[str]:
+        return [d for d in OWN if d != "c" or round_ < 3]
+
+    method = FedDR(eta=eta, alpha=1.0, epochs=60, batch=40, lr=0.2)
+    early, kept = federate(method, 2)
+    last, left = reflected(kept["c"].x, kept["c"].y), {d: q for d, q in OWN.items() if d != "c"}
+    pull = sum(q.curvature * q.centre for q in left.values()) + last / eta
+    due = pull / (sum(q.curvature for q in left.values()) + 1 / eta)
+    state, _ = federate(method, 80, cohort=without_c)
+    assert state.weight == early.weight == len(OWN)
+    assert state.parameters == pytest.approx(due, abs=1e-3)
+    assert np.abs(state.parameters - OPTIMUM).max() > 0.1
 
 
 def many(weights: Sequence[float]) -> tuple[dict[str, Quadratic], Any]:

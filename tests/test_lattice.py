@@ -20,11 +20,13 @@ from coord_server import guard
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
+from edge_client.methods import lattice_down as down_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods import lattice_statistics
 from edge_client.methods.fedavg import Mean
-from edge_client.methods.lattice import CHANGE, MOVES, Lattice
+from edge_client.methods.lattice import MOVES, Lattice
+from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_levels import apart, lateness, raised, settled
 from edge_client.methods.lattice_values import Record, Total
@@ -158,7 +160,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
 ) -> None:
     """Steps are doubled and halved meanwhile; after the last round all receive the mean of the same last rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module, settings_module):
+        for module in (grid_module, method_module, down_module, settings_module):
             patch.setattr(module, "HISTORY", 3)
         patch.setattr(settings_module, "LEAST", 0.0)
         method = Lattice(quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)

@@ -73,17 +73,33 @@ def test_what_is_decoded_is_what_was_encoded_whatever_both_sides_know(case: tupl
     assert np.array_equal(found, values)
 
 
+def numpy_alone(patch: pytest.MonkeyPatch, few: int) -> None:
+    """Without compiled loops; up to `few` lanes are read one symbol at a time, more of them together."""
+    patch.setattr(arrivals, "compiled", None)
+    patch.setattr(arrivals, "FEW", few)
+    patch.setattr(lattice_model, "compiled", None)
+
+
+@pytest.fixture(params=[None, 0, arrivals.MAX_LANES], ids=["compiled", "lanes together", "symbol by symbol"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of reading."""
+    if request.param is None:
+        pytest.importorskip("numba")
+    else:
+        numpy_alone(monkeypatch, request.param)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_numpy_alone_writes_and_reads_the_same_bytes(case: tuple[I32, lattice.Known]) -> None:
     pytest.importorskip("numba")
     values, known = case
     data = lattice.encode(values, known)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "compiled", None)
-        patch.setattr(lattice_model, "compiled", None)
-        assert lattice.encode(values, known) == data
-        assert np.array_equal(lattice.decode(data, known), values)
+    for few in (0, arrivals.MAX_LANES):
+        with pytest.MonkeyPatch.context() as patch:
+            numpy_alone(patch, few)
+            assert lattice.encode(values, known) == data
+            assert np.array_equal(lattice.decode(data, known), values)
 
 
 @pytest.mark.parametrize("top", [1, 2**20, 2**31 - 1])
@@ -174,6 +190,7 @@ def payload() -> tuple[bytes, lattice.Known, I32]:
     return lattice.encode(values, known), known, values
 
 
+@pytest.mark.usefixtures("reader")
 def test_other_knowledge_on_the_two_sides_is_noticed(payload: tuple[bytes, lattice.Known, I32]) -> None:
     data, known, _ = payload
     assert known.fall is not None
@@ -189,6 +206,7 @@ def test_other_knowledge_on_the_two_sides_is_noticed(payload: tuple[bytes, latti
             lattice.decode(data, other)
 
 
+@pytest.mark.usefixtures("reader")
 def test_every_cut_every_extra_byte_and_every_changed_byte_is_refused(
     payload: tuple[bytes, lattice.Known, I32],
 ) -> None:
@@ -206,6 +224,7 @@ def test_random_bytes_are_refused(data: bytes, columns: int) -> None:
         lattice.decode(data, lattice.whole(spans_of((30, columns))))
 
 
+@pytest.mark.usefixtures("reader")
 def test_a_small_payload_cannot_cost_much_work() -> None:
     spans = spans_of((1000, 1000))
     for guess in (0, 50, 100):  # one lane whose state says member, member, ...

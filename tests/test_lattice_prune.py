@@ -17,8 +17,10 @@ from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
 from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.methods import lattice as method_module
+from edge_client.methods import lattice_down as down_module
 from edge_client.methods import lattice_grid as grid_module
-from edge_client.methods.lattice import CHANGE, MOVES, Lattice, Received
+from edge_client.methods.lattice import MOVES, Lattice, Received
+from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_prune import choose, score, share
@@ -136,7 +138,7 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
     pattern: list[set[str]], losses: dict[int, str], bad: set[int], after: int, coarser: int, history: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module):
+        for module in (grid_module, method_module, down_module):
             patch.setattr(module, "HISTORY", history)
         fleet = Fleet(pruning(coarser=coarser, prune_after=after), FOUR, m=M)
         for round_, devices in enumerate(pattern, 1):

@@ -313,9 +313,9 @@ def test_ready_devices_are_counted_once_and_listed_while_they_are_present(tmp_pa
 
 def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Path) -> None:
     data = database(tmp_path)
-    with data._engine.connect() as c:
+    with data.database.engine.connect() as c:
         pages = c.exec_driver_sql("PRAGMA page_count").scalar_one()
-    for connection in [data._engine.raw_connection()]:
+    for connection in [data.database.engine.raw_connection()]:
         connection.cursor().execute(f"PRAGMA max_page_count={pages}")
         connection.close()
     with pytest.raises(StorageFullError, match="full"):
@@ -329,7 +329,7 @@ def test_a_database_that_is_no_database_is_damaged_and_one_that_is_locked_unreac
         Metadata(f"sqlite:///{tmp_path / 'x.db'}")
     (tmp_path / "y").mkdir()
     data, other = database(tmp_path / "y"), database(tmp_path / "y")
-    with other.writing(), data._engine.connect() as c:
+    with other.database.writing(), data.database.engine.connect() as c:
         c.exec_driver_sql("PRAGMA busy_timeout=1")
         c.close()
         with pytest.raises(StorageUnreachableError, match="locked"):
@@ -473,7 +473,7 @@ def test_a_database_without_the_marker_s_id_is_refused_also_when_nothing_was_sto
     with pytest.raises(StorageDamagedError, match="different coordinators"):
         open_store(tmp_path / "one")
     opened = Metadata(f"sqlite:///{tmp_path / 'one' / 'coordinator.db'}")
-    with opened.writing() as c:
+    with opened.database.writing() as c:
         c.exec_driver_sql("DELETE FROM store")
     opened.close()
     with pytest.raises(StorageDamagedError, match="its database is new"):

@@ -341,7 +341,7 @@ def test_an_update_costs_as_many_statements_among_many_members_as_among_few(
             await fleet.federation("a", "bb", "ccc", cohort=3, min_devices=3, presence_seconds=1e6)
             store = fleet.http._transport.app.state.coordinator.store  # type: ignore[attr-defined]
             names = [f"m{i:05}" for i in range(members)]
-            with store.metadata.writing() as c:
+            with store.metadata.database.writing() as c:
                 c.exec_driver_sql(
                     "INSERT INTO devices (federation, device, credential, ready, removed, enrolled_at, last_seen_at, "
                     "updates, bytes_up, bytes_down, up_enrol, up_report, up_failure, down_enrol, down_work, "
@@ -350,7 +350,7 @@ def test_an_update_costs_as_many_statements_among_many_members_as_among_few(
                 )
             await fleet.work("a")
             said: list[str] = []
-            sql.listen(store.metadata._engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+            sql.listen(store.metadata.database.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
             assert (await fleet.train("a")).status_code == 201
             return list(said)  # closing makes more
 

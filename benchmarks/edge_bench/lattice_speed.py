@@ -4,8 +4,9 @@
 
 A device's figures: `receive` decodes the downlink into weights, `train` is the SGD, `send` turns the change into whole
 numbers and codes them. The coordinator's: `downlink` for each audience, `update` (read and folded) for each device, and
-`finish`. Each is the median over the rounds after the first, in ms. `coding_per_training` is (receive + send) / train;
-the figures are those of the turn in which it is lowest. `encode` and `decode` are ns a parameter for 2**20 of them.
+`finish`. Each is the median over the rounds after the first, in ms; `receive_last` is that of the last round alone,
+whose numbers are the rarest. `coding_per_training` is (receive + send) / train; the figures are those of the turn in
+which it is lowest. `encode` and `decode` are ns a parameter for 2**20 of them.
 Everything is measured with the compiled loops, if numba is installed, and with numpy alone. With `--against` the same
 script also measures another checkout of this project, turn by turn.
 """
@@ -95,7 +96,8 @@ def federation(folder: Path) -> dict[str, float]:
             took_part = [a.device for a, _ in updates.values()]
             state, _ = clock("finish", method.finish, course, round_, took_part, state, total)
     clock.spent["send"] = [x - y for x, y in zip(clock.spent["local"], clock.spent["train"], strict=True)]
-    names = ("receive", "send", "train", "downlink", "update", "finish")
+    names = ("receive", "receive_last", "send", "train", "downlink", "update", "finish")
+    clock.spent["receive_last"] = clock.spent["receive"][-len(updates) :]
     found = {name: round(float(np.median(clock.spent[name])), 2) for name in names}
     return {**found, "coding_per_training": round((found["receive"] + found["send"]) / found["train"], 2)}
 

@@ -38,7 +38,7 @@ from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer
 
 PAYS = 4.0  # seconds of work left from which starting processes is worth their start
-CHUNKS = 4  # parts of a round for each process, so that slow devices do not leave another process idle
+CHUNKS = 5  # parts of a round for each process, so that slow devices do not leave another process idle
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Workers:
     ) -> Iterator[R]:
         assert self._pool is not None
         assert self._processes is not None
-        size = -(-len(turns) // (self._processes * CHUNKS))
+        size = max(1, len(turns) // (self._processes * CHUNKS))
         chunks = [turns[low : low + size] for low in range(0, len(turns), size)]
         try:
             futures = [

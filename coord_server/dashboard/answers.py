@@ -19,10 +19,10 @@ from fastapi.exceptions import RequestValidationError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 
-from coord_server.coordinator import Role
 from coord_server.dashboard import words
 from coord_server.dashboard.session import Session
 from coord_server.problems import MEDIA_TYPE
+from coord_server.roles import Role
 from edge_client.errors import MaskfleetError
 from edge_client.protocol.messages import Problem
 

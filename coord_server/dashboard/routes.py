@@ -55,7 +55,7 @@ router = APIRouter()
 
 def _session(request: Request, served: Coordinator) -> Session | None:
     shown = request.cookies.get(_cookie(request), "")
-    return session.read(shown, served.token, time.time())
+    return session.read(shown, served.roles.named, time.time())
 
 
 def _cookie(request: Request) -> str:
@@ -142,7 +142,7 @@ async def log_in(request: Request, served: Served) -> Response:
     """Begin a session."""
     fields = await _form(request)
     token, to = fields.get("token", "").strip(), _local(fields.get("next", "/"))
-    if served.role(token) is None:
+    if served.roles.of(token) is None:
         client = caller(request.scope)
         extra = {"client": client, "limited": "log-in"}
         log.warning("refused: a log-in from %s with a wrong token", client, extra=extra)

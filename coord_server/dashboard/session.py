@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coord_server import auth
-from coord_server.coordinator import Role
+from coord_server.roles import Role
 
 LASTS = 12 * 3600  # seconds
 
 Known = Callable[[str], tuple[Role, str] | None]
-"""The role and the digest of the token with this id, None when there is none: `Coordinator.token`."""
+"""The role and the digest of the token with this id, None when there is none: `Roles.named`."""
 
 
 @dataclass(frozen=True)

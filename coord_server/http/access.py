@@ -18,10 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coord_server import auth
 from coord_server.connections import Connection, Places
-from coord_server.coordinator import Coordinator, Role
+from coord_server.coordinator import Coordinator
 from coord_server.http.problems import problem
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
+from coord_server.roles import Role
 from edge_client.protocol.messages import Name, Sha256
 
 OF_ADDRESS = 64  # requests under way of one address that have shown no valid credential
@@ -88,7 +89,7 @@ class Admission:
             return
         address = scope["client"][0] if scope.get("client") else ""
         shown = Headers(scope=scope).get("authorization", "").partition(" ")[2]
-        role = self._coordinator.role(shown)
+        role = self._coordinator.roles.of(shown)
         connection: Connection | None = scope.get("state", {}).get("connection")
         if role != "operator":
             refused = None

@@ -41,18 +41,18 @@ async def revoke_join_token(
 @router.post("/viewers", status_code=201)
 async def make_viewer_token(served: Operated, request: ViewerRequest) -> ViewerToken:
     """The token is shown once; only its digest is kept. It may GET everything but secrets, and change nothing."""
-    return await served.new_viewer(request)
+    return await served.roles.new_viewer(request)
 
 
 @router.get("/viewers", responses=LINK)
 async def list_viewer_tokens(served: Operated, page: Paged) -> list[Viewer]:
     """Every viewer's token that was not revoked: its id and when it expires."""
     after = page.after(str) or ()
-    found = [v for v in await served.viewers() if (v.id,) > after]
+    found = [v for v in await served.roles.viewers() if (v.id,) > after]
     return list(page.cut(found, [(v.id,) for v in found]))
 
 
 @router.delete("/viewers/{id}", status_code=204)
 async def revoke_viewer_token(served: Operated, id_: Annotated[TokenId, Path(alias="id")]) -> None:
     """Other coordinators on the same data folder refuse it within a second."""
-    await served.remove_viewer(id_)
+    await served.roles.remove_viewer(id_)

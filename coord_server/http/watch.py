@@ -60,7 +60,7 @@ async def watch_federation(
     """
     live = await served.find(federation)
     shown = request.headers.get("authorization", "").partition(" ")[2]
-    return await follow(request, live, last_event_id, lambda: served.role(shown) is not None)
+    return await follow(request, live, last_event_id, lambda: served.roles.of(shown) is not None)
 
 
 async def follow(request: Request, live: LiveFederation, last_event_id: str, allowed: Callable[[], bool]) -> Response:

@@ -143,9 +143,13 @@ class Rounds:
         try:
             return (await self._downlinks.get(round_, device)).sizes
         except StorageDamagedError:
-            if await asyncio.to_thread(self._store.metadata.device, self.id, device) is not None:
+            if not await asyncio.to_thread(self._removed, device):
                 raise
             return {}
+
+    def _removed(self, device: str) -> bool:
+        """Whether the operator removed `device`: then a round ends without it if its record is damaged. Blocks."""
+        return self._store.metadata.device(self.id, device) is None
 
     def _ended(self, round_: Round, values: Values) -> None:
         self._stand_at(round_.round, values)
@@ -186,11 +190,11 @@ class Rounds:
         return None, left_out
 
     def _record(self, device: str, round_: int) -> Any:
-        """What the method keeps of `device`. Raises UnusableUpdate when the operator removed it for a damaged one."""
+        """What the method keeps of `device`. Blocks. Raises UnusableUpdate for a damaged one of a removed device."""
         try:
             return self._values.record(device, round_)
         except StorageDamagedError as error:
-            if self._store.metadata.device(self.id, device) is not None:
+            if not self._removed(device):
                 raise
             raise UnusableUpdate(device, f"the device is removed, and {error}") from error
 

@@ -1,4 +1,4 @@
-"""The queries of the coordinator's database: SQLAlchemy Core, SQLite by default, PostgreSQL by URL.
+"""The queries of the coordinator's database, in SQLAlchemy Core.
 
 Each public function of `Metadata` is one transaction. `commit` is the one that changes a federation: the engine's
 state and the rows that go with it (`rows`), written together or not at all, and only over the version they were made
@@ -7,29 +7,13 @@ from. Nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Select,
-    bindparam,
-    create_engine,
-    delete,
-    event,
-    func,
-    insert,
-    literal,
-    select,
-    tuple_,
-    update,
-)
-from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy import Connection, Select, bindparam, delete, func, insert, literal, select, tuple_, update
 
 from coord_server.problems import Refusal
+from coord_server.store.database import Database
 from coord_server.store.rows import LAST_SEEN, MINE, Rows, of
 from coord_server.store.tables import (
     MESSAGES,
@@ -49,7 +33,6 @@ from coord_server.store.tables import (
     viewers,
 )
 from coord_server.store.values import Content
-from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
 from edge_client.protocol.messages import MAX_ROUNDS
 from edge_client.protocol.operator import DeviceState
@@ -83,65 +66,18 @@ _STATES: Mapping[DeviceState, tuple[Any, ...]] = {
 }
 
 
-def _prepare_sqlite(engine: Engine) -> None:
-    """WAL with a sync at every commit: a commit that returned survives a power cut."""
-
-    @event.listens_for(engine, "connect")
-    def _connect(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # transactions are begun below, not by the driver
-        for pragma in ("busy_timeout=30000", "journal_mode=WAL", "synchronous=FULL", "secure_delete=OFF"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("writes", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _kind(error: Exception) -> StateError:
-    """The database's error as the StateError of its kind."""
-    reason = str(error.orig if isinstance(error, DBAPIError) else error)
-    if isinstance(error, IntegrityError) or any(w in reason for w in ("malformed", "not a database", "corrupt")):
-        return StorageDamagedError(f"the coordinator's database is damaged: {reason}; restore it")
-    if "full" in reason or "No space left" in reason:
-        return StorageFullError(f"the coordinator's database takes no more: {reason}; free space for it")
-    return StorageUnreachableError(f"the coordinator's database does not answer: {reason}; the request can be repeated")
-
-
 class Metadata:
     """The tables behind one database URL. Every function raises StateError when the database fails it."""
 
     def __init__(self, url: str) -> None:
         """Connect, and create the tables that are missing."""
-        self._engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            _prepare_sqlite(self._engine)
-        with self.writing() as c:
+        self.database = Database(url)
+        with self.database.writing() as c:
             METADATA.create_all(c)
 
     def close(self) -> None:
         """Close the connections."""
-        self._engine.dispose()
-
-    @contextmanager
-    def _connected(self, writes: bool) -> Iterator[Connection]:
-        try:
-            with self._engine.connect().execution_options(writes=writes) as c, c.begin():
-                yield c
-        except (DBAPIError, PoolTimeout) as error:
-            raise _kind(error) from None
-
-    def writing(self) -> AbstractContextManager[Connection]:
-        """One transaction that writes, as a context manager that gives the Connection."""
-        return self._connected(writes=True)
-
-    def _all(self, query: Select[Any]) -> Sequence[Any]:
-        with self._connected(writes=False) as c:
-            return c.execute(query).all()
-
-    def _first(self, query: Select[Any], named: Mapping[str, Any] | None = None) -> Any:
-        with self._connected(writes=False) as c:
-            return c.execute(query, named).first()
+        self.database.close()
 
     def identify(self, c: Connection, fresh: str | None) -> str | None:
         """The id of the data folder that belongs to this database; `fresh` is stored where there is none."""
@@ -162,7 +98,7 @@ class Metadata:
         The argument of `store` is whether blobs of a deleted bundle are left. It runs within the transaction, so that
         no sweep of the deleted one runs beside it.
         """
-        with self.writing() as c:
+        with self.database.writing() as c:
             left = c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount > 0
             store(left)
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
@@ -174,21 +110,21 @@ class Metadata:
         query = select(bundles).order_by(b.added_at, b.digest).limit(limit)
         if after is not None:
             query = query.where(tuple_(b.added_at, b.digest) > tuple_(*(literal(v) for v in after)))
-        return self._all(query)
+        return self.database.all(query)
 
     def added_at(self, digest: str) -> float | None:
         """When a bundle's manifest was stored, None when it is not here."""
-        row = self._first(select(bundles.c.added_at).where(bundles.c.digest == digest))
+        row = self.database.first(select(bundles.c.added_at).where(bundles.c.digest == digest))
         return None if row is None else float(row.added_at)
 
     def users(self, digest: str) -> list[str]:
         """The federations of a bundle, by name."""
         f = federations.c
-        return [row.id for row in self._all(select(f.id).where(f.bundle == digest).order_by(f.id))]
+        return [row.id for row in self.database.all(select(f.id).where(f.bundle == digest).order_by(f.id))]
 
     def delete_bundle(self, digest: str) -> list[str] | None:
         """Delete a bundle that no federation uses; else those that do, None when there is no such bundle."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             used = list(c.scalars(select(federations.c.id).where(federations.c.bundle == digest)))
             if used:
                 return used
@@ -199,30 +135,30 @@ class Metadata:
 
     def deleted(self) -> dict[str, int]:
         """What was deleted and the last version of each: a federation's id, or "bundles/DIGEST" until it is swept."""
-        return {row.what: row.version for row in self._all(select(deleted))}
+        return {row.what: row.version for row in self.database.all(select(deleted))}
 
     def sweep_bundle(self, digest: str, drop: Callable[[], None]) -> None:
         """Drop the blobs of a deleted bundle, unless it was added again."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             if c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount == 1:
                 drop()
 
     def has_bundle(self, digest: str) -> bool:
         """Whether the manifest of a bundle is stored."""
-        return self._first(select(bundles).where(bundles.c.digest == digest)) is not None
+        return self.database.first(select(bundles).where(bundles.c.digest == digest)) is not None
 
     # --- federations
 
     def first_version(self, id_: str) -> int:
         """The version that a new federation of this name begins with."""
-        row = self._first(select(deleted.c.version).where(deleted.c.what == id_))
+        row = self.database.first(select(deleted.c.version).where(deleted.c.what == id_))
         return 0 if row is None else int(row.version) + 1
 
     def add_federation(
         self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0
     ) -> Literal["added", "taken", "no-bundle"]:
         """Store a new federation; `config` and `state` are JSON. Nothing when its id is taken or its bundle is gone."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
                 return "taken"
             if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version >= first)).first():
@@ -236,7 +172,7 @@ class Metadata:
 
     def delete_federation(self, federation: str, version: int) -> bool:
         """Delete a federation that no process could load; False, and nothing, when it has another version."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             this = (federations.c.id == federation, federations.c.version == version)
             if c.execute(select(federations.c.id).where(*this)).first() is None:
                 return False
@@ -247,7 +183,7 @@ class Metadata:
         """Every federation, oldest first: cheap, for watching."""
         f = federations.c
         query = select(f.id, f.version, f.first).order_by(f.created_at, f.id)
-        return {row[0]: Known(*row[1:]) for row in self._all(query)}
+        return {row[0]: Known(*row[1:]) for row in self.database.all(query)}
 
     def config(self, federation: str) -> str:
         """A federation's FederationConfig as JSON."""
@@ -265,7 +201,7 @@ class Metadata:
         return row[0], Content(row[1], row[2])
 
     def _of_federation(self, federation: str, query: Select[Any]) -> Any:
-        row = self._first(query, {"b_id": federation})
+        row = self.database.first(query, {"b_id": federation})
         if row is None:
             raise Refusal(
                 "not-found", f"federation {federation!r} was deleted; GET /v1/federations lists those there are"
@@ -274,7 +210,7 @@ class Metadata:
 
     def commit(self, federation: str, version: int, state: str, rows: Sequence[Callable[[Rows], Any]]) -> bool:
         """Write `state` and `rows` over `version`; False, and nothing, when another commit was first."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             named = {"b_id": federation, "b_version": version, "b_state": state}
             if c.execute(_SAVE_STATE, named).rowcount != 1:
                 return False
@@ -286,23 +222,23 @@ class Metadata:
 
     def add_viewer(self, token: str, expires_at: float) -> None:
         """Store a viewer's token by its SHA-256."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             c.execute(insert(viewers).values(token=token, expires_at=expires_at))
 
     def viewers(self) -> dict[str, float]:
         """When each viewer's token expires, by its SHA-256, in the order of these."""
-        return {row.token: row.expires_at for row in self._all(select(viewers).order_by(viewers.c.token))}
+        return {row.token: row.expires_at for row in self.database.all(select(viewers).order_by(viewers.c.token))}
 
     def remove_viewer(self, id_: str) -> bool:
         """Revoke the viewer's token whose SHA-256 begins with `id_`; False when there is none."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             return c.execute(delete(viewers).where(viewers.c.token.startswith(id_, autoescape=True))).rowcount > 0
 
     # --- tokens and devices
 
     def add_token(self, token: str, federation: str, uses: int, expires_at: float) -> None:
         """Store a join token by its SHA-256. Raises Refusal when its federation was deleted."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             if c.execute(_HEAD, {"b_id": federation}).first() is None:
                 raise Refusal("not-found", f"federation {federation!r} was deleted")
             c.execute(insert(tokens).values(token=token, federation=federation, uses_left=uses, expires_at=expires_at))
@@ -311,24 +247,24 @@ class Metadata:
         """`token`, `uses_left` and `expires_at` of a federation's join tokens, by SHA-256 beyond `after`."""
         t = tokens.c
         query = select(tokens).where(t.federation == federation, t.token > after).order_by(t.token)
-        return self._all(query.limit(limit))
+        return self.database.all(query.limit(limit))
 
     def remove_token(self, federation: str, id_: str) -> bool:
         """Revoke the join token whose SHA-256 begins with `id_`; False when there is none."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             mine = (tokens.c.federation == federation, tokens.c.token.startswith(id_, autoescape=True))
             return c.execute(delete(tokens).where(*mine)).rowcount > 0
 
     def token(self, token: str) -> Any:
         """`federation`, `uses_left` and `expires_at` of the token with this SHA-256."""
-        return self._first(select(tokens).where(tokens.c.token == token))
+        return self.database.first(select(tokens).where(tokens.c.token == token))
 
     def enrol(self, federation: str, device: str, credential: str, token: str, now: float, valid: bool) -> Enrolment:
         """Store a new device and one use of its token, if the token is still `valid`; only "new" changes anything.
 
         The same device again is harmless: a lost answer loses nothing.
         """
-        with self.writing() as c:
+        with self.database.writing() as c:
             mine = c.execute(select(devices).where(*of(devices, federation, device))).first()
             if mine is not None:
                 same: Enrolment = "again" if mine.credential == credential else "name-taken"
@@ -347,18 +283,18 @@ class Metadata:
     def member(self, federation: str, credential: str) -> Any:
         """`device`, `ready` and `removed` of the device with this credential, a SHA-256."""
         d = devices.c
-        return self._first(
+        return self.database.first(
             select(d.device, d.ready, d.removed).where(d.credential == credential, d.federation == federation)
         )
 
     def federations_of(self, credential: str) -> list[str]:
         """The federations in which a device has this credential, a SHA-256."""
-        found = self._all(select(devices.c.federation).where(devices.c.credential == credential))
+        found = self.database.all(select(devices.c.federation).where(devices.c.credential == credential))
         return [row.federation for row in found]
 
     def device(self, federation: str, device: str) -> Any:
         """The row of a device; None unless it is enrolled and not removed."""
-        return self._first(select(devices).where(*of(devices, federation, device), ~devices.c.removed))
+        return self.database.first(select(devices).where(*of(devices, federation, device), ~devices.c.removed))
 
     def devices(
         self, federation: str, state: DeviceState | None = None, after: str = "", limit: int | None = None
@@ -366,13 +302,13 @@ class Metadata:
         """The rows of every device that ever enrolled, or of those in a state, by name beyond `after`."""
         d = devices.c
         query = select(devices).where(d.federation == federation, d.device > after).order_by(d.device).limit(limit)
-        return self._all(query if state is None else query.where(*_STATES[state]))
+        return self.database.all(query if state is None else query.where(*_STATES[state]))
 
     def present(self, federation: str, since: float) -> dict[str, float]:
         """Ready devices that are not removed and made a request at `since` or later, and when."""
         d = devices.c
         query = select(d.device, d.last_seen_at).where(d.federation == federation, d.last_seen_at >= since)
-        return {row.device: row.last_seen_at for row in self._all(query.where(d.ready, ~d.removed))}
+        return {row.device: row.last_seen_at for row in self.database.all(query.where(d.ready, ~d.removed))}
 
     def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
         """Store what happened to devices."""
@@ -381,24 +317,24 @@ class Metadata:
              "b_last": s.last_down, "b_agent": s.agent, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
             for device, s in seen.items()
         ]  # fmt: skip
-        with self.writing() as c:
+        with self.database.writing() as c:
             c.execute(_SAVE_SEEN, rows)
 
     def save_report(self, federation: str, device: str, report: str) -> None:
         """Store a device's report as JSON."""
-        with self.writing() as c:
+        with self.database.writing() as c:
             c.execute(update(devices).where(*of(devices, federation, device)).values(report=report))
 
     def last_down(self, federation: str) -> dict[str, str]:
         """Bytes by kind, as JSON, of the downlink after the last round, by the device that fetched it."""
         d = devices.c
-        found = self._all(select(d.device, d.last_down).where(d.federation == federation, d.last_down.is_not(None)))
-        return {row.device: row.last_down for row in found}
+        query = select(d.device, d.last_down).where(d.federation == federation, d.last_down.is_not(None))
+        return {row.device: row.last_down for row in self.database.all(query)}
 
     # --- rounds
 
     def _update(self, federation: str, round_: int, device: str, *columns: Any) -> Any:
-        return self._first(select(*columns).where(*of(updates, federation, device), updates.c.round == round_))
+        return self.database.first(select(*columns).where(*of(updates, federation, device), updates.c.round == round_))
 
     def acknowledged(self, federation: str, round_: int, device: str) -> tuple[str, int] | None:
         """SHA-256 and size of the update that was acknowledged, None when none was."""
@@ -414,18 +350,18 @@ class Metadata:
         """The influence of each acknowledged update of a round that has one."""
         u = updates.c
         query = select(u.device, *(u[name] for name in Influence.__dataclass_fields__)).where(u.norm.is_not(None))
-        found = self._all(query.where(u.federation == federation, u.round == round_))
+        found = self.database.all(query.where(u.federation == federation, u.round == round_))
         return {row[0]: Influence(*row[1:]) for row in found}
 
     def costs(self, federation: str, round_: int) -> dict[str, str]:
         """What the round cost the devices of acknowledged updates, as far as they said it."""
         u = updates.c
         query = select(u.device, u.cost).where(u.federation == federation, u.round == round_, u.cost.is_not(None))
-        return {row[0]: row[1] for row in self._all(query)}
+        return {row[0]: row[1] for row in self.database.all(query)}
 
     def record(self, federation: str, device: str) -> tuple[int, Content] | None:
         """What the method keeps about a device, and the round that wrote it."""
-        row = self._first(select(records).where(*of(records, federation, device)))
+        row = self.database.first(select(records).where(*of(records, federation, device)))
         return None if row is None else (row.round, Content(row.sha256, row.content))
 
     def rounds(
@@ -434,4 +370,4 @@ class Metadata:
         """The records of the closed rounds `first` .. `last` as JSON, in order."""
         r = rounds.c
         query = select(r.round, r.record).where(r.federation == federation, r.round.between(first, last))
-        return {row.round: row.record for row in self._all(query.order_by(r.round).limit(limit))}
+        return {row.round: row.record for row in self.database.all(query.order_by(r.round).limit(limit))}

@@ -26,8 +26,8 @@ receives one sum.
   stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
   or 1. Nothing is left over on the device.
 - **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
-  missed rounds came to 0 and 1. A device that holds none, or one of more than HISTORY rounds ago, receives N as a
-  change from 0.
+  missed rounds came to 0 and 1 (`lattice_down`). A device that holds none, or one of more than HISTORY rounds ago,
+  receives N as a change from 0.
 - **Guard.** An update says by how much the received model's loss on the device's first batch exceeds that of the
   bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one. While it is above
   0 the budget raises nothing.
@@ -62,8 +62,9 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence, Range, Search, lattice_levels, lattice_statistics
+from edge_client.methods import Influence, Range, Search, lattice_down, lattice_levels, lattice_statistics
 from edge_client.methods.fedavg import Mean
+from edge_client.methods.lattice_down import CHANGE, STEPS, UNITS
 from edge_client.methods.lattice_grid import (
     HIGHEST,
     HISTORY,
@@ -81,20 +82,11 @@ from edge_client.methods.lattice_grid import (
     steps,
 )
 from edge_client.methods.lattice_network import Network, network
-from edge_client.methods.lattice_prune import check, choose
+from edge_client.methods.lattice_prune import check, pruned
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
-from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update, cut
-from edge_client.methods.lattice_wire import (
-    MOST_MOVE,
-    DownHead,
-    UpHead,
-    down_head,
-    packed,
-    read_counts,
-    read_moves,
-    stale,
-)
+from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
+from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, packed, read_moves
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
@@ -105,7 +97,7 @@ FIRST = 0.25  # of the quantum, for the moves of the first round: their dither i
 FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
 UPWARD = 0.3  # added before rounding down: what is just above half a cell stays, else noise would move N to and fro
 
-MOVES, CHANGE, UNITS, STATISTICS, REPORTS = "moves", "change", "units", lattice_statistics.NAME, "reports"
+MOVES, STATISTICS = "moves", lattice_statistics.NAME
 
 
 class Lattice(Settings):
@@ -123,7 +115,7 @@ class Lattice(Settings):
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"rms"})
-    one_time_down: ClassVar[frozenset[str]] = frozenset({"steps", UNITS})
+    one_time_down: ClassVar[frozenset[str]] = frozenset({STEPS, UNITS})
 
     # --- server half
 
@@ -143,65 +135,11 @@ class Lattice(Settings):
             coarser=self.coarser,
         )
 
-    def base(self, round_: int, record: Record | None) -> int:
-        """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-        if record is None or not record.holds or round_ - record.round > HISTORY:
-            return 1
-        return record.round
-
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
-        return f"from-{self.base(round_, record)}"
+        return f"from-{lattice_down.base_round(round_, record)}"
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
-        """Nothing in round 1; then how N changed, and the steps for a device that never received them.
-
-        While no update has been counted, a later round begins like the first one and its downlink says so. After the
-        last round N is its mean over the last rounds.
-        """
-        state = self.current(course, round_, state)
-        if not state.reports:
-            units = {} if state.units is None else {UNITS: state.units}
-            return Payload(units, {REPORTS: 0} if round_ > 1 else {})
-        net, base = network(course, state.units), self.base(round_, record)
-        base = 1 if base <= state.first else base  # N was 0 and without steps
-        counts, statistics, rounds = state.counts, state.statistics, 1
-        if round_ > course.rounds:
-            rounds = self.covered(course, state)
-            counts = state.history.mean(counts, rounds)
-            statistics = state.recent[-rounds:].mean(axis=0, dtype=np.float64).astype(np.float32)
-        past = state.round + 1 - base
-        low = state.history.lowest(past) if base > 1 else state.lowest
-        if rounds > 1:
-            low = min(low, state.history.fine(rounds))
-        held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, past)
-        missed = 0 if base == 1 else round_ - base
-        sent = lattice_statistics.numbers(statistics)
-        head = DownHead(coupling.checksum([counts, sent]), missed, state.level, low, state.samples)
-        known = self.known_down(net, base, round_, low, held)
-        arrays: Arrays = {CHANGE: u8(head.pack() + lattice.encode((counts - held) >> low, known))}
-        if base == 1:
-            arrays["steps"] = state.steps
-        if state.units is not None and base <= self.prune_after:
-            arrays[UNITS] = state.units
-        if len(sent):
-            before = net.model.buffers if base == 1 else state.recent[-1 - past]
-            arrays[STATISTICS] = lattice_statistics.change(sent, lattice_statistics.numbers(before))
-        return Payload(arrays)
-
-    def covered(self, course: Course, state: State) -> int:
-        """The number of rounds whose mean is the final model: since the first one that counted, or the pruning."""
-        start = state.first if state.units is None else max(state.first, self.prune_after + 1)
-        return max(1, min(self.window(course), state.round + 1 - start))
-
-    def known_down(self, net: Network, base: int, round_: int, low: int, held: Counts) -> Known:
-        """What both sides know of the change of N from the start of round `base` to that of `round_`.
-
-        The mean after the last round also differs where N has changed in the rounds that it covers.
-        """
-        if round_ - base > HISTORY:
-            return lattice.whole(spans(net.part))
-        first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - self.window(net.course)))
-        return lattice.down(*net.nearest(first, round_, self.prune_after), spans(net.part), sizes(held, low))
+        return lattice_down.written(self, course, round_, self.current(course, round_, state), record)
 
     def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
@@ -364,25 +302,9 @@ class Lattice(Settings):
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""
-        due = self.prune is not None and round_ > self.prune_after and state.units is None
-        return self.pruned(course, state, self.prune) if due and self.prune is not None else state
-
-    def pruned(self, course: Course, state: State, prune: float) -> State:
-        """The state of the smaller network."""
-        whole = network(course, None)
-        weights = whole.weights(self.unit(course, state.steps), state.counts)
-        units = choose(course.model.manifest, weights, prune, self.prune_keep)
-        net = network(course, units)
-        return replace(
-            state,
-            counts=state.counts[net.live],
-            statistics=net.buffers(state.statistics) if len(state.statistics) else state.statistics,
-            history=net.history(state.history),
-            recent=net.buffers(state.recent.T).T if len(state.statistics) else state.recent,
-            bad=0,
-            residual=state.residual[net.live],
-            units=units,
-        )
+        if self.prune is None or round_ <= self.prune_after or state.units is not None:
+            return state
+        return pruned(course, state, self.unit(course, state.steps), self.prune, self.prune_keep)
 
     def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
         return None if self.personal_epochs or self.statistics == "local" else everyone
@@ -390,59 +312,7 @@ class Lattice(Settings):
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        """N, from what the device kept and how it changed. Raises LostError, PayloadError."""
-        first = a.round == 1 or (downlink.meta.get(REPORTS) == 0 and CHANGE not in downlink.arrays)
-        allow_only(downlink, *((CHANGE, "steps", STATISTICS) if not first else ()), *((UNITS,) if a.round > 1 else ()))
-        net = self.network(a, kept, downlink)
-        kept = cut(kept, net)
-        own = net.model.buffers
-        if kept is not None and kept.statistics.size == own.size and self.statistics == "local":
-            own = kept.statistics
-        if first:
-            zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
-            return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
-        head, data = down_head(packed(downlink, CHANGE))
-        base = a.round - head.missed if head.missed else 1
-        if not head.missed:
-            each, held = vector(downlink, "steps", len(net.part.blocks)), np.zeros(net.part.size, np.int32)
-            if not (each > 0).all():
-                raise PayloadError("a step of the downlink is not above 0")
-        else:
-            kept = self.held(net, a, kept, base)
-            each, held = kept.steps, kept.counts
-        sent = np.zeros(0, np.int32)
-        if self.statistics == "mean":
-            before = kept.statistics if kept is not None and head.missed else own
-            sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
-            own = lattice_statistics.values(sent)
-        counts = read_counts(a, base, head, data, held, sent, self.known_down(net, base, a.round, head.low, held))
-        parameters = net.weights(self.unit(a.course, each), counts)
-        if not np.isfinite(parameters).all():
-            raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
-        return Received(net, counts, each, head.level, head.samples, own, parameters)
-
-    def network(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Network:
-        """The network of this round. Raises LostError when the device should know its units and does not."""
-        if self.prune is None or a.round <= self.prune_after:
-            return network(a.course, None)
-        if UNITS in downlink.arrays:
-            return network(a.course, downlink.arrays[UNITS])
-        if kept is None or kept.units is None:
-            raise stale(a, "it does not know which units are left")
-        try:
-            return network(a.course, kept.units)
-        except PayloadError as error:
-            raise stale(a, str(error)) from None
-
-    def held(self, net: Network, a: Assignment, kept: Kept | None, base: int) -> Kept:
-        """What the device kept, when it is of the start of round `base`. Raises LostError."""
-        if kept is None:
-            raise stale(a, "it holds no counts")
-        if base < 2:
-            raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
-        if kept.round != base or kept.counts.size != net.part.size:
-            raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
-        return kept
+        return lattice_down.read(self, a, kept, downlink)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""

@@ -1,4 +1,4 @@
-"""Lattice's pruning: which units the server keeps.
+"""Lattice's pruning: which units the server keeps, and its state after it.
 
 A unit's score is ||incoming weights|| * ||outgoing weights|| in the server's own model, so no device sends anything
 for it. Where a batch-norm follows, its scale stands for the incoming weights, whose norm it cancels. Linear layers keep
@@ -9,6 +9,7 @@ and the same share for all cost 10 points in a prototype on FEMNIST. Units of re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from edge_kernels.channels import ChannelGroup, Role, by_channel
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Manifest, views
 from edge_client.errors import ConfigError
 from edge_client.methods.lattice_network import network
+from edge_client.methods.lattice_values import State
 from edge_client.methods.units import Packed, Units, unpacked, whole
 from edge_client.task import Course
 
@@ -40,6 +42,23 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
             f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} belong to "
             "recurrent layers or are too small; leave prune out, or choose another model"
         )
+
+
+def pruned(course: Course, state: State, unit: F32, prune: float, prune_keep: Mapping[str, float]) -> State:
+    """The state of the smaller network; `unit` is what one count moves a weight of each tensor, float32[tensors]."""
+    weights = network(course, None).weights(unit, state.counts)
+    units = choose(course.model.manifest, weights, prune, prune_keep)
+    net, own = network(course, units), len(state.statistics) > 0
+    return replace(
+        state,
+        counts=state.counts[net.live],
+        statistics=net.buffers(state.statistics) if own else state.statistics,
+        history=net.history(state.history),
+        recent=net.buffers(state.recent.T).T if own else state.recent,
+        bad=0,
+        residual=state.residual[net.live],
+        units=units,
+    )
 
 
 def choose(manifest: Manifest, parameters: F32, prune: float, prune_keep: Mapping[str, float]) -> Packed:

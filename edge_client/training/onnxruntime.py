@@ -34,6 +34,7 @@ class OnnxRuntimeTrainer(Engine):
         self._threads = threads
         self._loss: F32 = np.zeros((), np.float32)
         self._key = np.zeros(1, np.int64)
+        self._bound = (0, 0)  # the addresses of the parameters and statistics that the session reads
         # Outputs land here; views stay valid because the vectors are never replaced.
         trainable = tuple(t for t in self.manifest.parameters if t.trainable)
         gradients = {f"grad:{k}": v for k, v in views(trainable, self._gradient).items()}
@@ -61,8 +62,11 @@ class OnnxRuntimeTrainer(Engine):
         session, binding = self._train
         parameters, buffers = _vector(parameters, self.manifest.d), _vector(buffers, self.manifest.buffers_d)
         x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
-        for table, flat in ((self.manifest.parameters, parameters), (self.manifest.buffers, buffers)):
-            _bind(binding, table, flat)
+        addresses = parameters.ctypes.data, buffers.ctypes.data
+        if addresses != self._bound:  # most steps change the values in place
+            _bind(binding, self.manifest.parameters, addresses[0])
+            _bind(binding, self.manifest.buffers, addresses[1])
+            self._bound = addresses
         binding.bind_input("x", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
         binding.bind_input("y", "cpu", 0, y.dtype, y.shape, y.ctypes.data)
         if self.manifest.draws:
@@ -94,7 +98,6 @@ def _vector(flat: F32, size: int) -> F32:
     return np.ascontiguousarray(flat, np.float32)
 
 
-def _bind(binding: ort.IOBinding, table: tuple[Tensor, ...], flat: F32) -> None:
-    address = flat.ctypes.data
+def _bind(binding: ort.IOBinding, table: tuple[Tensor, ...], address: int) -> None:
     for t in table:
         binding.bind_input(t.name, "cpu", 0, np.float32, t.shape, address + 4 * t.offset)

@@ -15,6 +15,7 @@ bytes on every machine.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ def key(*words: int | str) -> int:
     return k
 
 
+@lru_cache(1 << 17)  # a device's name is hashed once, not in every round
 def word(text: str) -> int:
     """The 64-bit word that a text is folded as."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -65,6 +65,7 @@ def is_pure(trainer: Trainer, bundle: Bundle, tokens: int = 2) -> None:
     start, (x, y) = bundle.model(), samples(bundle.manifest, 8, 1, tokens)
     first = trainer.gradient(start.parameters, start.buffers, x, y)
     kept = first.parameters.copy(), first.buffers.copy()
+    trainer.gradient(start.parameters, start.buffers * 2, x, y)
     trainer.gradient(start.parameters * 2, start.buffers, x, y)
     trainer.logits(start.parameters, start.buffers, x)
     again = trainer.gradient(start.parameters, start.buffers, x, y)

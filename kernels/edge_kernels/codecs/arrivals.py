@@ -12,6 +12,8 @@ docs/codecs.md specifies the bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,7 @@ UNIT = 20  # log2 of hazard 1
 MOST = 4 << UNIT  # the largest hazard, and the length of a window
 LEAST = 4  # the smallest hazard: every element of a window has a frequency of at least 1
 MAX_LANES = 1 << 12
+FEW = 16  # lanes, whose symbols Python reads sooner one by one than numpy a step of all
 SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
 
 _CELL = 18  # log2 of the hazard between two entries of the table
@@ -51,6 +54,7 @@ _OFFSET = (_BELOW << _CELL) - _START * _INSIDE  # so that chance(t) is t * _INSI
 _DIVISOR = np.append(1, np.maximum(_INSIDE, 1))
 _ROUND = np.append(0, ((1 - _BELOW) << _CELL) + (_START + 1) * _DIVISOR[1:] - 1)
 _NEXT = np.array([[0], [1]])
+_NUMBERS = tuple(table.tolist() for table in (_BELOW, _INSIDE, _OFFSET, _ROUND, _DIVISOR))
 
 
 def most_steps(size: int, lanes: int) -> int:
@@ -203,6 +207,8 @@ class Reader:
         cuts = _cuts(before, len(x))
         if compiled is not None:
             return self._compiled(before, cuts)
+        if len(x) <= FEW:
+            return self._one_by_one(before, cuts)
         at, end, after = cuts[:-1], cuts[1:], before[1:]
         here = before[at]
         lows, hits = [], []
@@ -224,7 +230,7 @@ class Reader:
             hit = sums[1] <= MOST
             hit &= low < end
             at = low + hit
-            here += np.where(hit, sums[1], sums[0])
+            here = before[at]
             start, stop = chance(np.minimum(sums, MOST))
             x >>= SCALE
             x *= np.where(hit, stop, _LOW) - start
@@ -242,6 +248,37 @@ class Reader:
         members: I64 = np.concatenate(lows)[np.concatenate(hits)]
         members.sort()
         return members
+
+    def _one_by_one(self, before: I64, cuts: I64) -> I64:
+        """The same, a symbol at a time."""
+        sums, after = before.data, before[1:].data  # their elements are Python's numbers
+        below, inside, offset, round_, divisor = _NUMBERS
+        at, ends_, states, members = cuts[:-1].tolist(), cuts[1:].tolist(), self._x.tolist(), list[int]()
+        while at != ends_:
+            self._steps += 1
+            self._check()
+            for lane, end in enumerate(ends_):
+                if at[lane] == end:
+                    continue
+                state, here = states[lane], sums[at[lane]]
+                slot = state & (_LOW - 1)
+                cell = bisect_right(below, slot)
+                t = min(((slot << _CELL) + round_[cell]) // divisor[cell], MOST + 1)
+                low = at[lane] = bisect_left(after, here + t, at[lane], end)
+                first, beyond = sums[low] - here, _LOW
+                start = first * inside[first >> _CELL] + offset[first >> _CELL] >> _CELL
+                if low < end and (last := after[low] - here) <= MOST:
+                    members.append(low)
+                    at[lane] = low + 1
+                    beyond = last * inside[last >> _CELL] + offset[last >> _CELL] >> _CELL
+                state = (state >> SCALE) * (beyond - start) + slot - start
+                if state < _LOW:
+                    self._used += 1
+                    self._check()
+                    state = state << SCALE | int(self._words[self._used - 1])
+                states[lane] = state
+        self._x[:] = states
+        return np.array(sorted(members), np.int64)
 
     def _compiled(self, before: I64, cuts: I64) -> I64:
         """The same by the compiled loop."""

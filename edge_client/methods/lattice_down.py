@@ -1,0 +1,149 @@
+"""Lattice's downlink, written by the server and read by a device: how N changed since the N that the device holds.
+
+A downlink builds on the N at the start of the *base*, the round in which the device took part last; or on N = 0, for a
+device that holds none or one of more than HISTORY rounds ago. Both sides know that N, and how close the dither of the
+rounds since the base came to 0 and 1: the change is coded given the two.
+
+- Round 1: nothing. A later round before which no update was counted: metadata `reports`, 0.
+- Else `change`, with a head (`lattice_wire`), and `statistics`; without a base also `steps`.
+- The first one of the smaller network that a device receives: `units`, a bit a unit.
+- After the last round N and the statistics are their means over the last rounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from edge_kernels import coupling, lattice
+from edge_kernels.lattice_model import Known
+
+from edge_client.errors import PayloadError
+from edge_client.methods import lattice_statistics
+from edge_client.methods.lattice_grid import HISTORY, MIDDLE, Counts, sizes, spans
+from edge_client.methods.lattice_network import Network, network
+from edge_client.methods.lattice_settings import Settings
+from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
+from edge_client.methods.lattice_wire import DownHead, down_head, packed, read_counts, stale
+from edge_client.protocol.payload import Arrays, Payload, allow_only, u8, vector
+from edge_client.task import Assignment, Course
+
+CHANGE, STEPS, UNITS, STATISTICS, REPORTS = "change", "steps", "units", lattice_statistics.NAME, "reports"
+
+
+def base_round(round_: int, record: Record | None) -> int:
+    """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
+    if record is None or not record.holds or round_ - record.round > HISTORY:
+        return 1
+    return record.round
+
+
+def known(settings: Settings, net: Network, base: int, round_: int, low: int, held: Counts) -> Known:
+    """What both sides know of the change of N from the start of round `base`, where it was `held`, to that of `round_`.
+
+    The mean after the last round also differs where N has changed in the rounds that it covers.
+    """
+    if round_ - base > HISTORY:
+        return lattice.whole(spans(net.part))
+    first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
+    return lattice.down(*net.nearest(first, round_, settings.prune_after), spans(net.part), sizes(held, low))
+
+
+# --- server half
+
+
+def written(settings: Settings, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+    """The downlink of a round for a device with this record, from the state at the start of the round."""
+    if not state.reports:
+        units = {} if state.units is None else {UNITS: state.units}
+        return Payload(units, {REPORTS: 0} if round_ > 1 else {})
+    net, base = network(course, state.units), base_round(round_, record)
+    base = 1 if base <= state.first else base  # N was 0 and without steps
+    counts, statistics, rounds = state.counts, state.statistics, 1
+    if round_ > course.rounds:
+        rounds = covered(settings, course, state)
+        counts = state.history.mean(counts, rounds)
+        statistics = state.recent[-rounds:].mean(axis=0, dtype=np.float64).astype(np.float32)
+    past = state.round + 1 - base
+    low = state.history.lowest(past) if base > 1 else state.lowest
+    if rounds > 1:
+        low = min(low, state.history.fine(rounds))
+    held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, past)
+    missed = 0 if base == 1 else round_ - base
+    sent = lattice_statistics.numbers(statistics)
+    head = DownHead(coupling.checksum([counts, sent]), missed, state.level, low, state.samples)
+    change = lattice.encode((counts - held) >> low, known(settings, net, base, round_, low, held))
+    arrays: Arrays = {CHANGE: u8(head.pack() + change)}
+    if base == 1:
+        arrays[STEPS] = state.steps
+    if state.units is not None and base <= settings.prune_after:
+        arrays[UNITS] = state.units
+    if len(sent):
+        before = net.model.buffers if base == 1 else state.recent[-1 - past]
+        arrays[STATISTICS] = lattice_statistics.change(sent, lattice_statistics.numbers(before))
+    return Payload(arrays)
+
+
+def covered(settings: Settings, course: Course, state: State) -> int:
+    """The number of rounds whose mean is the final model: since the first one that counted, or the pruning."""
+    start = state.first if state.units is None else max(state.first, settings.prune_after + 1)
+    return max(1, min(settings.window(course), state.round + 1 - start))
+
+
+# --- client half
+
+
+def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
+    """The model, from what the device kept and how it changed. Raises LostError, PayloadError."""
+    first = a.round == 1 or (downlink.meta.get(REPORTS) == 0 and CHANGE not in downlink.arrays)
+    allow_only(downlink, *((CHANGE, STEPS, STATISTICS) if not first else ()), *((UNITS,) if a.round > 1 else ()))
+    net = received_network(settings, a, kept, downlink)
+    kept = cut(kept, net)
+    own = net.model.buffers
+    if kept is not None and kept.statistics.size == own.size and settings.statistics == "local":
+        own = kept.statistics
+    if first:
+        zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
+        return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
+    head, data = down_head(packed(downlink, CHANGE))
+    base = a.round - head.missed if head.missed else 1
+    if not head.missed:
+        each, held = vector(downlink, STEPS, len(net.part.blocks)), np.zeros(net.part.size, np.int32)
+        if not (each > 0).all():
+            raise PayloadError("a step of the downlink is not above 0")
+    else:
+        kept = kept_since(net, a, kept, base)
+        each, held = kept.steps, kept.counts
+    sent = np.zeros(0, np.int32)
+    if settings.statistics == "mean":
+        before = kept.statistics if kept is not None and head.missed else own
+        sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
+        own = lattice_statistics.values(sent)
+    counts = read_counts(a, base, head, data, held, sent, known(settings, net, base, a.round, head.low, held))
+    parameters = net.weights(settings.unit(a.course, each), counts)
+    if not np.isfinite(parameters).all():
+        raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
+    return Received(net, counts, each, head.level, head.samples, own, parameters)
+
+
+def received_network(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload) -> Network:
+    """The network of this round. Raises LostError when the device should know its units and does not."""
+    if settings.prune is None or a.round <= settings.prune_after:
+        return network(a.course, None)
+    if UNITS in downlink.arrays:
+        return network(a.course, downlink.arrays[UNITS])
+    if kept is None or kept.units is None:
+        raise stale(a, "it does not know which units are left")
+    try:
+        return network(a.course, kept.units)
+    except PayloadError as error:
+        raise stale(a, str(error)) from None
+
+
+def kept_since(net: Network, a: Assignment, kept: Kept | None, base: int) -> Kept:
+    """What the device kept, when it is of the start of round `base`. Raises LostError, PayloadError."""
+    if kept is None:
+        raise stale(a, "it holds no counts")
+    if base < 2:
+        raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
+    if kept.round != base or kept.counts.size != net.part.size:
+        raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
+    return kept
