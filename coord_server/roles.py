@@ -33,10 +33,7 @@ class Roles:
         self._viewers = await asyncio.to_thread(self._metadata.viewers)
 
     def of(self, token: str) -> Role | None:
-        """Whose token this is.
-
-        One made or revoked at another coordinator of the data folder counts here after `coordinator.WATCH` seconds.
-        """
+        """Whose token this is. One made or revoked at another coordinator counts here after the next `look`."""
         digest = auth.hashed(token)
         if auth.same(digest, self._operator):
             return "operator"

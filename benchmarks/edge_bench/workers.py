@@ -38,7 +38,7 @@ from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer
 
 PAYS = 4.0  # seconds of work left from which starting processes is worth their start
-CHUNKS = 5  # parts of a round for each process, so that slow devices do not leave another process idle
+CHUNKS = 5  # least parts of a round for each process, where there are as many devices: no process is long idle
 
 
 @dataclass(frozen=True)

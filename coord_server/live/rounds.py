@@ -148,7 +148,7 @@ class Rounds:
             return {}
 
     def _removed(self, device: str) -> bool:
-        """Whether the operator removed `device`: then a round ends without it if its record is damaged. Blocks."""
+        """Whether the operator removed `device`: a damaged record of it then stops no round. Blocks."""
         return self._store.metadata.device(self.id, device) is None
 
     def _ended(self, round_: Round, values: Values) -> None:

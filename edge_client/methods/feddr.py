@@ -13,8 +13,7 @@ differ. The paper starts with a reflection theta_0 of every device; here one cou
 
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
   server keeps each device's last reflection. That of a device that lost its state stays in the mean until the next one
-  replaces it. One that nothing replaces, r of a device that was removed, stays for good and pulls the fixed point like
-  a device whose loss is |w - r|^2 / (2 eta).
+  replaces it. That of a device that was removed stays for good; docs/methods/feddr.md says what that does.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it

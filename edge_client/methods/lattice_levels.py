@@ -13,7 +13,7 @@ from edge_client.methods.lattice_grid import HIGHEST, HISTORY
 from edge_client.methods.lattice_values import State
 
 COARSEST = 2  # levels of the cell above the moves that the budget asks for
-FAR = 4.0  # rounds from one of a device to its next from which coarser cells save more bytes than their delay costs
+FAR = 4.0  # where the rounds of a device are at least so far apart, coarser cells are worth the delay
 SHORT = 8  # rounds in which a coarser cell would delay N too much; twice as many allow one level, and so on
 MOST_RISE = 3  # levels of the moves at a time
 
@@ -50,8 +50,8 @@ def settled(state: State, rounds: int) -> bool:
 def raised(state: State, need: float, rounds: int) -> State:
     """The state with coarser cells or moves, where the rounds left need so many times, above 1, what is left.
 
-    A level for each factor of 2. Cells first where devices are far apart; elsewhere they would delay N and save little,
-    in a run of few rounds, `rounds` in all, delay it too much. Then, in a later round, moves.
+    A level for each factor of 2. Cells first, where the rounds of a device are far apart: elsewhere they would delay N
+    and save little. With few `rounds` in all they would delay it too much. Then, in a later round, moves.
     """
     rise = math.ceil(math.log2(need))
     coarsest = min(COARSEST, round(math.log2(rounds / SHORT))) if apart(state) >= FAR else 0

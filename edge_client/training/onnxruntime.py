@@ -64,6 +64,7 @@ class OnnxRuntimeTrainer(Engine):
         x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
         addresses = parameters.ctypes.data, buffers.ctypes.data
         if addresses != self._bound:  # most steps change the values in place
+            self._bound = (0, 0)  # until both are bound
             _bind(binding, self.manifest.parameters, addresses[0])
             _bind(binding, self.manifest.buffers, addresses[1])
             self._bound = addresses
