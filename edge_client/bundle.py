@@ -228,12 +228,12 @@ class Manifest(_Data):
             raise ValueError(f"layers name tensors that no table has: {sorted(unknown)}")
         return self
 
-    @cached_property
+    @property
     def d(self) -> int:
         """Number of parameters."""
         return sum(t.size for t in self.parameters)
 
-    @cached_property
+    @property
     def buffers_d(self) -> int:
         """Number of batch-norm statistics."""
         return sum(t.size for t in self.buffers)
