@@ -1,4 +1,4 @@
-"""Lattice's pruning and personal models: both sides go on with the same smaller network, whoever missed what."""
+"""Lattice's pruning and personal models: both sides go on with the same smaller network after any missed rounds."""
 
 from __future__ import annotations
 

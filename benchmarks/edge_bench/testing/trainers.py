@@ -65,7 +65,7 @@ def is_pure(trainer: Trainer, bundle: Bundle, tokens: int = 2) -> None:
     start, (x, y) = bundle.model(), samples(bundle.manifest, 8, 1, tokens)
     models = (
         (start.parameters, start.buffers),
-        (start.parameters, start.buffers * 2),  # one vector stays the same: the other must be read all the same
+        (start.parameters, start.buffers * 2),  # one vector is as before: the other must be read anew
         (start.parameters * 2, start.buffers),
     )
     found: dict[int, Gradient] = {}
