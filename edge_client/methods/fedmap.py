@@ -269,7 +269,7 @@ class FedMap(LocalSgd):
         values = state.theta[alive(manifest, unpacked(manifest, state.mask))]
         check_fingerprint(payload, fingerprint(state.mask, values), PayloadError)
         change = self.uplink.read_change(a, payload, values.size, "buffers")
-        applied(values, change)
+        applied(values, change)  # refused when it makes one infinite
         samples = count(payload, "samples", MAX_SAMPLES)
         return Update(change, self.buffers(payload, manifest), samples if self.weights == "samples" else 1.0)
 
