@@ -169,7 +169,7 @@ class FedMap(LocalSgd):
     """`samples`: a device counts as its training samples (C3)."""
     statistics: Literal["mean", "local"] = "mean"
     dr: DouglasRachford | None = None
-    """FedDR's splitting; None: plain averaging."""
+    """FedDR's splitting; None: plain averaging. With it set momentum = 0, as FedDR has it; the default stays 0.9."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     batch: Annotated[int, Field(ge=1, le=65536)] = 128
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
@@ -188,6 +188,15 @@ class FedMap(LocalSgd):
         return Uplink(self.up, self.feedback)
 
     # --- what both sides know
+
+    def caution(self, course: Course) -> str | None:
+        """That momentum and FedDR's reflection do not go together."""
+        if self.dr is None or not self.momentum:
+            return super().caution(course)
+        return (
+            f"with dr, momentum = {self.momentum:g} carries a device's model beyond its optimum, and the reflection "
+            "doubles that; FedDR itself has momentum = 0"
+        )
 
     def prunings(self, course: Course, round_: int) -> int:
         """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""
